@@ -1,0 +1,1 @@
+"""Pallas kernels, a folder each, beside the XLA reference that defines what they compute."""

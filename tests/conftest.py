@@ -1,0 +1,131 @@
+"""One setting for every test: eight CPU devices, strict arrays, checked shapes, no user cache.
+
+A test marked `parity` or `tpu_check` is skipped, with the reason, where its extra is absent.
+`--must-run parity` turns that skip into an error and shows that such tests ran.
+"""
+
+import os
+from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+NEEDS = {"parity": ("torch", "transformers"), "tpu_check": ("libtpu",)}
+NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
+
+
+def set_environment():
+    """What jax and libtpu read when they are imported. A value that is already set stays."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    os.environ.setdefault("JAXKV_COMPILATION_CACHE", "off")
+    if os.environ["JAX_PLATFORMS"] == "cpu":  # libtpu as a compiler: look for no TPU, share it
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+set_environment()  # here, since a test module may import jax before any hook of pytest runs
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--no-typecheck",
+        action="store_true",
+        help="do not check the shapes and types that the signatures of jaxkv promise",
+    )
+    parser.addoption(
+        "--must-run",
+        default="",
+        metavar="MARKERS",
+        help=f"fail unless tests with these markers ran; comma-separated, of {', '.join(NEEDS)}",
+    )
+
+
+def pytest_configure(config):
+    for marker in must_run(config):
+        if marker not in NEEDS:
+            raise pytest.UsageError(f"--must-run {marker}: not one of {', '.join(NEEDS)}")
+        if missing(marker):
+            raise pytest.UsageError(f"--must-run {marker}: {missing(marker)}")
+    if find_spec("jaxtyping") and find_spec("beartype") and not config.option.no_typecheck:
+        from jaxtyping import install_import_hook
+
+        install_import_hook("jaxkv", "beartype.beartype")
+
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_report_header():
+    names = [name for name in ("jax", "flax", "numpy", "torch", "transformers") if find_spec(name)]
+    return "versions: " + ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker in NEEDS:
+            if item.get_closest_marker(marker) and missing(marker):
+                item.add_marker(pytest.mark.skip(reason=missing(marker)))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with the test model and the texts, beside the repository."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(NO_SHARED)
+    return folder
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def missing(marker):
+    """Why tests with this marker cannot run here; empty if they can."""
+    absent = [name for name in NEEDS[marker] if not find_spec(name)]
+    extra = marker.replace("_", "-")
+    return f"no {' and '.join(absent)}: pip install -e '.[{extra}]'" if absent else ""
+
+
+def must_run(config):
+    return [marker for marker in config.option.must_run.split(",") if marker]
+
+
+def outcomes(reporter, marker):
+    """How many tests with this marker passed, failed, or were skipped for want of something.
+
+    Leaving out what needs ../shared/data is right where that folder is absent.
+    """
+    counts = Counter()
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in reporter.stats.get(outcome, []):
+            if marker in getattr(report, "keywords", ()):
+                no_data = outcome == "skipped" and NO_SHARED in str(report.longrepr)
+                counts["without shared data" if no_data else outcome] += 1
+    return counts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for marker in must_run(session.config) if reporter else ():
+        counts = outcomes(reporter, marker)
+        if session.exitstatus == pytest.ExitCode.OK and (counts["skipped"] or not counts["passed"]):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for marker in must_run(config):
+        counts = outcomes(terminalreporter, marker)
+        told = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
+        terminalreporter.write_line(f"--must-run {marker}: {told}")

@@ -1,0 +1,223 @@
+"""The rules of the house: who imports whom, how long things get, and what the README promises."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HOUSE = {"jaxkv", "models", "pallas_kernels", "evals", "tests"}
+
+# Folder -> what may be imported there besides the standard library and the folder's own package;
+# the longest prefix of a path decides. None: anything at all.
+MAY_IMPORT = {
+    "pallas_kernels": {"jax", "numpy"},
+    "jaxkv": {"pallas_kernels", "jax", "numpy"},
+    "jaxkv/typing.py": {"jax", "numpy", "jaxtyping"},
+    "jaxkv/server": {"pallas_kernels", "jax", "numpy", "starlette", "uvicorn"},
+    "jaxkv/cli": None,
+    "models": {
+        *("jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes", "flax", "optax", "orbax"),
+        *("safetensors", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub"),
+    },
+    "evals": {
+        *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
+        *("matplotlib", "torch", "transformers"),
+    },
+    "tests": None,
+    "colab": None,
+}
+COMPARED_WITH = {"torch", "transformers"}  # imported inside functions, since they may be absent
+
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 80, 150
+FILE_BYTES = 10_000_000
+MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|tmp|Users)/\w")
+
+
+class Import(NamedTuple):
+    line: int
+    package: str  # the first part of the dotted name
+    lazy: bool  # inside a function
+
+
+def git(*words):
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout
+
+
+def tracked():
+    paths = (ROOT / name for name in git("ls-files", "-z").split("\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def python_files():
+    return {name(path): path.read_text("utf-8") for path in tracked() if path.suffix == ".py"}
+
+
+def imports(node, package, lazy=False):
+    """Every import under a node. A relative one is an import of the file's own package."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(child.lineno, alias.name.split(".")[0], lazy)
+        elif isinstance(child, ast.ImportFrom):
+            imported = package if child.level else child.module.split(".")[0]
+            yield Import(child.lineno, imported, lazy)
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from imports(child, package, lazy or inside)
+
+
+def allowed(path):
+    """What the file may import: a set, or None for anything; no entry, no house imports."""
+    prefixes = [p for p in MAY_IMPORT if path == p or path.startswith(p + "/")]
+    return MAY_IMPORT[max(prefixes, key=len)] if prefixes else set()
+
+
+def broken_imports(path, text):
+    package = path.split("/")[0]
+    may = allowed(path)
+    for found in imports(ast.parse(text), package):
+        known = found.package in sys.stdlib_module_names or found.package == package
+        if may is not None and not known and found.package not in may:
+            yield f"{path}:{found.line} imports {found.package}"
+        if found.package in COMPARED_WITH and not found.lazy:
+            yield f"{path}:{found.line} imports {found.package} outside a function"
+
+
+def test_imports_go_one_way():
+    broken = [line for path, text in python_files().items() for line in broken_imports(path, text)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("pallas_kernels/a/api.py", "import jaxkv"),
+        ("jaxkv/step.py", "from models import load"),
+        ("jaxkv/engine/engine.py", "def f():\n    import flax"),
+        ("jaxkv/contract.py", "from jaxtyping import Float"),
+        ("jaxkv/rows.py", "import starlette"),
+        ("models/llama.py", "import evals.latency"),
+        ("models/llama.py", "def f():\n    import transformers"),
+        ("evals/latency.py", "import torch"),
+        ("evals/latency.py", "from flax import nnx"),
+    ],
+)
+def test_a_wrong_import_is_found(path, text):
+    assert list(broken_imports(path, text))
+
+
+def test_nothing_grows_too_long():
+    long = []
+    for path, text in python_files().items():
+        count = len(text.splitlines())
+        if count > FILE_LINES and not path.startswith("tests/"):
+            long.append(f"{path}: {count} lines, limit {FILE_LINES}")
+        limit = KERNEL_LINES if path.startswith("pallas_kernels/") else FUNCTION_LINES
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = node.end_lineno - node.lineno + 1
+                if count > limit:
+                    long.append(f"{path}:{node.lineno} {node.name}: {count} lines, limit {limit}")
+    assert not long, "\n".join(long)
+
+
+def test_no_path_of_one_machine_and_no_large_file():
+    found = []
+    for path in tracked():
+        data = path.read_bytes()
+        if len(data) > FILE_BYTES:
+            found.append(f"{name(path)}: {len(data)} bytes, limit {FILE_BYTES}")
+        if b"\0" in data:  # not text
+            continue
+        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                found.append(f"{name(path)}:{number} names a path of one machine: {line[:100]}")
+    assert not found, "\n".join(found)
+
+
+def test_versions_agree():
+    version = project()["version"]
+    written = {
+        path: match[1]
+        for path, text in python_files().items()
+        if (match := re.search(r'^__version__ = "(.*)"', text, re.MULTILINE))
+    }
+    assert set(written.values()) <= {version}, written
+    newest = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[0]
+    assert newest.startswith("Unreleased" if "dev" in version else version)
+
+
+def test_the_command_line_starts_without_jax():
+    code = "import sys, jaxkv.cli; print(*{'jax', 'flax', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+
+
+def test_parity_tests_carry_their_mark():
+    """Without it they would fail, rather than be skipped, where torch is absent."""
+    bare = []
+    for path, text in python_files().items():
+        uses = {found.package for found in imports(ast.parse(text), "tests")} & COMPARED_WITH
+        if re.match(r"tests/(.*/)?test_", path) and uses and "mark.parity" not in text:
+            bare.append(path)
+    assert not bare
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def readme_commands():
+    """The lines of README's shell blocks, a line that ends in a backslash joined to the next."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").split(" #")[0].strip() for line in lines if line.strip()]
+
+
+def test_readme_and_ci_run_the_same_tests():
+    (command,) = [line for line in readme_commands() if re.search(r"\bpytest\b", line)]
+    in_ci = (ROOT / ".ci/run").read_text("utf-8").replace('[$1]"', '[test]"')
+    assert command in [line.strip() for line in in_ci.splitlines()]
+
+
+def test_readme_names_extras_and_modules_that_exist():
+    commands = "\n".join(readme_commands())
+    extras = {e for group in re.findall(r"\[([\w,-]+)\]", commands) for e in group.split(",")}
+    assert extras <= set(project()["optional-dependencies"])
+    modules = re.findall(r"python -m ((?:jaxkv|models|evals|pallas_kernels)[\w.]*)", commands)
+    assert not [module for module in modules if find_spec(module) is None]
+
+
+def test_readme_names_commands_and_flags_that_exist():
+    helps = {}
+    for line in readme_commands():
+        for command, rest in re.findall(r"\bjaxkv ([a-z]\w*)([^|&;\n]*)", line):
+            if command not in helps:
+                helps[command] = help_of(command)
+            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+                assert flag in helps[command], f"README: {line}: no {flag} in its --help"
+
+
+def help_of(command):
+    code = f"import sys; sys.argv = ['jaxkv', '{command}', '--help']; import jaxkv.cli as c; "
+    run = [sys.executable, "-c", code + "sys.exit(c.main())"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"README: jaxkv {command}: {done.stderr}"
+    return done.stdout
