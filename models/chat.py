@@ -1,0 +1,148 @@
+"""Chat templates: messages to the text a model was trained to see, and the text of one more turn.
+
+A rendering holds the BOS where the template writes one, so encode it with `bos=False`.
+Templates come from the network and run in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from models.hf.folder import read_json
+
+Message = Mapping[str, str]  # role (system, user, assistant) and content
+
+# Stands for an answer in a rendering; private-use characters that no template treats specially.
+ANSWER = "\ue000answer\ue001"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How one model writes conversations.
+
+    template: Jinja source, None where the model has none. tokens: the special tokens that the
+    template may name (bos_token, eos_token, ...).
+    """
+
+    template: str | None
+    tokens: tuple[tuple[str, str], ...] = ()
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, by default up to where the next answer begins."""
+        if self.template is None:
+            raise UserError(
+                "this model has no chat template; use `generate`, or add a chat_template.jinja"
+            )
+        jinja2 = _jinja2()
+        try:
+            return _compiled(self.template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **dict(self.tokens),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"the chat template refuses this conversation: {error}") from None
+
+    def turn(self, previous: Sequence[Message], text: str) -> str:
+        """The text that a user's next message adds to a cache holding the conversation so far.
+
+        previous: the messages so far, the last of them the answer that the cache ends with; with
+        no answer among them nothing is in the cache yet and the whole rendering is returned.
+        The new text begins right behind that answer, before the marks that close it: its end
+        token was sampled, not fed. It is cut out of a rendering in which the answer is a
+        placeholder, so it does not matter whether the template trims old answers or drops their
+        thoughts (the cache keeps what was said). Where a template does not show the answer at
+        all, the message is rendered as a conversation of its own, without the BOS.
+        """
+        message = {"role": "user", "content": text}
+        if not any(m["role"] == "assistant" for m in previous):
+            return self.render([*previous, message])
+        stand_in = {**previous[-1], "content": ANSWER}
+        before, found, after = self.render([*previous[:-1], stand_in, message]).rpartition(ANSWER)
+        if found:
+            return after
+        return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
+
+
+def read_chat(folder: Path) -> Chat:
+    """The chat template of a model folder: chat_template.jinja, .json, or tokenizer_config's."""
+    folder = Path(folder)
+    config = read_json(folder / "tokenizer_config.json")
+    named = read_json(folder / "special_tokens_map.json") | config
+    contents = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in named.items()
+        if key.endswith("_token")
+    }
+    tokens = tuple((key, value) for key, value in contents.items() if isinstance(value, str))
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        try:
+            return Chat(alone.read_text(encoding="utf-8"), tokens)
+        except UnicodeDecodeError:
+            raise UserError(f"{alone} is not UTF-8; download it again") from None
+    source = read_json(folder / "chat_template.json").get("chat_template")
+    return Chat(_default(source or config.get("chat_template"), folder), tokens)
+
+
+def _default(source: Any, folder: Path) -> str | None:
+    """The template itself, or of several named ones the default (else the first)."""
+    if isinstance(source, list):
+        by_name = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
+        source = by_name.get("default", next(iter(by_name.values()), None))
+    if source is not None and not isinstance(source, str):
+        raise UserError(f"{folder}: chat_template must be a text or a list of named ones")
+    return source
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """The compiled template, in the environment that transformers gives to templates."""
+    jinja2 = _jinja2()
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks answers for training; its body is rendered as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template is not valid Jinja: {error}") from None
+
+
+def _jinja2() -> Any:
+    try:
+        import jinja2
+        import jinja2.nodes
+    except ImportError:
+        raise UserError("chat templates need the package jinja2 (pip install jinja2)") from None
+    return jinja2

@@ -1,0 +1,334 @@
+"""config.json of the Llama family, read into one frozen description.
+
+Both dialects are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and the later
+`rope_parameters`/`dtype`. A key that the file leaves out means what the architecture's own
+configuration class at Hugging Face says (DEFAULTS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.rotary import Rotary, rotary
+from models.hf.folder import read_json
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {
+    name + suffix: name.lower()
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for suffix in ("ForCausalLM", "Model")
+}
+SUPPORTED = ", ".join(name for name in ARCHITECTURES if name.endswith("LM"))
+
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+# (projections q k v, output projection, mlp): True, False, or the key of config.json that says.
+BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
+    "llama": ("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", False),
+}
+QK_NORM = {"qwen3"}
+
+# For each rope kind: the fields it cannot do without, and those it may have.
+ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        ("original_max_position_embeddings",),
+    ),
+    "yarn": (
+        (),
+        (
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+}
+# model_type of models whose positions are a learned table with an end.
+LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
+DTYPES = ("float32", "bfloat16", "float16")
+CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A decoder of the Llama family; equal descriptions hash alike.
+
+    windows: the model's own sliding window of each layer, None for full attention; a query
+    sees that many keys, itself among them. dtype: what the weights were published in.
+    """
+
+    family: str
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    encoding: Rotary
+    context: int
+    dtype: str
+    bos: int | None
+    eos: tuple[int, ...]
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the output head is a matrix of its own."""
+        return not self.tied
+
+
+def read_config(folder: Path) -> Config:
+    """The description of the model in `folder`, from config.json and generation_config.json."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}; name the folder of a model")
+    where = folder / "config.json"
+    if not where.is_file():
+        raise UserError(f"no config.json in {folder}; name the folder of a published model")
+    given = read_json(where)
+    family = _family(given, where)
+    raw = COMMON | DEFAULTS[family] | given
+    generation = read_json(folder / "generation_config.json")
+
+    if raw["hidden_act"] not in ("silu", "swish"):
+        raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
+    width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)
+    layers, context = _int(raw, "num_hidden_layers", where), _int(raw, CONTEXT, where)
+    kv_heads = heads if raw[KV_HEADS] is None else _int(raw, KV_HEADS, where)
+    if heads % kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
+            f"got {heads} and {kv_heads}"
+        )
+    if raw["head_dim"] is None and width % heads:
+        raise UserError(
+            f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
+            f"got {width} and {heads}"
+        )
+    head_dim = width // heads if raw["head_dim"] is None else _int(raw, "head_dim", where)
+    qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in BIASES[family])
+    return Config(
+        family=family,
+        vocab=_int(raw, "vocab_size", where),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=_int(raw, "intermediate_size", where),
+        norm_eps=_float(raw, "rms_norm_eps", where),
+        tied=_bool(raw, "tie_word_embeddings", where),
+        qkv_bias=qkv,
+        out_bias=out,
+        mlp_bias=mlp,
+        qk_norm=family in QK_NORM,
+        windows=_windows(family, raw, layers, where),
+        encoding=_encoding(raw, head_dim, context, where),
+        context=context,
+        dtype=_dtype(raw, where),
+        bos=next(iter(_ids("bos_token_id", generation, raw, where)), None),
+        eos=_ids("eos_token_id", generation, raw, where),
+    )
+
+
+def _family(given: Mapping[str, Any], where: Path) -> str:
+    """The family named by `architectures`, else by `model_type`; raises for every other model."""
+    names = given.get("architectures") or []
+    kind = str(given.get("model_type", ""))
+    named = str(names[0]) if isinstance(names, list) and names else kind
+    if given.get("quantization_config"):
+        method = _get(given["quantization_config"], "quant_method", "unknown method")
+        raise UserError(
+            f"{where}: quantized weights ({method}) are not supported; "
+            "use the float32, bfloat16 or float16 version of the model"
+        )
+    if named in ARCHITECTURES or (not names and kind in FAMILIES):
+        return ARCHITECTURES.get(named, kind)
+    if kind in LEARNED or given.get("position_embedding_type") == "absolute":
+        raise UserError(
+            f"{where}: {named} has learned absolute positions, which end at the trained length; "
+            f"endless streaming needs relative ones; supported: {SUPPORTED}"
+        )
+    experts = " (a mixture of experts)" if _has_experts(named, given) else ""
+    if not named:
+        raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
+    raise UserError(f"{where}: unsupported architecture {named}{experts}; supported: {SUPPORTED}")
+
+
+def _has_experts(name: str, given: Mapping[str, Any]) -> bool:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    return "moe" in name.lower() or "mixtral" in name.lower() or any(given.get(k) for k in keys)
+
+
+def _windows(
+    family: str, raw: Mapping[str, Any], layers: int, where: Path
+) -> tuple[int | None, ...]:
+    """Each layer's own sliding window, with the meaning it has in transformers.
+
+    Mistral: one for all layers. Qwen: off unless `use_sliding_window`; the layers are those that
+    `layer_types` names, else those from `max_window_layers` on.
+    """
+    if family == "llama":
+        return (None,) * layers
+    on = family == "mistral" or _bool(raw, "use_sliding_window", where)
+    window = _int(raw, "sliding_window", where) if on and raw["sliding_window"] else None
+    if family == "mistral":
+        return (window,) * layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = layers if window is None else _int(raw, "max_window_layers", where, least=0)
+        return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UserError(f"{where}: layer_types must name each of the {layers} layers, got {kinds}")
+    unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(
+            f"{where}: unsupported layer_types {', '.join(sorted(unknown))}; "
+            "supported: full_attention, sliding_attention"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise UserError(
+            f"{where}: layer_types names sliding_attention, but there is no window; "
+            "set use_sliding_window and sliding_window"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _encoding(raw: Mapping[str, Any], head_dim: int, context: int, where: Path) -> Rotary:
+    """The rotary encoding, from either dialect."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: rope parameters must be an object, got {rope!r}")
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    if nested:
+        if any(value != nested[0] for value in nested):
+            raise UserError(f"{where}: rope parameters that differ between layers: not supported")
+        rope = nested[0]
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UserError(
+            f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(ROPE_KINDS)}"
+        )
+    part = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise UserError(f"{where}: partial_rotary_factor must be 1 (whole heads), got {part}")
+    # The order in which transformers looks for the original length.
+    original = raw.get("original_max_position_embeddings")
+    original = original or rope.get("original_max_position_embeddings") or context
+    rope = {"rope_theta": raw["rope_theta"]} | rope
+    rope["original_max_position_embeddings"] = original
+    required, optional = ROPE_KINDS[kind]
+    missing = [field for field in required if rope.get(field) is None]
+    if missing:
+        raise UserError(f"{where}: rope kind {kind} lacks the field {', '.join(missing)}")
+    scaling = {field: rope[field] for field in required + optional if rope.get(field) is not None}
+    theta = _float(rope, "rope_theta", where)
+    try:
+        return rotary(head_dim, theta, {"kind": kind} | scaling, context)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _dtype(raw: Mapping[str, Any], where: Path) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return name
+
+
+def _ids(
+    key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], where: Path
+) -> tuple[int, ...]:
+    """Token ids under `key`, one or a list; generation_config.json wins over config.json."""
+    value = raw[key] if generation.get(key) is None else generation[key]
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise UserError(f"{where}: {key} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def _get(value: object, key: str, default: str) -> object:
+    return value.get(key, default) if isinstance(value, dict) else default
+
+
+def _int(raw: Mapping[str, Any], key: str, where: Path, least: int = 1) -> int:
+    value = _required(raw, key, where)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{where}: {key} must be a whole number from {least} on, got {value!r}")
+    return value
+
+
+def _float(raw: Mapping[str, Any], key: str, where: Path) -> float:
+    value = _required(raw, key, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UserError(f"{where}: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _bool(raw: Mapping[str, Any], key: str, where: Path) -> bool:
+    value = _required(raw, key, where)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _required(raw: Mapping[str, Any], key: str, where: Path) -> Any:
+    if key not in raw:
+        raise UserError(f"{where}: missing field {key}")
+    return raw[key]

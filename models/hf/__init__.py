@@ -1,0 +1,1 @@
+"""Reading model folders as they are published on the Hugging Face Hub."""

@@ -1,0 +1,69 @@
+"""Where a model lies: a folder as it is, or a Hub id; and the reading of its JSON files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+
+# Everything jaxkv reads from a published model, and nothing else (no .bin, .gguf, .onnx).
+PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def find(folder_or_id: str | Path) -> Path:
+    """The folder of a model; a Hub id `org/name` or `org/name@revision` is downloaded.
+
+    folder_or_id: an existing folder always wins over a Hub id of the same name.
+    """
+    path = Path(folder_or_id).expanduser()
+    if path.is_dir():
+        return path
+    text = str(folder_or_id)
+    if path.exists():
+        raise UserError(f"a model is a folder, {text} is a file; name the folder that holds it")
+    if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
+        raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")
+    return _download(text)
+
+
+def _download(hub_id: str) -> Path:
+    name, _, revision = hub_id.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"no such folder: {hub_id}; as a Hub id it needs the package huggingface_hub "
+            "(pip install huggingface_hub)"
+        ) from None
+    try:
+        found = snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS))
+    # The Hub client raises its own, OS and HTTP errors alike, and their types move between
+    # versions; for the user all of them mean the same thing.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"no such folder, and the Hub did not give {hub_id}: {reason}; check the name and "
+            "the network, or name a local folder"
+        ) from error
+    return Path(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); download it again") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} is not valid JSON: {error.msg} in line {error.lineno}; download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+    return value

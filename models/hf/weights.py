@@ -1,0 +1,252 @@
+"""Weights from safetensors files, streamed to their final dtype and place.
+
+Everything that headers can tell is checked before a byte of weights is read. Then each tensor
+is read straight into its final host buffer (through a 16 MB window where the dtype changes) and
+handed to JAX, which on CPU adopts the buffer. The format is read here rather than mapped by the
+safetensors package: mapped pages count as resident memory until the file is closed, which would
+double the peak, and NumPy has no bfloat16 of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from models.config import Config
+from models.hf.folder import read_json
+from models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
+
+DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PIECE = 16 << 20  # bytes read at once where the dtype changes
+ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
+
+Progress = Callable[[int, int], None]
+Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: name as in the file, `start` in bytes from the file's beginning."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+def load_weights(
+    folder: Path,
+    config: Config,
+    dtype: str | np.dtype,
+    sharding: Sharding = None,
+    progress: Progress | None = None,
+) -> dict[str, jax.Array]:
+    """All parameters of a model by our names (models/hf/names.py), on their devices.
+
+    dtype: what they become. sharding: one for all, or a function (our name, shape) -> one;
+    None is JAX's default device. progress: called with (bytes done, bytes in all).
+    """
+    tensors = _match(tensors_in(folder), config, folder)
+    dtype = jnp.dtype(dtype)
+    total = sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize
+    done, placed = 0, {}
+    for name, tensor in tensors.items():
+        host = read(tensor, dtype)
+        spec = sharding(name, tensor.shape) if callable(sharding) else sharding
+        # Waiting bounds the host copies alive at a time to one tensor.
+        placed[name] = jax.block_until_ready(_place(host, spec))
+        done += host.nbytes
+        if progress:
+            progress(done, total)
+    return {name: placed[name] for name in shapes(config)}
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a model folder by its name in the file; reads headers only."""
+    tensors: dict[str, Tensor] = {}
+    for file in _files(Path(folder)):
+        tensors |= read_header(file)
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file; raises where header and file size disagree."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))[0]
+        if length > size - 8:
+            raise _corrupt(file, f"its header needs {length} bytes, the file has {size}")
+        try:
+            header = json.loads(stream.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            tensors = {
+                name: Tensor(
+                    file=file,
+                    name=name,
+                    dtype=entry["dtype"],
+                    shape=tuple(map(int, entry["shape"])),
+                    start=8 + length + entry["data_offsets"][0],
+                    bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+                )
+                for name, entry in entries.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise _corrupt(file, "its header is not valid") from None
+    end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
+    if end != size and tensors:
+        raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
+    for t in tensors.values():
+        known = DTYPES.get(t.dtype)
+        if t.start < 8 + length or (known and t.bytes != prod(t.shape) * known.itemsize):
+            raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
+    return tensors
+
+
+def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    """One tensor as a host array of `dtype`, in a buffer of its own."""
+    count = prod(tensor.shape)
+    stored = DTYPES[tensor.dtype]
+    raw = np.empty(count * dtype.itemsize + ALIGN, np.uint8)
+    first = -raw.ctypes.data % ALIGN
+    host = raw[first : first + count * dtype.itemsize].view(dtype)
+    # Unbuffered, so that no second copy of the bytes is kept.
+    with tensor.file.open("rb", buffering=0) as stream:
+        stream.seek(tensor.start)
+        if stored == dtype:
+            _fill(stream, host, tensor)
+        else:
+            window = np.empty(min(count, PIECE // stored.itemsize), stored)
+            for at in range(0, count, max(len(window), 1)):
+                piece = window[: min(len(window), count - at)]
+                _fill(stream, piece, tensor)
+                host[at : at + len(piece)] = piece
+    return host.reshape(tensor.shape)
+
+
+def _fill(stream: BinaryIO, array: np.ndarray, tensor: Tensor) -> None:
+    """Read until `array` is full (one read of a raw file may return less)."""
+    rest = memoryview(array.view(np.uint8))
+    while len(rest):
+        got = stream.readinto(rest)
+        if not got:
+            raise _corrupt(tensor.file, f"it ended within {tensor.name}")
+        rest = rest[got:]
+
+
+def _place(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(host)
+    # Each process hands over only the parts that its own devices hold.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files of a folder: the shards that the index names, or the single file."""
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        shards = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
+            raise UserError(f"{folder / INDEX} has no weight_map; download it again")
+        files = [folder / name for name in sorted(set(shards.values()))]
+    else:
+        files = [folder / SINGLE]
+    missing = [file.name for file in files if not file.is_file()]
+    if not missing:
+        return files
+    if len(files) > 1:
+        raise UserError(f"{folder} lacks weight files: {_some(missing)}; download them again")
+    others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
+    if others:
+        raise UserError(
+            f"no {SINGLE} in {folder}, only {_some(sorted(others))}; "
+            "jaxkv reads safetensors: convert the model or use a version that has them"
+        )
+    raise UserError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
+
+
+def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
+    """Our name -> tensor, largest first; raises where file and config.json disagree."""
+    by_name: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if name.endswith(HARMLESS):
+            continue
+        if (other := by_name.setdefault(canonical(name), tensor)) is not tensor:
+            raise UserError(f"{folder} holds one tensor under two names: {other.name}, {name}")
+    if config.tied and HEAD in by_name:
+        head = by_name.pop(HEAD)
+        if _differ(by_name.setdefault(EMBED, head), head):
+            raise UserError(
+                f"{folder}: config.json ties the head to the embedding, but {head.name} differs "
+                f"from {by_name[EMBED].name}; set tie_word_embeddings to false"
+            )
+    expected = shapes(config)
+    known = {theirs for theirs, _ in expected.values()}
+    lacking = [theirs for theirs, _ in expected.values() if theirs not in by_name]
+    extra = [tensor.name for name, tensor in by_name.items() if name not in known]
+    if lacking or extra:
+        problems = [f"missing tensor {_some(lacking)}"] if lacking else []
+        problems += [f"extra tensor {_some(extra)}"] if extra else []
+        if HEAD in lacking:
+            problems.append("if the head is the embedding, set tie_word_embeddings to true")
+        raise UserError(
+            f"the weights in {folder} are not those that config.json describes: "
+            + "; ".join(problems)
+        )
+    wrong, dtypes = [], []
+    for theirs, shape in expected.values():
+        tensor = by_name[theirs]
+        if tensor.shape != shape:
+            wrong.append(
+                f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, "
+                f"config.json says {list(shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            dtypes.append(f"{tensor.name} is {tensor.dtype}")
+    if wrong:
+        raise UserError(f"wrongly shaped tensor in {folder}: {_some(wrong)}")
+    if dtypes:
+        raise UserError(
+            f"weights must be one of {', '.join(DTYPES)}; in {folder} {_some(dtypes)}; "
+            "use an unquantized version of the model"
+        )
+    # Largest first: what is held twice for a moment is then small beside what is already there.
+    pairs = [(ours, by_name[theirs]) for ours, (theirs, _) in expected.items()]
+    return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold other bytes, read through a window."""
+    if a is b:
+        return False
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    with a.file.open("rb") as one, b.file.open("rb") as two:
+        one.seek(a.start)
+        two.seek(b.start)
+        return any(
+            one.read(n) != two.read(n)
+            for at in range(0, a.bytes, PIECE)
+            for n in [min(PIECE, a.bytes - at)]
+        )
+
+
+def _some(items: Iterable[str], most: int = 3) -> str:
+    items = list(items)
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+def _corrupt(file: Path, why: str) -> UserError:
+    return UserError(f"{file} is truncated or corrupt: {why}; download it again")

@@ -1,0 +1,270 @@
+"""Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
+
+Decoding is ours: a table holds the bytes of every id, a text is their concatenation read as
+UTF-8. So a stream of pieces (`Pieces`) adds up to exactly what `decode` gives, one token costs
+the same at any length, and both kinds of file behave alike. It agrees with the `tokenizers`
+package on all valid UTF-8 (broken byte runs may show another number of replacement marks).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from models.hf.folder import read_json
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The steps of a decoder in tokenizer.json that a table of bytes can stand for.
+STEPS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+SPACE = "\u2581"  # SentencePiece's mark for a space
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer of one model.
+
+    table: the bytes of each id. special: ids that decode to nothing. adds_bos: whether the model
+    expects a BOS in front. strip: how many spaces a decoded text loses at its very beginning
+    (SentencePiece puts one there when it encodes).
+    """
+
+    ids_of: Callable[[str], list[int]] = field(repr=False)
+    table: tuple[bytes, ...] = field(repr=False)
+    special: frozenset[int] = field(repr=False)
+    bos: int | None
+    eos: tuple[int, ...]
+    adds_bos: bool
+    strip: int = 0
+
+    @property
+    def vocab(self) -> int:
+        """The number of ids, added tokens included."""
+        return len(self.table)
+
+    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+        """The ids of a text, of any length, encoded as one string.
+
+        bos: put the BOS in front (if the tokenizer has one); None does what the model expects.
+        Special tokens written out in the text become their ids, as in a chat template.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"text must be valid Unicode, got a lone surrogate at character {error.start}; "
+                "save it as UTF-8"
+            ) from None
+        front = self.adds_bos if bos is None else bos
+        head = [self.bos] if front and self.bos is not None else []
+        return head + (self.ids_of(text) if text else [])
+
+    def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
+        """The text of ids.
+
+        special: write special tokens out instead of leaving them away. start: the ids begin a
+        text; False keeps the space in front of a first word that continues another text.
+        """
+        pieces = Pieces(self, special, start)
+        return pieces.push(*ids) + pieces.end()
+
+
+class Pieces:
+    """Text as its tokens come: never half a character; the pieces add up to `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False, start: bool = True) -> None:
+        self._table = tokenizer.table
+        self._silent = frozenset() if special else tokenizer.special
+        self._strip = tokenizer.strip if start else 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, *ids: int) -> str:
+        """The text that is now complete."""
+        size = len(self._table)
+        # Embeddings are often padded beyond the vocabulary: such ids have no text.
+        raw = b"".join(self._table[i] for i in ids if i < size and i not in self._silent)
+        if raw and self._strip:
+            spaces = min(self._strip, len(raw) - len(raw.lstrip(b" ")))
+            self._strip = self._strip - spaces if spaces == len(raw) else 0
+            raw = raw[spaces:]
+        return self._utf8.decode(raw)
+
+    def end(self) -> str:
+        """What is left when no token follows: a replacement mark for half a character."""
+        return self._utf8.decode(b"", final=True)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder; tokenizer.json wins over tokenizer.model."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}; name the folder of a model")
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder)
+    if (folder / "tokenizer.model").is_file():
+        return _from_sentencepiece(folder)
+    raise UserError(f"no tokenizer in {folder}: neither tokenizer.json nor tokenizer.model")
+
+
+def _from_json(folder: Path) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        raise _lacks("tokenizers", folder / "tokenizer.json") from None
+    path = folder / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for every bad file
+        raise UserError(f"{path} is corrupt: {error}; download it again") from None
+    backend.no_truncation()
+    backend.no_padding()
+
+    def ids_of(text: str) -> list[int]:
+        # The fast variant keeps no offsets: half the time and half the memory on a whole book.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    steps = _steps(backend.decoder, path)
+    tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
+    added = backend.get_added_tokens_decoder()
+    plain, full = (backend.encode("a", add_special_tokens=flag).ids for flag in (False, True))
+    adds_bos = full[:1] != plain[:1]
+    bos, eos = _specials(folder, backend.token_to_id)
+    return Tokenizer(
+        ids_of=ids_of,
+        table=_table(tokens, _byte_level if "ByteLevel" in steps else _spelled(steps)),
+        special=frozenset(i for i, token in added.items() if token.special),
+        bos=full[0] if adds_bos else bos,
+        eos=eos,
+        adds_bos=adds_bos,
+        strip=_strip(steps),
+    )
+
+
+def _from_sentencepiece(folder: Path) -> Tokenizer:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise _lacks("sentencepiece", folder / "tokenizer.model") from None
+    path = folder / "tokenizer.model"
+    try:
+        backend = SentencePieceProcessor(model_file=str(path))
+        size = backend.vocab_size()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from None
+    pieces = {i: backend.id_to_piece(i) for i in range(size)}
+    # Unknown pieces are silent too, as in tokenizer.json, where <unk> is a special token.
+    silent = {i for i in pieces if backend.is_control(i) or backend.is_unknown(i)}
+    added = {str(token): int(i) for token, i in read_json(folder / "added_tokens.json").items()}
+    silent |= set(added.values())
+    named = {pieces[i]: i for i in silent if i in pieces} | added
+    marks = re.compile("(" + "|".join(map(re.escape, sorted(named, key=len, reverse=True))) + ")")
+
+    def ids_of(text: str) -> list[int]:
+        parts = [text] if not named else marks.split(text)
+        each = ([named[p]] if p in named else backend.encode(p) for p in parts if p)
+        return [i for part in each for i in part]
+
+    bos, eos = _specials(folder, lambda token: named.get(token))
+    bos = bos if bos is not None or backend.bos_id() < 0 else backend.bos_id()
+    return Tokenizer(
+        ids_of=ids_of,
+        table=_table(pieces | {i: token for token, i in added.items()}, _spelled(SENTENCEPIECE)),
+        special=frozenset(silent),
+        bos=bos,
+        eos=eos or tuple(i for i in [backend.eos_id()] if i >= 0),
+        adds_bos=bos is not None
+        and read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False,
+        strip=1,
+    )
+
+
+SENTENCEPIECE: dict[str, Any] = {"ByteFallback": {}, "Metaspace": {"replacement": SPACE}}
+
+
+def _steps(decoder: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """The steps of a decoder by type; raises for those that are not a table of bytes."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    unknown = [str(step["type"]) for step in steps if step["type"] not in STEPS]
+    if unknown:
+        raise UserError(
+            f"{path}: unsupported decoder {', '.join(unknown)}; supported: "
+            f"{', '.join(sorted(STEPS))}"
+        )
+    return {step["type"]: step for step in steps}
+
+
+def _strip(steps: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many leading spaces the decoder takes from a text."""
+    if "Metaspace" in steps:
+        return int(steps["Metaspace"].get("prepend_scheme") != "never")
+    return int(steps["Strip"]["start"]) if "Strip" in steps else 0
+
+
+def _table(tokens: Mapping[int, str], spell: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """The bytes of every id; ids that no token has spell nothing."""
+    size = max(tokens, default=-1) + 1
+    return tuple(spell(tokens[i]) if i in tokens else b"" for i in range(size))
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: a printable character for each byte, the unprintable ones from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+LETTERS = _byte_letters()
+
+
+def _byte_level(token: str) -> bytes:
+    """The bytes of a byte-level token; a token outside the alphabet was added as plain text."""
+    if all(letter in LETTERS for letter in token):
+        return bytes(LETTERS[letter] for letter in token)
+    return token.encode()
+
+
+def _spelled(steps: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bytes]:
+    """How SentencePiece-like tokens are spelled: a mark for spaces, <0xNN> for single bytes."""
+    replace = steps.get("Replace", {})
+    mark = replace.get("pattern", {}).get("String") or steps.get("Metaspace", {}).get("replacement")
+    space = replace.get("content", " ")
+
+    def spell(token: str) -> bytes:
+        byte = BYTE.fullmatch(token) if "ByteFallback" in steps else None
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return (token.replace(mark, space) if mark else token).encode()
+
+    return spell
+
+
+def _specials(
+    folder: Path, id_of: Callable[[str], int | None]
+) -> tuple[int | None, tuple[int, ...]]:
+    """BOS and EOS ids: the tokenizer's own files first, else the ids in the model's config."""
+    tokens = read_json(folder / "special_tokens_map.json")
+    tokens |= read_json(folder / "tokenizer_config.json")
+    model = read_json(folder / "config.json")
+    model |= read_json(folder / "generation_config.json")
+
+    def ids(name: str) -> list[int]:
+        if f"{name}_token" in tokens:
+            token = tokens[f"{name}_token"]
+            token = token.get("content") if isinstance(token, dict) else token
+            found = id_of(token) if isinstance(token, str) else None
+            return [] if found is None else [found]
+        value = model.get(f"{name}_token_id")
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    return next(iter(ids("bos")), None), tuple(ids("eos"))
+
+
+def _lacks(package: str, path: Path) -> UserError:
+    return UserError(f"reading {path} needs the package {package} (pip install {package})")

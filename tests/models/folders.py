@@ -1,0 +1,147 @@
+"""Small random models of every family, written as they would be published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from models.config import read_config
+from models.hf.names import shapes
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def _of(name: str, **fields: Any) -> dict[str, Any]:
+    """A config.json of the family `name`, in the older dialect unless fields say otherwise."""
+    kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    dialect = {} if "dtype" in fields else {"torch_dtype": "float32", "rope_theta": 10000.0}
+    return kind | SIZES | {"tie_word_embeddings": False} | dialect | fields
+
+
+# What published models differ in, at a size for tests.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": _of("Llama", num_key_value_heads=4, rope_scaling=None),
+    "llama3": _of("Llama", rope_theta=500000.0, eos_token_id=[2, 3]),
+    "llama31": _of("Llama", rope_theta=500000.0, rope_scaling=LLAMA3),
+    "llama32": _of("Llama", rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
+    "llama_biases": _of("Llama", attention_bias=True, mlp_bias=True),
+    "mistral": _of("Mistral", sliding_window=24, head_dim=32),
+    "mistral_full": _of("Mistral", sliding_window=None, rope_theta=1000000.0),
+    "qwen2": _of("Qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
+    "qwen2_window": _of("Qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": _of("Qwen3", head_dim=32, rope_theta=1000000.0),
+    "smollm2": _of(
+        "Llama",
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        hidden_size=48,
+        tie_word_embeddings=True,
+    ),
+    "tinyllama": _of("Llama", num_attention_heads=8, num_key_value_heads=1),
+    "linear": _of("Llama", rope_scaling={"type": "linear", "factor": 4.0}),
+    "yarn": _of("Qwen2", rope_scaling=YARN),
+    "linear_new": _of(
+        "Llama",
+        dtype="float32",
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    ),
+    "llama31_new": _of(
+        "Llama", dtype="float32", rope_parameters={**LLAMA3, "rope_theta": 500000.0}
+    ),
+    "yarn_new": _of(
+        "Qwen3",
+        head_dim=16,
+        dtype="float32",
+        rope_parameters={**YARN, "rope_theta": 10000.0, "beta_fast": 24.0, "beta_slow": 2.0},
+    ),
+    "mistral_new": _of(
+        "Mistral",
+        sliding_window=24,
+        dtype="float32",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "qwen3_layers": _of(
+        "Qwen3",
+        head_dim=32,
+        dtype="float32",
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def tensors(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Random weights, by Hugging Face's names, for the config.json in `folder`."""
+    random = np.random.default_rng(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        values = random.standard_normal(shape, np.float32)
+        if len(shape) == 2:
+            values *= shape[1] ** -0.5
+        else:  # norms lie around one, biases around zero
+            values = values / 8 + (0.0 if name.endswith("bias") else 1.0)
+        return values.astype(jnp.dtype(dtype))
+
+    return {name: draw(name, shape) for name, shape in shapes(read_config(folder)).values()}
+
+
+def write_tensors(folder: Path, weights: Mapping[str, np.ndarray], shards: int = 1) -> None:
+    """model.safetensors, or that many shards with their index."""
+    if shards == 1:
+        save_file(dict(weights), folder / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    place = {name: files[i % shards] for i, name in enumerate(weights)}
+    for file in files:
+        part = {name: weights[name] for name in weights if place[name] == file}
+        save_file(part, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": place})
+
+
+def write_model(
+    folder: Path,
+    config: str | Mapping[str, Any],
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
+) -> Path:
+    """A whole model folder without a tokenizer.
+
+    config: a name in FAMILIES, or the contents of config.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", FAMILIES[config] if isinstance(config, str) else config)
+    write_tensors(folder, tensors(folder, seed, dtype), shards)
+    return folder

@@ -1,0 +1,214 @@
+"""config.json: both dialects, every family, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
+from models.config import Config, read_config
+from models.hf.names import shapes
+from tests.models.folders import FAMILIES, LLAMA3, SIZES, write_json
+
+
+def read(folder: Path, config: dict[str, Any], generation: dict | None = None) -> Config:
+    write_json(folder / "config.json", config)
+    if generation is not None:
+        write_json(folder / "generation_config.json", generation)
+    return read_config(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, tmp_path):
+    given = FAMILIES[name]
+    config = read(tmp_path, given)
+    assert config.family == given["model_type"]
+    assert (config.vocab, config.width) == (given["vocab_size"], given["hidden_size"])
+    assert config.kv_heads == given["num_key_value_heads"]
+    assert config.head_dim == given.get("head_dim", config.width // config.heads)
+    assert config.tied == given["tie_word_embeddings"] != config.own_head
+    assert len(config.windows) == config.layers
+    assert hash(config) == hash(read_config(tmp_path)) and config == read_config(tmp_path)
+
+
+def test_stories(stories):
+    config = read_config(stories)
+    assert (config.vocab, config.width, config.layers) == (512, 64, 5)
+    assert (config.heads, config.kv_heads, config.head_dim, config.mlp) == (8, 4, 8, 172)
+    assert (config.tied, config.norm_eps, config.context) == (True, 1e-5, 512)
+    assert (config.bos, config.eos, config.dtype) == (1, (2,), "float32")
+
+
+def test_dialects_agree(tmp_path):
+    for old, new in (("linear", "linear_new"), ("llama31", "llama31_new")):
+        assert read(tmp_path, FAMILIES[old]) == read(tmp_path, FAMILIES[new])
+
+
+def test_rope_reaches_the_encoding(tmp_path):
+    plain = rotary(16, 10000.0, None, 512)
+    assert read(tmp_path, FAMILIES["llama2"]).encoding == plain
+    scaled = rotary(16, 500000.0, {"kind": "llama3", **LLAMA3}, 512)
+    assert read(tmp_path, FAMILIES["llama31"]).encoding == scaled != plain
+
+
+def test_original_length_defaults_to_the_context(tmp_path):
+    given = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+    left_out = FAMILIES["llama31"] | {"rope_scaling": given}
+    named = FAMILIES["llama31"] | {"rope_scaling": {**LLAMA3, OLD_LENGTH: 512}}
+    outside = left_out | {OLD_LENGTH: 64}
+    assert read(tmp_path, left_out).encoding == read(tmp_path, named).encoding
+    assert read(tmp_path, outside).encoding == read(tmp_path, FAMILIES["llama31"]).encoding
+
+
+OLD_LENGTH = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "windows"),
+    [
+        ("llama2", {"sliding_window": 9}, (None, None, None)),
+        ("mistral", {}, (24, 24, 24)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("qwen2", {"sliding_window": 9, "max_window_layers": 0}, (None, None, None)),
+        ("qwen2_window", {}, (None, 24, 24)),
+        ("qwen2_window", {"max_window_layers": 3}, (None, None, None)),
+        ("qwen3_layers", {}, (24, None, 24)),
+        ("qwen3_layers", {"max_window_layers": 0}, (24, None, 24)),
+    ],
+)
+def test_windows(name, change, windows, tmp_path):
+    assert read(tmp_path, FAMILIES[name] | change).windows == windows
+
+
+def test_absent_keys_mean_what_the_family_says(tmp_path):
+    def bare(name: str) -> Config:
+        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        sizes = {k: SIZES[k] for k in keep} | {"num_attention_heads": 32, "hidden_size": 256}
+        return read(tmp_path, {"architectures": [f"{name}ForCausalLM"]} | sizes)
+
+    llama, mistral, qwen2, qwen3 = (bare(n) for n in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+    assert (llama.kv_heads, llama.context, llama.bos, llama.eos) == (32, 2048, 1, (2,))
+    assert (mistral.kv_heads, mistral.context, mistral.windows[0]) == (8, 131072, 4096)
+    assert (qwen2.kv_heads, qwen2.context, qwen2.bos, qwen2.eos) == (32, 32768, None, ())
+    assert (qwen2.head_dim, qwen3.head_dim) == (8, 128)
+    assert all(c.norm_eps == 1e-6 and not c.tied for c in (llama, mistral, qwen2, qwen3))
+    assert [c.qkv_bias for c in (llama, mistral, qwen2, qwen3)] == [False, False, True, False]
+    assert [c.qk_norm for c in (llama, mistral, qwen2, qwen3)] == [False, False, False, True]
+
+
+def test_biases(tmp_path):
+    every = {"attention_bias": True, "mlp_bias": True}
+
+    def biases(name: str) -> tuple[bool, bool, bool]:
+        config = read(tmp_path, FAMILIES[name] | every)
+        return config.qkv_bias, config.out_bias, config.mlp_bias
+
+    assert biases("llama2") == (True, True, True)
+    assert biases("qwen2") == (True, False, False)
+    assert biases("qwen3") == (True, True, False)
+    assert biases("mistral") == (False, False, False)
+
+
+def test_eos_lists_and_generation_config(tmp_path):
+    assert read(tmp_path, FAMILIES["llama3"]).eos == (2, 3)
+    config = read(tmp_path, FAMILIES["llama3"], {"eos_token_id": [7, 8], "bos_token_id": 9})
+    assert (config.bos, config.eos) == (9, (7, 8))
+    assert read(tmp_path, FAMILIES["llama3"], {"eos_token_id": None}).eos == (2, 3)
+    assert read(tmp_path, FAMILIES["llama3"], {"eos_token_id": 0}).eos == (0,)
+
+
+def without(name: str, key: str) -> dict[str, Any]:
+    return {k: v for k, v in FAMILIES[name].items() if k != key}
+
+
+REFUSED = {
+    "gpt2": (
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        "GPT2LMHeadModel.*learned absolute.*relative",
+    ),
+    "opt": ({"architectures": ["OPTForCausalLM"], "model_type": "opt"}, "learned absolute"),
+    "architecture": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "MambaForCausalLM; supported: LlamaForCausalLM",
+    ),
+    "experts": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
+        "Qwen3MoeForCausalLM .a mixture of experts",
+    ),
+    "no architecture": ({"vocab_size": 8}, "missing field architectures"),
+    "quantized": (
+        FAMILIES["llama2"] | {"quantization_config": {"quant_method": "gptq"}},
+        "quantized weights .gptq",
+    ),
+    "rope kind": (
+        FAMILIES["llama2"] | {"rope_scaling": {"rope_type": "longrope"}},
+        "'longrope'; supported: default, linear, llama3, yarn",
+    ),
+    "rope field": (
+        FAMILIES["llama2"] | {"rope_scaling": {"type": "linear"}},
+        "linear lacks the field factor",
+    ),
+    "partial rope": (FAMILIES["llama2"] | {"partial_rotary_factor": 0.5}, "must be 1.*0.5"),
+    "odd head": (FAMILIES["mistral"] | {"head_dim": 7}, "config.json: .*even head dim"),
+    "groups": (FAMILIES["llama2"] | {"num_key_value_heads": 3}, "multiple.* 4 and 3"),
+    "head_dim": (FAMILIES["llama2"] | {"hidden_size": 66}, "multiple.* 66 and 4"),
+    "missing": (without("llama2", "vocab_size"), "missing field vocab_size"),
+    "kind of number": (FAMILIES["llama2"] | {"num_hidden_layers": 2.5}, "whole number.*2.5"),
+    "negative": (FAMILIES["mistral"] | {"sliding_window": -4}, "sliding_window.*-4"),
+    "activation": (FAMILIES["llama2"] | {"hidden_act": "gelu"}, "silu, got 'gelu'"),
+    "dtype": (FAMILIES["llama2"] | {"torch_dtype": "float64"}, "dtype.*float64"),
+    "layer types": (FAMILIES["qwen3_layers"] | {"layer_types": ["full_attention"]}, "3 layers"),
+    "no window": (FAMILIES["qwen3_layers"] | {"use_sliding_window": False}, "no window"),
+    "eos": (FAMILIES["llama2"] | {"eos_token_id": "</s>"}, "eos_token_id must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, tmp_path):
+    config, message = REFUSED[case]
+    with pytest.raises(UserError, match=message) as error:
+        read(tmp_path, config)
+    assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "not valid JSON"), (b'{"a": "\xff"}', "not UTF-8"), (b"[]", "JSON object")],
+)
+def test_broken_file(content, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=re.escape(f"no config.json in {tmp_path}")):
+        read_config(tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", FAMILIES)
+def test_agrees_with_transformers(name, tmp_path):
+    """Shapes by name, windows and ids as transformers understands the same config.json."""
+    import transformers
+    from torch import device
+
+    config = read(tmp_path, FAMILIES[name])
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert dict(shapes(config).values()) == expected
+    layers = model.model.layers
+    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
+    if config.family == "mistral":
+        windows = (theirs.sliding_window,) * config.layers
+    assert config.windows == windows
+    assert config.context == theirs.max_position_embeddings
+    assert config.norm_eps == theirs.rms_norm_eps

@@ -1,0 +1,271 @@
+"""Weights: every layout of files, every mismatch named, and a peak of memory below 1.3 models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.errors import UserError
+from models.config import read_config
+from models.hf import folder as hub
+from models.hf.folder import find
+from models.hf.names import shapes
+from models.hf.weights import load_weights, read_header
+from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROOT = Path(__file__).parents[2]
+
+
+def load(folder: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
+    return load_weights(folder, read_config(folder), dtype, **options)
+
+
+def same(loaded: dict[str, jax.Array], folder: Path, written: dict[str, np.ndarray]) -> None:
+    table = shapes(read_config(folder))
+    assert set(loaded) == set(table)
+    for ours, (theirs, shape) in table.items():
+        assert loaded[ours].shape == shape
+        np.testing.assert_array_equal(np.asarray(loaded[ours]), written[theirs], err_msg=ours)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, tmp_path):
+    write_model(tmp_path, name)
+    same(load(tmp_path), tmp_path, tensors(tmp_path))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_dtypes(stored, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr("models.hf.weights.PIECE", 1000)  # many windows a tensor, the last short
+    write_model(tmp_path, "llama32", dtype=stored)
+    written = tensors(tmp_path, dtype=stored)
+    expected = {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()}
+    loaded = load(tmp_path, wanted)
+    assert all(array.dtype == wanted for array in loaded.values())
+    same(loaded, tmp_path, expected)
+
+
+def test_shards_and_progress(tmp_path):
+    write_model(tmp_path, "qwen3", shards=3)
+    seen: list[tuple[int, int]] = []
+    loaded = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    same(loaded, tmp_path, tensors(tmp_path))
+    assert seen == sorted(seen) and len(seen) == len(loaded)
+    assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
+
+
+def test_stories(stories):
+    loaded = load(stories)
+    assert sum(array.size for array in loaded.values()) == 260_032 and "head" not in loaded
+
+
+def test_names_of_the_bare_model(tmp_path):
+    write_model(tmp_path, "llama2")
+    written = tensors(tmp_path)
+    bare = {name.removeprefix("model."): value for name, value in written.items()}
+    write_tensors(tmp_path, bare)
+    same(load(tmp_path), tmp_path, written)
+
+
+@pytest.mark.parametrize("name", ["output.weight", "model.lm_head.weight"])
+def test_other_names_of_the_head(name, tmp_path):
+    write_model(tmp_path, "llama2")
+    written = tensors(tmp_path)
+    write_tensors(tmp_path, {name if k == HEAD else k: v for k, v in written.items()})
+    same(load(tmp_path), tmp_path, written)
+
+
+def test_tied_under_either_name(tmp_path):
+    write_model(tmp_path, "llama32")
+    written = tensors(tmp_path)
+    write_tensors(tmp_path, {HEAD if k == EMBED else k: v for k, v in written.items()})
+    same(load(tmp_path), tmp_path, written)
+    write_tensors(tmp_path, written | {HEAD: written[EMBED].copy()})
+    same(load(tmp_path), tmp_path, written)
+    write_tensors(tmp_path, written | {HEAD: written[EMBED] + 1})
+    with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
+        load(tmp_path)
+
+
+def test_harmless_extra(tmp_path):
+    write_model(tmp_path, "llama2")
+    buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}
+    write_tensors(tmp_path, tensors(tmp_path) | buffer)
+    same(load(tmp_path), tmp_path, tensors(tmp_path))
+
+
+def test_sharded(tmp_path):
+    write_model(tmp_path, "llama2")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    both = NamedSharding(mesh, P())
+    split = NamedSharding(mesh, P("model"))
+
+    def by_name(name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return split if name.endswith((".q", ".k")) else both
+
+    loaded = load(tmp_path, sharding=by_name)
+    same(loaded, tmp_path, tensors(tmp_path))
+    assert loaded["layers.0.q"].sharding == split and loaded["embed"].sharding == both
+    assert load(tmp_path, sharding=split)["norm"].sharding == split
+
+
+# What is wrong with the file -> what the message must say.
+WRONG = {
+    "missing": (lambda w: w.pop("model.norm.weight"), "missing tensor model.norm.weight"),
+    "missing head": (lambda w: w.pop(HEAD), "missing tensor lm_head.weight.*tie_word_embeddings"),
+    "extra": (lambda w: w.update({"model.extra": np.ones(3, "f4")}), "extra tensor model.extra"),
+    "many": (
+        lambda w: [w.pop(n) for n in list(w) if "norm" in n],
+        r"missing tensor model.norm.weight, model.layers.0.*and 4 more",
+    ),
+    "bias": (
+        lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, "f4")}),
+        "extra tensor model.layers.0.self_attn.q_proj.bias",
+    ),
+    "shape": (
+        lambda w: w.update({EMBED: np.ones((250, 64), "f4")}),
+        r"model.embed_tokens.weight in model.safetensors is \[250, 64\], .* \[256, 64\]",
+    ),
+    "dtype": (
+        lambda w: w.update({EMBED: np.ones((256, 64), "i1")}),
+        "F32, F16, BF16; .* model.embed_tokens.weight is I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tensors(case, tmp_path):
+    spoil, message = WRONG[case]
+    write_model(tmp_path, "llama2")
+    weights = tensors(tmp_path)
+    spoil(weights)
+    write_tensors(tmp_path, weights)
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
+def test_truncated(keep, tmp_path):
+    file = write_model(tmp_path, "llama2") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model.safetensors is truncated or corrupt"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"{]", b"[1]", b'{"a": {}}', b'{"a": {"dtype": 3}}'])
+def test_corrupt_header(header, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="header is not valid"):
+        read_header(file)
+
+
+def test_offsets_that_do_not_fit(tmp_path):
+    header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(UserError, match=r"bytes of a do not fit its shape \[4\]"):
+        read_header(file)
+
+
+def test_no_weights(tmp_path):
+    write_json(tmp_path / "config.json", FAMILIES["llama2"])
+    with pytest.raises(UserError, match="no weights in"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"only pytorch_model.bin.*safetensors"):
+        load(tmp_path)
+
+
+def test_lost_shard(tmp_path):
+    write_model(tmp_path, "llama2", shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match="lacks weight files: model-00002-of-00003.safetensors"):
+        load(tmp_path)
+    write_json(tmp_path / "model.safetensors.index.json", {})
+    with pytest.raises(UserError, match="no weight_map"):
+        load(tmp_path)
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp
+from models.config import read_config
+from models.hf.weights import load_weights
+jnp.zeros(8).block_until_ready()
+folder = Path(sys.argv[1])
+config = read_config(folder)
+if sys.argv[2]:
+    weights = load_weights(folder, config, sys.argv[2])
+    assert all(float(w.reshape(-1)[0]) == float(w.reshape(-1)[0]) for w in weights.values())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def peak(folder: Path, dtype: str) -> int:
+    """The most resident bytes of a process that loads the model (or nothing, for dtype '')."""
+    command = [sys.executable, "-c", MEASURE, str(folder), dtype]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> dict[str, Path]:
+    """A model of 50 million weights, most of them in one tensor, in float32 and bfloat16."""
+    config = FAMILIES["llama32"] | {"vocab_size": 160_000, "hidden_size": 256}
+    folder = tmp_path_factory.mktemp("large")
+    dtypes = ("float32", "bfloat16")
+    return {dtype: write_model(folder / dtype, config, dtype=dtype) for dtype in dtypes}
+
+
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_peak_memory(stored, wanted, large):
+    folder = large[stored]
+    weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
+    model = weights * jnp.dtype(wanted).itemsize
+    used = peak(folder, wanted) - peak(folder, "")
+    assert used < 1.3 * model, f"{used / model:.2f} times the model"
+
+
+def test_find(tmp_path, monkeypatch):
+    assert find(tmp_path) == tmp_path and find(str(tmp_path)) == tmp_path
+    for name in (tmp_path / "no", str(tmp_path / "no"), "./a/b", "no-such-model", "a/b/c"):
+        with pytest.raises(UserError, match="no such folder"):
+            find(name)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        find(str(tmp_path / "file"))
+    monkeypatch.setattr(hub, "_download", lambda name: Path("hub") / name)
+    assert find("org/name") == Path("hub/org/name")
+    assert find("org/name@v1") == Path("hub/org/name@v1")
+
+
+def test_hub_errors_are_one_line(monkeypatch):
+    hub_package = pytest.importorskip("huggingface_hub")
+    asked = {}
+
+    def offline(name, **options):
+        asked.update(options, name=name)
+        raise OSError("no network\nlong explanation")
+
+    monkeypatch.setattr(hub_package, "snapshot_download", offline)
+    with pytest.raises(UserError, match="did not give org/name@v1: no network; check") as error:
+        find("org/name@v1")
+    assert "\n" not in str(error.value)
+    assert (asked["name"], asked["revision"]) == ("org/name", "v1")
+    assert all(p.startswith("*.") for p in asked["allow_patterns"])
