@@ -65,9 +65,9 @@ class Chat:
         if not any(m["role"] == "assistant" for m in previous):
             return self.render([*previous, message])
         stand_in = {**previous[-1], "content": ANSWER}
-        before, found, after = self.render([*previous[:-1], stand_in, message]).rpartition(ANSWER)
-        if found:
-            return after
+        whole = self.render([*previous[:-1], stand_in, message])
+        if ANSWER in whole:
+            return whole.rpartition(ANSWER)[2]
         return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
 
 
@@ -114,7 +114,7 @@ def _compiled(source: str) -> Any:
     class Generation(Extension):
         """`{% generation %}` marks answers for training; its body is rendered as it is."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

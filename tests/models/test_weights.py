@@ -192,7 +192,7 @@ def test_no_weights(tmp_path):
 def test_lost_shard(tmp_path):
     write_model(tmp_path, "llama2", shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(UserError, match="lacks weight files: model-00002-of-00003.safetensors"):
+    with pytest.raises(UserError, match=r"lacks weight files: model-00002-of-00003.safetensors"):
         load(tmp_path)
     write_json(tmp_path / "model.safetensors.index.json", {})
     with pytest.raises(UserError, match="no weight_map"):
@@ -200,7 +200,7 @@ def test_lost_shard(tmp_path):
 
 
 MEASURE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 import jax.numpy as jnp
 from models.config import read_config
@@ -208,19 +208,20 @@ from models.hf.weights import load_weights
 jnp.zeros(8).block_until_ready()
 folder = Path(sys.argv[1])
 config = read_config(folder)
-if sys.argv[2]:
-    weights = load_weights(folder, config, sys.argv[2])
-    assert all(float(w.reshape(-1)[0]) == float(w.reshape(-1)[0]) for w in weights.values())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+weights = load_weights(folder, config, sys.argv[2]) if sys.argv[2] else {}
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
 def peak(folder: Path, dtype: str) -> int:
-    """The most resident bytes of a process that loads the model (or nothing, for dtype '')."""
+    """The most resident bytes of a process that loads the model (or nothing, for dtype '').
+
+    Not getrusage's ru_maxrss: a new process inherits the peak of the one that started it.
+    """
     command = [sys.executable, "-c", MEASURE, str(folder), dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    return int(done.stdout) * 1024
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +233,7 @@ def large(tmp_path_factory) -> dict[str, Path]:
     return {dtype: write_model(folder / dtype, config, dtype=dtype) for dtype in dtypes}
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_peak_memory(stored, wanted, large):
@@ -239,7 +241,7 @@ def test_peak_memory(stored, wanted, large):
     weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
     model = weights * jnp.dtype(wanted).itemsize
     used = peak(folder, wanted) - peak(folder, "")
-    assert used < 1.3 * model, f"{used / model:.2f} times the model"
+    assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
 
 
 def test_find(tmp_path, monkeypatch):

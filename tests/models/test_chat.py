@@ -1,0 +1,161 @@
+"""Chat templates: where they lie, what they render, and the text of one more turn."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxkv.errors import UserError
+from models.chat import ANSWER, Chat, read_chat
+from tests.models.folders import write_json
+
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+LLAMA2 = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set start = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set start = '' %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {{- bos_token + '[INST] ' + (start if loop.first else '') + message.content.strip() }}
+        {{- ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+# As Qwen3: thoughts of earlier answers are dropped from the history.
+THINKING = CHATML.replace("message.content", "message.content.split('</think>')[-1].strip()")
+TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "thinking": THINKING}
+TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
+HELLO = {"role": "user", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_render():
+    chat = Chat(CHATML, TOKENS)
+    assert chat.render([HELLO]) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.render([HELLO], False) == "<|im_start|>user\nHello<|im_end|>\n"
+    assert Chat(LLAMA2, TOKENS).render([SYSTEM, HELLO]) == (
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST]"
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama2"])
+def test_turns_add_up_to_the_whole_rendering(name):
+    """The cache, fed turn by turn, holds what one rendering of everything would."""
+    chat = Chat(TEMPLATES[name], TOKENS)
+    between = " " if name == "llama2" else ""
+    messages, held = [SYSTEM], ""
+    for user, answer in (("Hello", "Hi!"), ("How are you?", "a"), ("Hi!", "Well, a [/INST] b.")):
+        held += chat.turn(messages, user)
+        assert held == chat.render([*messages, {"role": "user", "content": user}])
+        held += between + answer
+        messages += [{"role": "user", "content": user}, said(answer)]
+
+
+def test_turn_starts_behind_the_answer():
+    chat = Chat(CHATML, TOKENS)
+    delta = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.turn([HELLO, said("I am")], "Hello") == delta
+    assert chat.turn([HELLO, said("")], "Hello") == delta
+
+
+def test_turn_where_the_template_rewrites_answers():
+    thought = said("<think>\nhm\n</think>\n\nHi!  ")
+    chat = Chat(THINKING, TOKENS)
+    assert "hm" not in chat.render([HELLO, thought, HELLO])
+    assert chat.turn([HELLO, thought], "Go on") == Chat(CHATML).turn([HELLO, said("x")], "Go on")
+
+
+def test_turn_where_the_template_hides_answers():
+    hides = (
+        "{{ bos_token }}{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    )
+    chat = Chat(hides, TOKENS)
+    assert chat.turn([HELLO, said("Hi")], "Go on") == "[Go on]"
+
+
+def test_first_turn_holds_everything():
+    assert Chat(LLAMA2, TOKENS).turn([], "Hello") == "<s>[INST] Hello [/INST]"
+    assert ANSWER not in Chat(CHATML).turn([SYSTEM, HELLO, said("Hi")], "Go on")
+
+
+def test_the_environment_of_transformers(tmp_path):
+    def shows(template: str) -> str:
+        return Chat(template).render([HELLO])
+
+    assert shows("{{ {'b': '<é>', 'a': 1} | tojson }}") == '{"b": "<é>", "a": 1}'
+    assert shows("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+    assert re.fullmatch(r"\d{4}", shows("{{ strftime_now('%Y') }}"))
+    assert shows("{% for m in messages %}{% break %}{% endfor %}x") == "x"
+    assert shows("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "Hello!"
+    assert shows("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LLAMA2.replace("user') !=", "user') =="), "refuses this conversation: roles must"),
+        ("{% if %}", "not valid Jinja"),
+        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ 'a' + 1 }}", "refuses"),
+        (None, "no chat template"),
+    ],
+)
+def test_refused(template, message):
+    with pytest.raises(UserError, match=message):
+        Chat(template, TOKENS).render([HELLO])
+
+
+def test_where_templates_lie(tmp_path):
+    assert read_chat(tmp_path) == Chat(None, ())
+    config = tmp_path / "tokenizer_config.json"
+    special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    write_json(config, {**special, "add_bos_token": True, "chat_template": "one"})
+    assert read_chat(tmp_path) == Chat("one", TOKENS)
+    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
+    write_json(config, {"chat_template": named})
+    assert read_chat(tmp_path).template == "yes"
+    write_json(config, {"chat_template": named[:1]})
+    assert read_chat(tmp_path).template == "no"
+    write_json(config, {"chat_template": 3})
+    with pytest.raises(UserError, match="must be a text"):
+        read_chat(tmp_path)
+    write_json(tmp_path / "chat_template.json", {"chat_template": "json"})
+    assert read_chat(tmp_path).template == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
+    assert read_chat(tmp_path).template == "jinja é"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_chat(tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_agrees_with_transformers(name):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [HELLO, said("<think>x</think> Hi "), {"role": "user", "content": " Go\non "}]
+    (expected,), _ = render_jinja_template(
+        [messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **dict(TOKENS)
+    )
+    assert Chat(TEMPLATES[name], TOKENS).render(messages) == expected
