@@ -122,6 +122,13 @@ def test_a_wrong_import_is_found(path, text):
     assert list(broken_imports(path, text))
 
 
+def test_every_package_is_installed():
+    """A folder without an __init__.py imports from a checkout but is missing from a wheel."""
+    folders = {path.rpartition("/")[0] for path in python_files()}
+    packages = [folder for folder in folders if folder.split("/")[0] in HOUSE - {"tests"}]
+    assert not [folder for folder in packages if not (ROOT / folder / "__init__.py").is_file()]
+
+
 def test_nothing_grows_too_long():
     long = []
     for path, text in python_files().items():
