@@ -1,0 +1,162 @@
+"""Attention in parts: over slots with a bias, inside a chunk, and the exact merge of both."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.typing import Array, Bool, Float, Float32
+
+# Logits of more than this many elements a row and head are computed a block of slots at a time.
+_BLOCK_SLOTS = 1024
+_BLOCK_QUERIES = 256
+
+
+def slot_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    bias: Float32[Array, "#B #K #G #T #S"] | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """Softmax attention of q over slots k, v; the one primitive behind every policy.
+
+    q and k are already turned to their positions. bias is added after scale and softcap: mask
+    (-inf), importance weight, hash probability and ALiBi are all this one argument. Query heads
+    n*G .. n*G+G-1 share kv head n. Memory is linear in T and S: many slots go in blocks.
+    """
+    queries, slots = q.shape[1], k.shape[2]
+    if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
+        return _attend(q, k, v, bias, scale, softcap)
+    parts = []
+    for start in range(0, slots, _BLOCK_SLOTS):
+        stop = min(start + _BLOCK_SLOTS, slots)
+        here = bias
+        if bias is not None and bias.shape[-1] > 1:
+            here = bias[..., start:stop]
+        parts.append(_attend(q, k[:, :, start:stop], v[:, :, start:stop], here, scale, softcap))
+    return merge(*parts)
+
+
+def _attend(q, k, v, bias, scale, softcap) -> Partial:
+    logits = scores(q, k, scale, softcap)
+    return blend(logits if bias is None else logits + bias, v)
+
+
+def scores(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    scale: float,
+    softcap: float | None = None,
+) -> Float32[Array, "B K G T S"]:
+    """Scaled, capped logits of every query against every slot."""
+    rows, queries, heads, head_dim = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    q = q.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
+    logits = _dot(
+        q.reshape(rows * kv_heads, -1, head_dim),
+        k.reshape(rows * kv_heads, slots, head_dim),
+        contract=(2, 2),
+    )
+    logits = logits * np.float32(scale)
+    if softcap is not None:
+        logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
+    return logits.reshape(rows, kv_heads, heads // kv_heads, queries, slots)
+
+
+def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Partial:
+    """The softmax of biased logits over slots, applied to their values."""
+    rows, kv_heads, group, queries, slots = logits.shape
+    logits = logits.reshape(rows * kv_heads, group * queries, slots)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    # With nothing in view top is -inf; a finite stand-in keeps the exponentials at 0, not NaN.
+    top = jnp.where(top == -jnp.inf, np.float32(0), top)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    safe = jnp.where(total == 0, np.float32(1), total)
+    v = v.reshape(rows * kv_heads, slots, -1)
+    out = _dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
+    out = out.reshape(rows, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
+    lse = lse.reshape(rows, kv_heads, group, queries).transpose(0, 3, 1, 2)
+    heads = kv_heads * group
+    return Partial(out.reshape(rows, queries, heads, -1), lse.reshape(rows, queries, heads))
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Batched product over the first axis, accumulated in float32; float32 stays float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def merge(*parts: Partial) -> Partial:
+    """The attention over all keys from attention over disjoint sets of them, by log-sum-exp."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = jnp.stack([part.lse for part in parts])
+    top = jnp.max(lse, axis=0)
+    top = jnp.where(top == -jnp.inf, np.float32(0), top)
+    weights = jnp.exp(lse - top)
+    total = jnp.sum(weights, axis=0)
+    safe = jnp.where(total == 0, np.float32(1), total)
+    out = sum(part.out * (w / safe)[..., None] for part, w in zip(parts, weights, strict=True))
+    return Partial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
+
+
+def sink_logit(logits: Float[Array, "N"], like: Partial) -> Partial:
+    """A learned sink: one logit a query head that takes weight and gives no value.
+
+    Zeros make it the zero sink, softmax with 1 added below the fraction (StreamingLLM, section
+    3.3). Merge it once, not once a part.
+    """
+    lse = jnp.broadcast_to(logits.astype(jnp.float32)[None, None, :], like.lse.shape)
+    return Partial(jnp.zeros_like(like.out), lse)
+
+
+def local_attention(
+    spec: Spec,
+    chunk: Chunk,
+    window: int | None = None,
+    hidden: Bool[Array, "B T"] | None = None,
+) -> Partial:
+    """Exact causal attention inside a chunk.
+
+    window: a query sees keys less than this many positions back, itself included; None: all.
+    hidden: keys that another part already covers. Queries go in blocks and keys outside every
+    query's reach are skipped, so memory is linear in T.
+    """
+    positions, valid = chunk.positions, chunk.valid
+    q = spec.encoding.rotate(chunk.q, positions)
+    k = spec.encoding.rotate(chunk.k, positions).transpose(0, 2, 1, 3)
+    v = chunk.v.transpose(0, 2, 1, 3)
+    shown = valid if hidden is None else valid & ~hidden
+    tokens = q.shape[1]
+    parts = []
+    for start in range(0, tokens, _BLOCK_QUERIES):
+        stop = min(start + _BLOCK_QUERIES, tokens)
+        # Tokens stand in order, so those from `stop` on lie ahead of every query of the block.
+        # Padding may spread a window over more tokens than it is wide: no skipping below.
+        here, keys = positions[:, start:stop], positions[:, :stop]
+        distance = (here[:, :, None] - keys[:, None, :]).astype(jnp.int32)
+        seen = (distance >= 0) & shown[:, None, :stop] & valid[:, start:stop, None]
+        order = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
+        seen &= order[None]
+        if window is not None:
+            seen &= distance < window
+        bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+        penalty = spec.encoding.bias(here, keys, k.shape[1])
+        bias = bias if penalty is None else bias + penalty
+        parts.append(
+            slot_attention(q[:, start:stop], k[:, :, :stop], v[:, :, :stop], bias, spec.scale,
+                           spec.softcap)
+        )
+    return Partial(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))

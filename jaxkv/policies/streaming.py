@@ -1,0 +1,59 @@
+"""StreamingLLM (Xiao et al. 2024): the first tokens as sinks, and a window of the newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxkv import slots
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.slots import Slots
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Keep the first `sinks` tokens and the newest `window`, the newest token among them.
+
+    positions: `cache` numbers tokens by their rank among the kept (section 3.2 of the paper), so
+    that no distance leaves what the model was trained on; `absolute` by where they stand in the
+    text, as some ports do. The published code evicts after attending and so sees one key more.
+    """
+
+    sinks: int = 4
+    window: int = 252
+    positions: Literal["cache", "absolute"] = "cache"
+
+    summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
+    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    formula: ClassVar[str] = "(sinks + window) * (2 * K * H * itemsize + 4) + 4"
+    axes: ClassVar[Slots] = slots.AXES
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise UserError(f"window must be at least 1, got {self.window}; try window=252")
+        if self.sinks < 0:
+            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
+        if self.positions not in ("cache", "absolute"):
+            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
+
+    @property
+    def by_rank(self) -> bool:
+        return self.positions == "cache"
+
+    def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
+        return slots.init(spec, rows, self.sinks + self.window)
+
+    def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
+        return slots.attend(state, spec, chunk, self.sinks, self.window, self.by_rank)
+
+    def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
+        return slots.extend(state, spec, chunk, self.sinks, self.by_rank)
+
+    def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
+        return slots.decode(state, spec, chunk, self.sinks, self.by_rank)
+
+    def kept(self, spec: Spec, state: Slots) -> Kept:
+        return slots.kept(state)

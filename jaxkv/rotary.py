@@ -1,0 +1,189 @@
+"""Where a token stands: rotations (RoPE), distance penalties (ALiBi), or nothing.
+
+A position scheme is a frozen dataclass with two pure functions:
+
+    scheme.rotate(x [B,T,*,H], positions [B,T] uint32)            -> x, turned to its position
+    scheme.bias(queries [B,T], keys [B,S], kv_heads) (uint32)     -> [B,K,G,T,S] float32, or None
+
+Rotary angles are integer phases: `turns` holds each frequency as a fraction of a full turn in
+units of 2^-32, so position * turns wraps exactly in uint32 and the relative angle of two tokens
+is the same at position 10 and at position 2^32 - 10. Float32 angles lose this: at position
+4,000,000 their logits are wrong by 0.1. The frequencies themselves carry 32 bits; keep distances
+in view below about 100,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Float, Float32, UInt32
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class NoPosition:
+    """No position at all: order is learned from the causal mask alone."""
+
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+        return x
+
+    def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """ALiBi (Press et al. 2022): a logit falls by slope x distance.
+
+    slopes: one a query head; `Alibi.of(heads)` gives the published geometric series.
+    """
+
+    slopes: tuple[float, ...]
+
+    @staticmethod
+    def of(heads: int) -> Alibi:
+        """The slopes of the paper; heads that are no power of two interleave the next one's."""
+
+        def series(n: int) -> list[float]:
+            return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+
+        whole = 2 ** int(math.log2(heads))
+        return Alibi(tuple(series(whole) + series(2 * whole)[0::2][: heads - whole]))
+
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+        return x
+
+    def bias(
+        self, queries: UInt32[Array, "B T"], keys: UInt32[Array, "B S"], kv_heads: int
+    ) -> Float32[Array, "B K G T S"]:
+        if len(self.slopes) % kv_heads:
+            raise UserError(
+                f"ALiBi needs one slope a query head, in groups of equal size: got "
+                f"{len(self.slopes)} slopes for {kv_heads} kv heads; give one slope for each head"
+            )
+        slopes = jnp.asarray(self.slopes, jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        # The difference wraps, so it is the true distance also across 2^32 tokens.
+        distance = (queries[:, :, None] - keys[:, None, :]).astype(jnp.int32)
+        return -slopes * distance[:, None, None].astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding (Su et al. 2021), pairs (i, i + H/2) as in Hugging Face's Llama.
+
+    turns: for each pair round(frequency / 2 pi x 2^32), uint32.
+    amplitude: cos and sin are multiplied by it (YaRN's attention factor).
+    """
+
+    turns: tuple[int, ...]
+    amplitude: float = 1.0
+
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+        if x.shape[-1] != 2 * len(self.turns):
+            raise UserError(
+                f"a rotary encoding of {len(self.turns)} pairs needs head dim "
+                f"{2 * len(self.turns)}, got {x.shape[-1]}"
+            )
+        cos, sin = self._cos_sin(positions)
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        cos, sin = cos[:, :, None], sin[:, :, None]
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+    def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
+        return None
+
+    def _cos_sin(self, positions: UInt32[Array, "B T"]) -> tuple[Array, Array]:
+        turns = jnp.asarray(np.asarray(self.turns, np.uint32))
+        phase = positions[:, :, None] * turns[None, None, :]
+        # Read as a signed fraction of a turn: the angle stays within half a turn of zero.
+        angle = jax.lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32)
+        angle = angle * np.float32(2 * math.pi / 2**32)
+        scale = np.float32(self.amplitude)
+        return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+Encoding = Rotary | Alibi | NoPosition
+
+
+def rotary(
+    head_dim: int, theta: float, scaling: Mapping[str, object] | None = None, context: int = 2048
+) -> Rotary:
+    """The rotary encoding of a Llama-family model.
+
+    head_dim: H, even. theta: the base of the frequencies. context: the model's
+    max_position_embeddings, which YaRN uses where its own original length is not given.
+    scaling: None, or `kind` (default, linear, llama3, yarn) with Hugging Face's field names.
+    Raises UserError for another kind or a missing field.
+    """
+    scaling = dict(scaling or {})
+    kind = scaling.get("kind", "default")
+    if kind not in KINDS:
+        raise UserError(f"rope scaling must be one of {', '.join(KINDS)}, got {kind!r}")
+    if head_dim % 2:
+        raise UserError(f"rotary positions need an even head dim, got {head_dim}")
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    amplitude = 1.0
+    try:
+        if kind == "linear":
+            frequencies = frequencies / float(scaling["factor"])
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, scaling)
+        elif kind == "yarn":
+            frequencies, amplitude = _yarn(frequencies, theta, scaling, context)
+    except KeyError as missing:
+        raise UserError(f"rope scaling {kind!r} needs the field {missing}") from None
+    turns = np.round(frequencies / (2 * math.pi) * 2**32).astype(np.uint64) % 2**32
+    return Rotary(tuple(int(t) for t in turns), float(amplitude))
+
+
+def _llama3(frequencies: np.ndarray, scaling: Mapping[str, object]) -> np.ndarray:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    wavelengths = 2 * math.pi / frequencies
+    turns_in_context = float(scaling["original_max_position_embeddings"]) / wavelengths
+    blend = np.clip((turns_in_context - low) / (high - low), 0.0, 1.0)
+    return (1 - blend) * frequencies / factor + blend * frequencies
+
+
+def _yarn(
+    frequencies: np.ndarray, theta: float, scaling: Mapping[str, object], context: int
+) -> tuple[np.ndarray, float]:
+    """YaRN (Peng et al. 2023): NTK by parts, and an attention temperature."""
+    original = scaling.get("original_max_position_embeddings") or context
+    factor = float(scaling.get("factor") or context / original)
+    head_dim = 2 * len(frequencies)
+
+    def pair_with(rotations: float) -> float:
+        wavelength = original / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = pair_with(float(scaling.get("beta_fast") or 32))
+    high = pair_with(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
+    interpolate = np.clip(ramp, 0.0, 1.0)
+    blended = frequencies / factor * interpolate + frequencies * (1 - interpolate)
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and all_dim:
+            amplitude = temperature(float(mscale)) / temperature(float(all_dim))
+        else:
+            amplitude = temperature(1.0)
+    return blended, float(amplitude)

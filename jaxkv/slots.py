@@ -1,0 +1,266 @@
+"""The state that `full`, `window` and `streaming` share: protected first slots, then a ring.
+
+Token number n of a row goes to slot n while there is room, then round and round the slots behind
+the protected ones. Keys are stored turned to the position they are seen at for ever; nothing is
+re-rotated. `count` [B] is the number of tokens absorbed, folded by `_advance` so that it never
+overflows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+
+
+class Slots(NamedTuple):
+    """S slots a row: turned keys, values, the position each holds, and the tokens absorbed."""
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    positions: UInt32[Array, "B S"]
+    count: Int32[Array, "B"]
+
+
+AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
+FORMULA = "S * (2 * K * H * itemsize + 4) + 4"
+
+
+def init(spec: Spec, rows: int, slots: int) -> Slots:
+    """Slots that hold nothing yet."""
+    shape, dtype = (rows, spec.kv_heads, slots, spec.head_dim), jnp.dtype(spec.dtype)
+    return Slots(
+        k=jnp.zeros(shape, dtype),
+        v=jnp.zeros(shape, dtype),
+        positions=jnp.zeros((rows, slots), jnp.uint32),
+        count=jnp.zeros((rows,), jnp.int32),
+    )
+
+
+def grow(slots: Slots, size: int) -> Slots:
+    """The same tokens with room for more."""
+    more = size - slots.positions.shape[1]
+    return Slots(
+        k=jnp.pad(slots.k, ((0, 0), (0, 0), (0, more), (0, 0))),
+        v=jnp.pad(slots.v, ((0, 0), (0, 0), (0, more), (0, 0))),
+        positions=jnp.pad(slots.positions, ((0, 0), (0, more))),
+        count=slots.count,
+    )
+
+
+def _advance(count: Array, new: Array, sinks: int, size: int, ring: bool) -> Array:
+    """count + new; exact up to `size`, beyond that folded to name the same slot of the ring.
+
+    Without a ring it stops at size + 1, the mark of a row that was given too much.
+    """
+    total = count + new
+    beyond = size + (total - size) % (size - sinks) if ring else size + 1
+    return jnp.where(total <= size, total, beyond)
+
+
+def number(slots: Slots, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Each token's number in its row, from 0 (folded like count); -1 for padding."""
+    ordinal = slots.count[:, None] + jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1
+    return jnp.where(valid, ordinal, -1)
+
+
+def turn_keys(
+    spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int, by_rank: bool
+) -> Float[Array, "B T K H"]:
+    """The chunk's keys at the positions they are stored at: sinks by rank, others where they stand.
+
+    A sink's rank in the cache never changes, so the query is turned to its own rank to meet it.
+    """
+    positions = chunk.positions
+    if sinks and by_rank:
+        positions = jnp.where(numbers < sinks, numbers.astype(jnp.uint32), positions)
+    return spec.encoding.rotate(chunk.k, positions)
+
+
+def extend(
+    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool = True, ring: bool = True
+) -> Slots:
+    """Absorb a chunk of any length; of tokens that meet in one slot the newest stays.
+
+    ring: tokens beyond the last slot go round; without it they are lost and `count` says so.
+    """
+    if chunk.valid.shape[1] == 1:
+        return _extend_one(slots, spec, chunk, sinks, by_rank, ring)
+    numbers = number(slots, chunk.valid)
+    new = jnp.sum(chunk.valid.astype(jnp.int32), axis=1)
+    size = slots.positions.shape[1]
+    slot = jnp.arange(size)[None, :]
+    last = (slots.count + new - 1)[:, None]
+    # Of all numbers that land in a ring slot, the largest.
+    newest = last - (last - slot) % (size - sinks)
+    lands = jnp.where(slot < sinks, slot, newest) if ring else slot
+    offset = lands - slots.count[:, None]
+    hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
+    # Valid tokens first, in order: the n-th new token then stands at place n.
+    places = jnp.argsort(~chunk.valid, axis=1, stable=True)
+    source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
+
+    def put(old: Array, fresh: Array) -> Array:  # [B,K,S,H], [B,T,K,H]
+        taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
+        taken = taken.transpose(0, 2, 1, 3).astype(old.dtype)
+        return jnp.where(hit[:, None, :, None], taken, old)
+
+    return Slots(
+        k=put(slots.k, turn_keys(spec, chunk, numbers, sinks, by_rank)),
+        v=put(slots.v, chunk.v),
+        positions=jnp.where(
+            hit, jnp.take_along_axis(chunk.positions, source, axis=1), slots.positions
+        ),
+        count=_advance(slots.count, new, sinks, size, ring),
+    )
+
+
+def _extend_one(
+    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool, ring: bool
+) -> Slots:
+    """Absorb one token: a write of one slot, where the general form rewrites them all."""
+    numbers = number(slots, chunk.valid)
+    size = slots.positions.shape[1]
+    beyond = sinks + (slots.count - sinks) % (size - sinks)
+    slot = jnp.where(slots.count < size, slots.count, beyond)
+    valid = chunk.valid[:, 0]
+    kept = valid if ring else valid & (slots.count < size)
+
+    def put(old: Array, fresh: Array) -> Array:  # [B,*,S,*], [B,*,1,*]
+        axis = 0 if old.ndim == 2 else 1
+
+        def one(old_row: Array, fresh_row: Array, at: Array, keep: Array) -> Array:
+            held = jax.lax.dynamic_slice_in_dim(old_row, at, 1, axis)
+            fresh_row = jnp.where(keep, fresh_row.astype(old.dtype), held)
+            return jax.lax.dynamic_update_slice_in_dim(old_row, fresh_row, at, axis)
+
+        # One row is written as [K,S,H]: a 4-D write would be fused twice, and the cache copied.
+        if old.shape[0] == 1:
+            return one(old[0], fresh[0], slot[0], kept[0])[None]
+        return jax.vmap(one)(old, fresh, slot, kept)
+
+    keys = turn_keys(spec, chunk, numbers, sinks, by_rank)
+    return Slots(
+        k=put(slots.k, keys.transpose(0, 2, 1, 3)),
+        v=put(slots.v, chunk.v.transpose(0, 2, 1, 3)),
+        positions=put(slots.positions, chunk.positions),
+        count=_advance(slots.count, valid.astype(jnp.int32), sinks, size, ring),
+    )
+
+
+def _sink_view(
+    slots: Slots, chunk: Chunk, numbers: Int32[Array, "B T"], by_rank: bool
+) -> UInt32[Array, "B T"]:
+    """The position a query takes to meet the sinks: its rank among the kept, or where it stands."""
+    if not by_rank:
+        return chunk.positions
+    last = slots.positions.shape[1] - 1
+    return jnp.clip(numbers, 0, last).astype(jnp.uint32)
+
+
+def attend(
+    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, window: int | None, by_rank: bool = True
+) -> Partial:
+    """The sinks (those of this chunk too), the ring as it was before, and the chunk itself."""
+    numbers = number(slots, chunk.valid)
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    size, kv_heads = slots.positions.shape[1], slots.k.shape[1]
+    held = jnp.arange(size)[None, :] < slots.count[:, None]
+
+    ring = slots.positions[:, sinks:]
+    distance = (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32)
+    seen = held[:, None, sinks:] & chunk.valid[:, :, None]
+    if window is not None:
+        seen &= distance < window
+    bias = _bias(spec, seen, chunk.positions, ring, kv_heads)
+    parts = [
+        slot_attention(q, slots.k[:, :, sinks:], slots.v[:, :, sinks:], bias, spec.scale,
+                       spec.softcap)
+    ]  # fmt: skip
+    if sinks:
+        first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],
+                      slots.count)  # fmt: skip
+        first = extend_first(first, spec, chunk, numbers, by_rank)
+        view = _sink_view(slots, chunk, numbers, by_rank)
+        rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), first.positions.shape)
+        seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
+        bias = _bias(spec, seen, view, rank if by_rank else first.positions, kv_heads)
+        turned = spec.encoding.rotate(chunk.q, view)
+        parts.append(slot_attention(turned, first.k, first.v, bias, spec.scale, spec.softcap))
+    hidden = (numbers < sinks) if sinks else None
+    parts.append(local_attention(spec, chunk, window, hidden))
+    return merge(*parts)
+
+
+def extend_first(
+    first: Slots, spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], by_rank: bool
+) -> Slots:
+    """The protected slots alone after this chunk."""
+    sinks = first.positions.shape[1]
+    hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,S,T]
+    hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
+
+    def put(old: Array, fresh: Array) -> Array:
+        taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
+        return jnp.where(
+            hit[:, None, :, None], taken.transpose(0, 2, 1, 3).astype(old.dtype), old
+        )
+
+    positions = jnp.take_along_axis(chunk.positions, source, axis=1)
+    return first._replace(
+        k=put(first.k, turn_keys(spec, chunk, numbers, sinks, by_rank)),
+        v=put(first.v, chunk.v),
+        positions=jnp.where(hit, positions, first.positions),
+    )
+
+
+def decode(
+    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool = True, ring: bool = True
+) -> tuple[Partial, Slots]:
+    """One token: written first, then every held slot is in view, so no mask by distance."""
+    numbers = number(slots, chunk.valid)
+    slots = _extend_one(slots, spec, chunk, sinks, by_rank, ring)
+    size, kv_heads = slots.positions.shape[1], slots.k.shape[1]
+    seen = (jnp.arange(size)[None, :] < slots.count[:, None]) & chunk.valid
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    bias = _bias(spec, seen[:, None], chunk.positions, slots.positions, kv_heads)
+    logits = scores(q, slots.k, spec.scale, spec.softcap) + bias
+    if sinks and by_rank:
+        # Only the sinks are met from another position; slicing off the ring would copy it.
+        view = _sink_view(slots, chunk, numbers, by_rank)
+        rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
+        bias = _bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
+        turned = spec.encoding.rotate(chunk.q, view)
+        first = scores(turned, slots.k[:, :, :sinks], spec.scale, spec.softcap) + bias
+        logits = jax.lax.dynamic_update_slice(logits, first, (0, 0, 0, 0, 0))
+    return blend(logits, slots.v), slots
+
+
+def _bias(
+    spec: Spec,
+    seen: Bool[Array, "B T S"],
+    queries: UInt32[Array, "B T"],
+    keys: UInt32[Array, "B S"],
+    kv_heads: int,
+) -> Array:
+    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+    penalty = spec.encoding.bias(queries, keys, kv_heads)
+    return bias if penalty is None else bias + penalty
+
+
+def kept(slots: Slots) -> Kept:
+    """The positions held, the same for every kv head."""
+    rows, kv_heads, size = slots.k.shape[:3]
+    held = jnp.arange(size)[None, :] < slots.count[:, None]
+    weight = jnp.where(held, np.float32(0), -jnp.inf)
+    shape = (rows, kv_heads, size)
+    return Kept(
+        jnp.broadcast_to(slots.positions[:, None], shape),
+        jnp.broadcast_to(weight[:, None], shape),
+    )

@@ -1,0 +1,185 @@
+"""Policies as text, one for each layer, and what they will cost before anything is allocated.
+
+`name` or `name:field=value,...`; by layer `0=full;16=full;*=streaming:sinks=4,window=252`, where
+`*` is every layer not named. Parsing and printing are inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from jaxkv import rows
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies import POLICIES, Window
+
+
+def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
+    """The policy a string names; a tuple, one a layer, when the string names layers.
+
+    layers: how many the model has; needed where `*` stands for the rest.
+    Raises UserError for an unknown name, field or value.
+    """
+    if "=" not in text.split(":")[0]:
+        return _parse_one(text)
+    named: dict[str, Policy] = {}
+    for part in filter(None, text.split(";")):
+        layer, equals, rest = part.partition("=")
+        layer = layer.strip()
+        if not equals or not (layer == "*" or layer.isdecimal()):
+            raise UserError(
+                f"policies by layer are written LAYER=POLICY;...;*=POLICY, got {part!r}"
+            )
+        if layer in named:
+            raise UserError(f"layer {layer} is named twice in {text!r}; name it once")
+        named[layer] = _parse_one(rest)
+    numbers = [int(layer) for layer in named if layer != "*"]
+    if layers is None:
+        if "*" in named:
+            raise UserError(f"{text!r} speaks of all other layers: give layers=, their number")
+        layers = max(numbers) + 1
+    missing = [i for i in range(layers) if str(i) not in named and "*" not in named]
+    beyond = [i for i in numbers if i >= layers]
+    if missing:
+        raise UserError(f"layer {missing[0]} has no policy in {text!r}; add *=POLICY for the rest")
+    if beyond:
+        raise UserError(f"layer {beyond[0]} does not exist: the model has layers 0 to {layers - 1}")
+    return tuple(named.get(str(i), named.get("*")) for i in range(layers))
+
+
+def spell(policies: Policy | Sequence[Policy]) -> str:
+    """The string that `policy` reads back as the same policies."""
+    if not isinstance(policies, (tuple, list)):
+        return _spell_one(policies)
+    most, _ = Counter(policies).most_common(1)[0]
+    named = [f"{i}={_spell_one(p)}" for i, p in enumerate(policies) if p != most]
+    return ";".join([*named, f"*={_spell_one(most)}"])
+
+
+def by_layer(
+    chosen: str | Policy | Sequence[Policy], layers: int, windows: Sequence[int | None] = ()
+) -> tuple[Policy, ...]:
+    """One policy a layer.
+
+    windows: the model's own sliding window of each layer, None where it has none. Such a layer
+    keeps its window, which is all it was trained to see, unless the chosen policy holds less or
+    the string names layers itself.
+    """
+    if isinstance(chosen, str):
+        chosen = policy(chosen, layers)
+    if isinstance(chosen, (tuple, list)):
+        if len(chosen) != layers:
+            raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
+        return tuple(chosen)
+    own = [*windows, *[None] * (layers - len(windows))]
+    return tuple(
+        Window(width) if width is not None and _reach(chosen) > width else chosen for width in own
+    )
+
+
+def _reach(chosen: Policy) -> float:
+    """How many tokens back a policy may look."""
+    window = getattr(chosen, "window", None)
+    return float("inf") if window is None else window + getattr(chosen, "sinks", 0)
+
+
+def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
+    """Bytes of every layer's state for `batch` rows that hold `tokens` tokens; nothing is allocated.
+
+    Raises UserError where a policy refuses that many tokens.
+    """
+    return sum(n * _bytes_of(p, spec, batch, tokens) for p, n in Counter(policies).items())
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> int:
+    def build():
+        state = chosen.init(spec, batch, jax.random.key(0))
+        return chosen.reserve(spec, state, tokens) if hasattr(chosen, "reserve") else state
+
+    return rows.nbytes(jax.eval_shape(build))
+
+
+def describe() -> list[dict[str, object]]:
+    """Every policy: its fields with types and defaults, what it keeps, its bytes, its source."""
+    return [
+        {
+            "name": name,
+            "summary": kind.summary,
+            "fields": {
+                f.name: {"type": _type_name(kind, f.name), "default": f.default}
+                for f in dataclasses.fields(kind)
+            },
+            "bytes_per_row_and_layer": kind.formula,
+            "source": kind.source,
+        }
+        for name, kind in POLICIES.items()
+    ]
+
+
+def _type_name(kind: type, field: str) -> str:
+    hint = typing.get_type_hints(kind)[field]
+    choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return "|".join(map(str, choices)) or hint.__name__
+
+
+def _parse_one(text: str) -> Policy:
+    name, _, fields = text.strip().partition(":")
+    if name not in POLICIES:
+        raise UserError(f"unknown policy {name!r}{_nearest(name, POLICIES)}")
+    kind = POLICIES[name]
+    hints = typing.get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind)]
+    values: dict[str, object] = {}
+    for part in filter(None, fields.split(",")):
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        if field not in known:
+            raise UserError(f"{name} has no field {field!r}{_nearest(field, known)}")
+        if not equals:
+            raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
+        if field in values:
+            raise UserError(f"{field} is given twice in {text!r}; give it once")
+        values[field] = _read_value(name, field, hints[field], value)
+    return kind(**values)
+
+
+def _read_value(name: str, field: str, hint: object, value: str) -> object:
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise UserError(f"{name}: {field} must be {' or '.join(choices)}, got {value!r}")
+        return value
+    if hint is bool:
+        if value not in ("true", "false"):
+            raise UserError(f"{name}: {field} must be true or false, got {value!r}")
+        return value == "true"
+    try:
+        return hint(value)
+    except ValueError:
+        what = {int: "a whole number", float: "a number"}[hint]
+        raise UserError(f"{name}: {field} must be {what}, got {value!r}") from None
+
+
+def _spell_one(chosen: Policy) -> str:
+    names = {kind: name for name, kind in POLICIES.items()}
+    if type(chosen) not in names:
+        return repr(chosen)  # a policy of one's own has no name in the table
+    values = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
+    fields = ",".join(f"{k}={str(v).lower() if v is True or v is False else v}"
+                      for k, v in values.items())  # fmt: skip
+    return f"{names[type(chosen)]}:{fields}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"
+
+

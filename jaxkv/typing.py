@@ -1,0 +1,26 @@
+"""The axis letters, and array types that name them.
+
+B rows, T new tokens, S slots, N query heads, K kv heads, G = N/K, H head dim, D width, F mlp,
+V vocabulary, L layers.
+
+jaxtyping is optional: with it (the `test` extra) shapes are checked at run time, without it the
+annotations are plain `jax.Array`, so that the core needs jax and numpy alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+try:
+    from jaxtyping import Bool, Float, Float32, Int32, UInt32
+except ImportError:
+
+    class _Plain:
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item[0]
+
+    Bool = Float = Float32 = Int32 = UInt32 = _Plain  # type: ignore[assignment,misc]
+
+__all__ = ["Array", "Bool", "Float", "Float32", "Int32", "UInt32"]

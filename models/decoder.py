@@ -1,0 +1,133 @@
+"""The decoder of the Llama family in Flax nnx, every member from one Config.
+
+Activations are feature-major, [D, B, T], and weights stand as published, (out, in): a product is
+`W @ x`, whose output a CPU writes in long runs at any batch. Nothing is transposed at loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.step import step
+from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+from models.config import Config
+
+Weights = Mapping[str, Array]
+
+
+def spec_of(config: Config, dtype: str) -> Spec:
+    """How every layer of this model attends; dtype is that of cached keys and values."""
+    return Spec(
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        encoding=config.encoding,
+        dtype=dtype,
+    )
+
+
+class Layer(nnx.Module):
+    """One block: attention through a cache policy, then a gated MLP."""
+
+    def __init__(self, config: Config, weights: Weights):
+        self.config = config
+        for name, value in weights.items():
+            setattr(self, name, nnx.Param(value))
+
+    def __call__(
+        self,
+        x: Float[Array, "D B T"],
+        policy: Policy,
+        state: State,
+        positions: UInt32[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> tuple[Float[Array, "D B T"], State]:
+        c = self.config
+        h = rms_norm(x, self.attn_norm[...], c.norm_eps)
+        q, k, v = (self._heads(h, name) for name in ("q", "k", "v"))
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm[...], c.norm_eps, axis=-1)
+            k = rms_norm(k, self.k_norm[...], c.norm_eps, axis=-1)
+        spec = spec_of(c, str(jax.tree.leaves(state)[0].dtype))
+        out, state = step(policy, spec, state, q, k, v, positions, valid)
+        out = out.astype(x.dtype).transpose(2, 3, 0, 1).reshape(-1, *x.shape[1:])
+        x = x + self._linear(out, "o")
+        h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
+        gate, up = self._linear(h, "gate"), self._linear(h, "up")
+        return x + self._linear(jax.nn.silu(gate) * up, "down"), state
+
+    def _linear(self, x: Float[Array, "I B T"], name: str) -> Float[Array, "O B T"]:
+        y = matmul(getattr(self, name)[...], x)
+        bias = getattr(self, f"{name}_bias", None)
+        return y if bias is None else y + bias[...].astype(y.dtype)[:, None, None]
+
+    def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
+        y = self._linear(x, name)
+        return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
+
+
+class Decoder(nnx.Module):
+    """Tokens in, hidden states and new cache states out; `logits` reads the hidden states."""
+
+    def __init__(self, config: Config, weights: Weights):
+        self.config = config
+        self.embed = nnx.Param(weights["embed"])
+        self.norm = nnx.Param(weights["norm"])
+        self.head = None if config.tied else nnx.Param(weights["head"])
+        self.layers = nnx.data(
+            [Layer(config, _layer_weights(weights, i)) for i in range(config.layers)]
+        )
+
+    def __call__(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: UInt32[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        policies: Sequence[Policy],
+        states: Sequence[State],
+    ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
+        x = jnp.take(self.embed[...], tokens, axis=0).transpose(2, 0, 1)
+        new = []
+        for layer, policy, state in zip(self.layers, policies, states, strict=True):
+            x, state = layer(x, policy, state, positions, valid)
+            new.append(state)
+        return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
+
+    def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
+        """Float32 logits of the next token."""
+        head = self.embed if self.head is None else self.head
+        return matmul(head[...], hidden, jnp.float32)
+
+
+def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
+    """x over its root mean square along `axis`, times weight; the mean in float32."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=axis, keepdims=True)
+    normed = (wide * jax.lax.rsqrt(mean + np.float32(eps))).astype(x.dtype)
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return normed * weight.astype(x.dtype).reshape(shape)
+
+
+def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
+    """weight [O,I] @ x [I,B,T], accumulated in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jax.lax.dot_general(
+        weight,
+        x,
+        (((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return y.astype(dtype or x.dtype)
+
+
+def _layer_weights(weights: Weights, layer: int) -> dict[str, Array]:
+    prefix = f"layers.{layer}."
+    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
