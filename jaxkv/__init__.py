@@ -1,38 +1,46 @@
-"""Bounded key-value caches for JAX: text without end in a fixed memory."""
+"""Bounded key-value caches for JAX: text without end in a fixed memory.
 
-from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
-from jaxkv.contract import Chunk, Kept, Partial, Policy, Spec
-from jaxkv.errors import UserError
-from jaxkv.policies import POLICIES, Full, Streaming, Window
-from jaxkv.rotary import Alibi, NoPosition, Rotary, rotary
-from jaxkv.stack import by_layer, describe, policy, spell, state_bytes
-from jaxkv.step import step
+Names are imported when first used, so that `jaxkv --help` need not wait for jax.
+"""
+
+import importlib
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "POLICIES",
-    "Alibi",
-    "Chunk",
-    "Full",
-    "Kept",
-    "NoPosition",
-    "Partial",
-    "Policy",
-    "Rotary",
-    "Spec",
-    "Streaming",
-    "UserError",
-    "Window",
-    "by_layer",
-    "describe",
-    "local_attention",
-    "merge",
-    "policy",
-    "rotary",
-    "sink_logit",
-    "slot_attention",
-    "spell",
-    "state_bytes",
-    "step",
-]
+_HOME = {
+    "Alibi": "jaxkv.rotary",
+    "Chunk": "jaxkv.contract",
+    "Full": "jaxkv.policies",
+    "Kept": "jaxkv.contract",
+    "NoPosition": "jaxkv.rotary",
+    "POLICIES": "jaxkv.policies",
+    "Partial": "jaxkv.contract",
+    "Policy": "jaxkv.contract",
+    "Rotary": "jaxkv.rotary",
+    "Spec": "jaxkv.contract",
+    "Streaming": "jaxkv.policies",
+    "UserError": "jaxkv.errors",
+    "Window": "jaxkv.policies",
+    "by_layer": "jaxkv.stack",
+    "describe": "jaxkv.stack",
+    "local_attention": "jaxkv.attention",
+    "merge": "jaxkv.attention",
+    "policy": "jaxkv.stack",
+    "sink_logit": "jaxkv.attention",
+    "slot_attention": "jaxkv.attention",
+    "spell": "jaxkv.stack",
+    "state_bytes": "jaxkv.stack",
+    "step": "jaxkv.driver",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.step import step
+from jaxkv.driver import step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.config import Config
 
