@@ -7,14 +7,17 @@ Activations are feature-major, [D, B, T], and weights stand as published, (out, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
+from jaxkv.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.config import Config
 
@@ -47,6 +50,7 @@ class Layer(nnx.Module):
         state: State,
         positions: UInt32[Array, "B T"],
         valid: Bool[Array, "B T"],
+        mesh: Mesh | None,
     ) -> tuple[Float[Array, "D B T"], State]:
         c = self.config
         h = rms_norm(x, self.attn_norm[...], c.norm_eps)
@@ -55,7 +59,8 @@ class Layer(nnx.Module):
             q = rms_norm(q, self.q_norm[...], c.norm_eps, axis=-1)
             k = rms_norm(k, self.k_norm[...], c.norm_eps, axis=-1)
         spec = spec_of(c, str(jax.tree.leaves(state)[0].dtype))
-        out, state = step(policy, spec, state, q, k, v, positions, valid)
+        run = step if mesh is None else partial(sharded_step, mesh)
+        out, state = run(policy, spec, state, q, k, v, positions, valid)
         out = out.astype(x.dtype).transpose(2, 3, 0, 1).reshape(-1, *x.shape[1:])
         x = x + self._linear(out, "o")
         h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
@@ -75,8 +80,8 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens in, hidden states and new cache states out; `logits` reads the hidden states."""
 
-    def __init__(self, config: Config, weights: Weights):
-        self.config = config
+    def __init__(self, config: Config, weights: Weights, mesh: Mesh | None = None):
+        self.config, self.mesh = config, mesh
         self.embed = nnx.Param(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
         self.head = None if config.tied else nnx.Param(weights["head"])
@@ -95,7 +100,7 @@ class Decoder(nnx.Module):
         x = jnp.take(self.embed[...], tokens, axis=0).transpose(2, 0, 1)
         new = []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            x, state = layer(x, policy, state, positions, valid)
+            x, state = layer(x, policy, state, positions, valid, self.mesh)
             new.append(state)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 

@@ -1,0 +1,48 @@
+"""How much memory there is, asked before anything large is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxkv.errors import UserError
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def available(device: jax.Device | None = None) -> int | None:
+    """Bytes free on a device, for a CPU those of the host; None where nobody can tell."""
+    device = device or jax.local_devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def check(needed: int, what: str, device: jax.Device | None = None) -> None:
+    """Raise UserError if `needed` bytes for `what` cannot fit."""
+    free = available(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"{what} take(s) {show(needed)} and only {show(free)} are free; take fewer rows or "
+            "tokens, a smaller window, or a policy with a fixed memory"
+        )
+
+
+def show(count: float) -> str:
+    """A count of bytes as people read it."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {UNITS[unit]}" if unit == 0 else f"{count:.1f} {UNITS[unit]}"

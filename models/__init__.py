@@ -1,0 +1,22 @@
+"""Llama-family decoders on JAX: loading as published, generation in a fixed memory."""
+
+from models.config import Config
+from models.decoder import Decoder
+from models.decoding import Stream
+from models.llm import Llm, load
+from models.sampling import Sampling
+from models.score import losses
+from models.text import Answer, generate, stream
+
+__all__ = [
+    "Answer",
+    "Config",
+    "Decoder",
+    "Llm",
+    "Sampling",
+    "Stream",
+    "generate",
+    "load",
+    "losses",
+    "stream",
+]

@@ -1,0 +1,59 @@
+"""Compilation: kept from one start to the next, and timed so that it can be shown."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+VARIABLE = "JAXKV_COMPILATION_CACHE"
+
+
+def keep_compilations() -> None:
+    """Switch on JAX's persistent compilation cache, unless the user has set one up already.
+
+    It lies in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen.lower() in ("off", "0", "no", "false") or jax.config.jax_compilation_cache_dir:
+        return
+    folder = Path(chosen).expanduser() if chosen else _user_cache() / "jaxkv" / "compilations"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"jaxkv: compilations are not kept: {folder}: {error.strerror}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # JAX's own thresholds keep nothing that compiles in under a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _user_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+
+
+class Clock:
+    """Seconds this process has spent tracing and compiling, from JAX's own monitoring."""
+
+    seconds = 0.0
+
+
+@functools.cache
+def clock() -> Clock:
+    """The process's clock; counts from its first use."""
+    running = Clock()
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            running.seconds += duration
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return running

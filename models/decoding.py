@@ -1,0 +1,288 @@
+"""Text from a model in a fixed memory: read a prompt in chunks, write tokens without end.
+
+Two compiled functions do all the work. `_read` takes a chunk of prompt; `_write` is one
+while_loop over tokens. A whole answer and a stream run the same `_write`, only with different
+limits, so they share one compilation and give the same text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxkv import memory, sharding
+from jaxkv.contract import Policy, State
+from jaxkv.errors import UserError
+from jaxkv.stack import state_bytes
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from models.compilation import clock
+from models.config import Config
+from models.decoder import Decoder, Weights
+from models.llm import Llm
+from models.sampling import Filters, Knobs, Sampling, draw
+
+DEFAULT_POLICY = "streaming:sinks=4,window=252"
+CHUNK = 512  # prompt tokens read at a time
+BLOCK = 256  # tokens one call of `_write` can return
+PAUSE = 0.1  # seconds a stream may keep text back
+
+
+class Decoding(NamedTuple):
+    """A batch in progress. The states have absorbed every token emitted so far."""
+
+    states: tuple[State, ...]
+    logits: Float32[Array, "B V"]  # of the token that comes next
+    position: UInt32[Array, " B"]
+    done: Bool[Array, " B"]
+    seen: Bool[Array, "B V"]  # tokens of the row, for the repetition penalty
+    keys: UInt32[Array, "B 2"]
+
+
+class Static(NamedTuple):
+    """What a compilation depends on besides shapes."""
+
+    config: Config
+    policies: tuple[Policy, ...]
+    mesh: Mesh | None
+
+
+def _decode(
+    static: Static, weights: Weights, tokens: Array, positions: Array, valid: Array, states: tuple
+) -> tuple[Decoder, Array, tuple[State, ...]]:
+    decoder = Decoder(static.config, weights, static.mesh)
+    hidden, states = decoder(tokens, positions, valid, static.policies, states)
+    return decoder, hidden, states
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(
+    static: Static,
+    weights: Weights,
+    decoding: Decoding,
+    tokens: Int32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Decoding:
+    """Absorb a chunk of prompt; rows that are all padding keep everything as it was."""
+    offset = jnp.cumsum(valid.astype(jnp.uint32), axis=1) - valid.astype(jnp.uint32)
+    positions = decoding.position[:, None] + offset
+    decoder, hidden, states = _decode(static, weights, tokens, positions, valid, decoding.states)
+    new = jnp.sum(valid.astype(jnp.int32), axis=1)
+    # The last valid place of each row: the head is applied there and nowhere else.
+    place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
+    last = jnp.take_along_axis(hidden, place[None, :, None], axis=2)
+    logits = decoder.logits(last)[:, :, 0].T
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return decoding._replace(
+        states=states,
+        logits=jnp.where((new > 0)[:, None], logits, decoding.logits),
+        position=decoding.position + new.astype(jnp.uint32),
+        done=decoding.done & (new == 0),
+        seen=decoding.seen.at[rows, tokens].max(valid),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _write(
+    static: Static,
+    filters: Filters,
+    eos: tuple[int, ...],
+    weights: Weights,
+    decoding: Decoding,
+    knobs: Knobs,
+    limit: Int32[Array, ""],
+) -> tuple[Decoding, Int32[Array, "B BLOCK"], Int32[Array, ""]]:
+    """Up to `limit` tokens a row, -1 after a row's end; and how many steps were taken."""
+    rows = decoding.logits.shape[0]
+
+    def go_on(carry: tuple) -> Array:
+        done, count, _ = carry[0].done, carry[1], carry[2]
+        return (count < limit) & ~jnp.all(done)
+
+    def write_one(carry: tuple) -> tuple:
+        d, count, out = _unfold(carry[0], rows, static.mesh), carry[1], carry[2]
+        token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
+        ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
+        emitted = jnp.where(d.done, -1, token)
+        out = jax.lax.dynamic_update_slice(out, emitted[:, None], (0, count))
+        fed = ~d.done & ~ends
+        decoder, hidden, states = _decode(
+            static, weights, token[:, None], d.position[:, None], fed[:, None], d.states
+        )
+        seen = d.seen
+        if filters.repetition:
+            seen = seen.at[jnp.arange(rows), token].max(fed)
+        d = Decoding(
+            states=states,
+            logits=decoder.logits(hidden)[:, :, 0].T,
+            position=d.position + fed.astype(jnp.uint32),
+            done=d.done | ends,
+            seen=seen,
+            keys=d.keys,
+        )
+        return _fold(d, static.mesh), count + 1, out
+
+    start = (_fold(decoding, static.mesh), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
+    decoding, count, out = jax.lax.while_loop(go_on, write_one, start)
+    return _unfold(decoding, rows, static.mesh), out, count
+
+
+def _fold(decoding: Decoding, mesh: Mesh | None) -> Decoding:
+    """Merge rows and kv heads of 4-D leaves for the loop: XLA copies carried 4-D caches whole.
+
+    Over a mesh they stay apart, each being sharded by itself.
+    """
+    if mesh is not None:
+        return decoding
+    merge = lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a  # noqa: E731
+    return decoding._replace(states=jax.tree.map(merge, decoding.states))
+
+
+def _unfold(decoding: Decoding, rows: int, mesh: Mesh | None) -> Decoding:
+    if mesh is not None:
+        return decoding
+    split = lambda a: a.reshape(rows, -1, *a.shape[1:]) if a.ndim == 3 else a  # noqa: E731
+    return decoding._replace(states=jax.tree.map(split, decoding.states))
+
+
+class Stream:
+    """A batch of rows that reads and writes, for as long as one likes, in one set of states.
+
+    llm, policy: what runs. rows: B. seed: one for all rows or one a row; a row's draws depend on
+    its own seed and positions alone. tokens: how many a row will hold in the end, if known, so
+    that a policy which grows can refuse, and memory can be counted, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        llm: Llm,
+        policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+        rows: int = 1,
+        seed: int | Sequence[int] = 0,
+        tokens: int = 0,
+    ):
+        self.llm = llm
+        self.policies = llm.policies(policy)
+        self.length = 0  # the longest row so far, for policies that grow
+        self.limit = 1
+        self._static = Static(llm.config, self.policies, llm.mesh)
+        clock()
+        memory.check(
+            state_bytes(self.policies, llm.spec, rows, tokens),
+            f"the caches of {rows} row(s) of {tokens} tokens",
+        )
+        seeds = [seed] * rows if isinstance(seed, int) else list(seed)
+        if len(seeds) != rows:
+            raise UserError(f"one seed, or one a row: got {len(seeds)} seeds for {rows} rows")
+        self.decoding = self._start(rows, seeds)
+
+    def _start(self, rows: int, seeds: Sequence[int]) -> Decoding:
+        llm, vocab = self.llm, self.llm.config.vocab
+        states = tuple(
+            policy.init(llm.spec, rows, jax.random.fold_in(jax.random.key(seeds[0]), layer))
+            for layer, policy in enumerate(self.policies)
+        )
+        if llm.mesh is not None:
+            states = tuple(
+                jax.tree.map(
+                    lambda leaf, spec: jax.device_put(leaf, NamedSharding(llm.mesh, spec)),
+                    state,
+                    sharding.specs(policy.axes, mesh=llm.mesh),
+                )
+                for policy, state in zip(self.policies, states, strict=True)
+            )
+        return Decoding(
+            states=states,
+            logits=jnp.zeros((rows, vocab), jnp.float32),
+            position=jnp.zeros((rows,), jnp.uint32),
+            done=jnp.ones((rows,), bool),
+            seen=jnp.zeros((rows, vocab), bool),
+            keys=jnp.stack([jax.random.key_data(jax.random.key(s)) for s in seeds]),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.decoding.states))
+
+    def read(self, prompts: Sequence[Sequence[int]], chunk: int = CHUNK) -> None:
+        """Absorb token ids, one list a row, of any lengths (an empty one is left alone)."""
+        rows = self.decoding.position.shape[0]
+        if len(prompts) != rows:
+            raise UserError(f"one list of tokens a row: got {len(prompts)} for {rows} rows")
+        longest = max(map(len, prompts))
+        self.reserve(longest)
+        for start in range(0, longest, chunk):
+            width = bucket(min(chunk, longest - start), chunk)
+            tokens = np.zeros((rows, width), np.int32)
+            valid = np.zeros((rows, width), bool)
+            for row, prompt in enumerate(prompts):
+                part = prompt[start : start + chunk]
+                tokens[row, : len(part)], valid[row, : len(part)] = part, True
+            self.decoding = _read(self._static, self.llm.weights, self.decoding, tokens, valid)
+
+    def seal(self) -> None:
+        """Tell policies that compress or index a finished prompt that it is complete."""
+        states = tuple(
+            jax.jit(policy.seal, static_argnums=0)(self.llm.spec, state)
+            if hasattr(policy, "seal")
+            else state
+            for policy, state in zip(self.policies, self.decoding.states, strict=True)
+        )
+        self.decoding = self.decoding._replace(states=states)
+
+    def write(
+        self, sampling: Sampling, limit: int, eos: tuple[int, ...]
+    ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, " B"]]:
+        """At most `limit` (and BLOCK) new tokens a row, -1 behind a row's end; which rows ended."""
+        limit = min(limit, BLOCK)
+        self.reserve(limit)
+        self.decoding, out, count = _write(
+            self._static,
+            sampling.filters,
+            eos,
+            self.llm.weights,
+            self.decoding,
+            sampling.knobs,
+            np.int32(limit),
+        )
+        return np.asarray(out)[:, : int(count)], np.asarray(self.decoding.done)
+
+    def pieces(
+        self, sampling: Sampling, tokens: int, eos: tuple[int, ...], pause: float = PAUSE
+    ) -> Iterator[Int32[np.ndarray, "B T"]]:
+        """New tokens as they come, in blocks of about `pause` seconds; ends with every row."""
+        while tokens > 0:
+            begun = time.perf_counter()
+            compiled = clock().seconds
+            block, done = self.write(sampling, min(self.limit, tokens), eos)
+            seconds = time.perf_counter() - begun - (clock().seconds - compiled)
+            tokens -= block.shape[1]
+            yield block
+            if done.all():
+                return
+            wanted = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
+            self.limit = min(BLOCK, wanted, 4 * self.limit)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for that many more tokens a row in policies that grow."""
+        self.length += tokens
+        if not any(hasattr(policy, "reserve") for policy in self.policies):
+            return
+        states = tuple(
+            policy.reserve(self.llm.spec, state, self.length)
+            if hasattr(policy, "reserve")
+            else state
+            for policy, state in zip(self.policies, self.decoding.states, strict=True)
+        )
+        self.decoding = self.decoding._replace(states=states)
+
+
+def bucket(tokens: int, chunk: int) -> int:
+    """The padded length of a chunk: few lengths, so that few are compiled."""
+    return min(chunk, next(size for size in (16, 64, 256, 2**30) if tokens <= size))

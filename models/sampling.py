@@ -1,0 +1,125 @@
+"""From logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy; the filters apply in the order given.
+
+    repetition_penalty: logits of tokens already in the row are divided (if positive) or
+    multiplied by it (Keskar et al. 2019). top_k: the k likeliest; 0 is off. top_p: the smallest
+    set with that much probability; 1 is off. min_p: tokens at least that share as likely as the
+    likeliest; 0 is off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        rules = (
+            (0 <= self.temperature < float("inf"), "temperature must be 0 or more and finite"),
+            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
+            (0 <= self.min_p <= 1, "min_p must be from 0 to 1"),
+            (0 < self.repetition_penalty < float("inf"), "repetition_penalty must be above 0"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                name = rule.split()[0]
+                raise UserError(f"{rule}, got {getattr(self, name)}")
+
+    @property
+    def filters(self) -> Filters:
+        """Which parts are compiled in; their values are arguments, so changing one is free."""
+        warm = self.temperature > 0
+        return Filters(
+            warm=warm,
+            top_k=warm and self.top_k > 0,
+            top_p=warm and self.top_p < 1,
+            min_p=warm and self.min_p > 0,
+            repetition=self.repetition_penalty != 1,
+        )
+
+    @property
+    def knobs(self) -> Knobs:
+        return Knobs(
+            np.float32(self.temperature),
+            np.int32(self.top_k),
+            np.float32(self.top_p),
+            np.float32(self.min_p),
+            np.float32(self.repetition_penalty),
+        )
+
+
+class Filters(NamedTuple):
+    warm: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    repetition: bool
+
+
+class Knobs(NamedTuple):
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+
+
+def draw(
+    filters: Filters,
+    knobs: Knobs,
+    logits: Float32[Array, "B V"],
+    seen: Bool[Array, "B V"],
+    keys: UInt32[Array, "B 2"],
+    positions: UInt32[Array, " B"],
+) -> Int32[Array, " B"]:
+    """One token a row. The draw is a function of (row key, position) alone."""
+    if filters.repetition:
+        penalty = knobs.repetition_penalty
+        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, punished, logits)
+    if not filters.warm:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / knobs.temperature
+    if filters.top_k or filters.top_p:
+        logits = _cut(filters, knobs, logits)
+    if filters.min_p:
+        floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(knobs.min_p)
+        logits = jnp.where(logits >= floor, logits, -jnp.inf)
+
+    def noise(key: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+        return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
+
+    return jnp.argmax(logits + jax.vmap(noise)(keys, positions), axis=-1).astype(jnp.int32)
+
+
+def _cut(filters: Filters, knobs: Knobs, logits: Array) -> Array:
+    """Top-k, then top-p of what is left; ties with the last kept logit stay."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    if filters.top_k:
+        rank = jnp.arange(logits.shape[-1])[None, :]
+        ordered = jnp.where(rank < knobs.top_k, ordered, -jnp.inf)
+    keep = ordered > -jnp.inf
+    if filters.top_p:
+        share = jax.nn.softmax(ordered, axis=-1)
+        # A token stays while those before it have not reached top_p: the first always does.
+        keep &= jnp.cumsum(share, axis=-1) - share < knobs.top_p
+    last = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= last, logits, -jnp.inf)

@@ -1,0 +1,269 @@
+"""Text in, text out: `generate` returns an answer with its figures, `stream` yields pieces."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxkv.contract import Policy
+from jaxkv.errors import UserError
+from jaxkv.stack import spell
+from models.compilation import clock
+from models.decoding import BLOCK, CHUNK, DEFAULT_POLICY, Stream
+from models.llm import Llm
+from models.sampling import Sampling
+from models.tokenizer import Pieces
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row's text and figures; the seconds leave out compiling, which is told by itself.
+
+    finish_reason: length, eos or stop. tokens: the new ids, an eos among them. tokens_per_second:
+    of the whole batch.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    policy: str
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    tokens_per_second: float
+    state_bytes: int
+
+
+class Row:
+    """One row's text as its tokens come; it ends at an eos, at a stop string, or when told to."""
+
+    def __init__(self, llm: Llm, eos: Sequence[int], stops: Sequence[str]):
+        if any(not stop for stop in stops):
+            raise UserError("a stop string must not be empty; leave it out to never stop")
+        self.tokens: list[int] = []
+        self.text, self.reason = "", ""
+        self._pieces = Pieces(llm.tokenizer, start=False)
+        self._eos, self._stops, self._held = frozenset(eos), tuple(stops), ""
+
+    def push(self, token: int) -> str:
+        """The text that is certain once this token has come; none after the row's end."""
+        if self.reason or token < 0:
+            return ""
+        self.tokens.append(token)
+        if token in self._eos:
+            return self.end("eos")
+        return self._release(self._pieces.push(token))
+
+    def end(self, reason: str) -> str:
+        """Close the row; what was held back as the possible start of a stop string comes out."""
+        if self.reason:
+            return ""
+        piece = self._release(self._pieces.end(), last=True)
+        self.reason = self.reason or reason
+        return piece
+
+    def _release(self, new: str, last: bool = False) -> str:
+        text = self._held + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.reason, cut = "stop", min(found)
+        else:
+            cut = len(text) if last else len(text) - self._doubtful(text)
+        piece, self._held = text[:cut], "" if found else text[cut:]
+        self.text += piece
+        return piece
+
+    def _doubtful(self, text: str) -> int:
+        """How many last characters may be the beginning of a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+def generate(
+    llm: Llm,
+    prompt: Prompt | Sequence[Prompt],
+    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    max_new_tokens: int = 256,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    chunk: int = CHUNK,
+    **knobs: float,
+) -> Answer | list[Answer]:
+    """Continue a prompt, or a batch of prompts of any lengths, and say what it took.
+
+    prompt: a text, a list of token ids, or a list of either for a batch (then a list of answers
+    comes back). policy: what to remember, by string or value, for all layers or one a layer.
+    sampling: how tokens are drawn, or its fields as keywords (temperature=0.8, top_k=40, ...).
+    seed: one for all rows or one a row. stop: strings that end a row, left out of its text.
+    chunk: prompt tokens read at a time. Raises UserError for anything the caller can mend.
+    """
+    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+    prompts = encode(llm, [prompt] if single else prompt)
+    run = _Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    # A whole answer has nobody waiting for its first words: take full blocks from the start.
+    run.stream.limit = 1 if stop else BLOCK
+    for _ in run.blocks():
+        pass
+    answers = run.answers()
+    return answers[0] if single else answers
+
+
+def stream(
+    llm: Llm,
+    prompt: Prompt,
+    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    max_new_tokens: int | None = None,
+    *,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    chunk: int = CHUNK,
+    **knobs: float,
+) -> Iterator[str]:
+    """The continuation of a prompt as it is made; the same text as `generate` gives.
+
+    max_new_tokens: None goes on until the model ends or nobody asks for more. The other
+    arguments are those of `generate`.
+    """
+    prompts = encode(llm, [prompt])
+    run = _Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    for pieces in run.blocks():
+        if pieces[0]:
+            yield pieces[0]
+
+
+def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of each prompt, with the BOS that the model expects before a text."""
+    if not prompts:
+        raise UserError("no prompt was given; give a text, or a list of texts")
+    rows = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("the prompt is empty; give at least one character")
+            rows.append(llm.tokenizer.encode(prompt))
+            continue
+        ids, vocab = [int(token) for token in prompt], llm.config.vocab
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token")
+        if not 0 <= min(ids) <= max(ids) < vocab:
+            raise UserError(f"token ids must be from 0 to {vocab - 1}, got {min(ids)}..{max(ids)}")
+        rows.append(ids)
+    return rows
+
+
+class _Run:
+    """One call of `generate` or `stream`: the rows, their stream, and the time it took."""
+
+    def __init__(
+        self, llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+    ):
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if chunk < 1:
+            raise UserError(f"chunk must be at least 1, got {chunk}")
+        self.sampling = _sampling(sampling, knobs)
+        self.prompts, self.chunk = prompts, chunk
+        self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
+        self.eos = () if ignore_eos else llm.eos
+        self.rows = [Row(llm, self.eos, stop) for _ in prompts]
+        longest = max(map(len, prompts))
+        self.stream = Stream(
+            llm, policy, len(prompts), seed, longest + (max_new_tokens or 0)
+        )
+        warn_beyond_context(llm, self.stream.policies, longest + (max_new_tokens or 0))
+        self.prefill = self.decode = self.compiled = 0.0
+
+    def blocks(self) -> Iterator[list[str]]:
+        """New text of every row, block by block, until every row has ended."""
+        with self._timed("prefill"):
+            self.stream.read(self.prompts, self.chunk)
+            self.stream.seal()
+            jax.block_until_ready(self.stream.decoding.logits)
+        blocks = self.stream.pieces(self.sampling, self.tokens, self.eos)
+        while not all(row.reason for row in self.rows):
+            with self._timed("decode"):
+                block = next(blocks, None)
+            if block is None:
+                yield [row.end("length") for row in self.rows]
+                return
+            yield [
+                "".join(map(row.push, map(int, ids)))
+                for row, ids in zip(self.rows, block, strict=True)
+            ]
+
+    def _timed(self, phase: str):
+        return _Timed(self, phase)
+
+    def answers(self) -> list[Answer]:
+        tokens = sum(len(row.tokens) for row in self.rows)
+        return [
+            Answer(
+                text=row.text,
+                tokens=row.tokens,
+                finish_reason=row.reason,
+                prompt_tokens=len(prompt),
+                policy=spell(self.stream.policies),
+                prefill_seconds=self.prefill,
+                decode_seconds=self.decode,
+                compile_seconds=self.compiled,
+                tokens_per_second=tokens / max(self.decode, 1e-9),
+                state_bytes=self.stream.state_bytes,
+            )
+            for row, prompt in zip(self.rows, self.prompts, strict=True)
+        ]
+
+
+class _Timed:
+    """Adds the seconds of a block to one phase of a run, and those spent compiling to another."""
+
+    def __init__(self, run: _Run, phase: str):
+        self.run, self.phase = run, phase
+
+    def __enter__(self) -> None:
+        self.begun, self.compiled = time.perf_counter(), clock().seconds
+
+    def __exit__(self, *_: object) -> None:
+        compiled = clock().seconds - self.compiled
+        seconds = max(0.0, time.perf_counter() - self.begun - compiled)
+        self.run.compiled += compiled
+        setattr(self.run, self.phase, getattr(self.run, self.phase) + seconds)
+
+
+def _sampling(sampling: Sampling | None, knobs: dict[str, float]) -> Sampling:
+    if sampling is not None and knobs:
+        raise UserError(f"give sampling= or its fields ({', '.join(knobs)}), not both")
+    if sampling is not None:
+        return sampling
+    unknown = [name for name in knobs if name not in Sampling.__dataclass_fields__]
+    if unknown:
+        known = ", ".join(Sampling.__dataclass_fields__)
+        raise UserError(f"unknown argument {unknown[0]!r}; sampling has {known}")
+    return Sampling(**knobs)
+
+
+def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
+    """Say so when a policy will show a model distances that it was not trained on."""
+    for policy in dict.fromkeys(policies):
+        window = getattr(policy, "window", None)
+        reach = tokens if window is None else window + getattr(policy, "sinks", 0)
+        if reach > llm.config.context:
+            warnings.warn(
+                f"{spell(policy)} reaches back {reach} tokens and the model was trained on "
+                f"{llm.config.context}: beyond that its text usually falls apart",
+                stacklevel=3,
+            )
