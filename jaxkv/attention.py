@@ -105,14 +105,14 @@ def merge(*parts: Partial) -> Partial:
     lse = jnp.stack([part.lse for part in parts])
     top = jnp.max(lse, axis=0)
     top = jnp.where(top == -jnp.inf, np.float32(0), top)
-    weights = jnp.exp(lse - top)
+    weights = jnp.exp(lse - top[None])
     total = jnp.sum(weights, axis=0)
     safe = jnp.where(total == 0, np.float32(1), total)
     out = sum(part.out * (w / safe)[..., None] for part, w in zip(parts, weights, strict=True))
     return Partial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
 
-def sink_logit(logits: Float[Array, "N"], like: Partial) -> Partial:
+def sink_logit(logits: Float[Array, " N"], like: Partial) -> Partial:
     """A learned sink: one logit a query head that takes weight and gives no value.
 
     Zeros make it the zero sink, softmax with 1 added below the fraction (StreamingLLM, section
@@ -156,7 +156,8 @@ def local_attention(
         penalty = spec.encoding.bias(here, keys, k.shape[1])
         bias = bias if penalty is None else bias + penalty
         parts.append(
-            slot_attention(q[:, start:stop], k[:, :, :stop], v[:, :, :stop], bias, spec.scale,
-                           spec.softcap)
+            slot_attention(
+                q[:, start:stop], k[:, :, :stop], v[:, :, :stop], bias, spec.scale, spec.softcap
+            )
         )
     return Partial(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))

@@ -16,7 +16,7 @@ def step(
     v: Float[Array, "B T K H"],
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-    sink: Float[Array, "N"] | None = None,
+    sink: Float[Array, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
     """Attend to everything in view, absorb the chunk; the attention output and the new state.
 

@@ -44,9 +44,11 @@ class Alibi:
     """ALiBi (Press et al. 2022): a logit falls by slope x distance.
 
     slopes: one a query head; `Alibi.of(heads)` gives the published geometric series.
+    axis: the mesh axis over which the heads are split, inside a shard_map.
     """
 
     slopes: tuple[float, ...]
+    axis: str | None = None
 
     @staticmethod
     def of(heads: int) -> Alibi:
@@ -64,12 +66,14 @@ class Alibi:
     def bias(
         self, queries: UInt32[Array, "B T"], keys: UInt32[Array, "B S"], kv_heads: int
     ) -> Float32[Array, "B K G T S"]:
-        if len(self.slopes) % kv_heads:
+        parts = 1 if self.axis is None else jax.lax.axis_size(self.axis)
+        if len(self.slopes) % (parts * kv_heads):
             raise UserError(
                 f"ALiBi needs one slope a query head, in groups of equal size: got "
-                f"{len(self.slopes)} slopes for {kv_heads} kv heads; give one slope for each head"
+                f"{len(self.slopes)} slopes for {parts * kv_heads} kv heads; give one slope a head"
             )
-        slopes = jnp.asarray(self.slopes, jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        slopes = jnp.asarray(self.slopes, jnp.float32).reshape(parts, 1, kv_heads, -1, 1, 1)
+        slopes = slopes[0 if self.axis is None else jax.lax.axis_index(self.axis)]
         # The difference wraps, so it is the true distance also across 2^32 tokens.
         distance = (queries[:, :, None] - keys[:, None, :]).astype(jnp.int32)
         return -slopes * distance[:, None, None].astype(jnp.float32)

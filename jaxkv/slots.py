@@ -25,11 +25,10 @@ class Slots(NamedTuple):
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     positions: UInt32[Array, "B S"]
-    count: Int32[Array, "B"]
+    count: Int32[Array, " B"]
 
 
 AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
-FORMULA = "S * (2 * K * H * itemsize + 4) + 4"
 
 
 def init(spec: Spec, rows: int, slots: int) -> Slots:
@@ -208,9 +207,7 @@ def extend_first(
 
     def put(old: Array, fresh: Array) -> Array:
         taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
-        return jnp.where(
-            hit[:, None, :, None], taken.transpose(0, 2, 1, 3).astype(old.dtype), old
-        )
+        return jnp.where(hit[:, None, :, None], taken.transpose(0, 2, 1, 3).astype(old.dtype), old)
 
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
     return first._replace(

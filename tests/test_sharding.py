@@ -1,0 +1,100 @@
+"""Rows and kv heads over many devices: the same result, and no talk between them."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxkv.contract import Spec
+from jaxkv.driver import step
+from jaxkv.errors import UserError
+from jaxkv.policies import Full, Streaming
+from jaxkv.rotary import Alibi, rotary
+from jaxkv.sharding import mesh_of, sharded_step, specs
+
+SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
+POLICY = Streaming(sinks=2, window=4)
+COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
+
+
+def tokens(rng, rows=4, length=3, kv_heads=4, group=2):
+    q = rng.normal(size=(rows, length, kv_heads * group, 8))
+    k, v = (rng.normal(size=(rows, length, kv_heads, 8)) for _ in range(2))
+    positions = np.broadcast_to(np.arange(length, dtype=np.uint32), (rows, length))
+    valid = rng.random((rows, length)) < 0.8
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    return q, k, v, jnp.asarray(positions), jnp.asarray(valid)
+
+
+def test_mesh_of():
+    mesh = mesh_of("data=2,model=4")
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert dict(mesh_of(" model=2 ").shape) == {"model": 2}
+    assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
+)
+def test_mesh_of_refuses(text):
+    with pytest.raises(UserError, match="a mesh is written"):
+        mesh_of(text)
+
+
+def test_mesh_of_too_many_devices():
+    with pytest.raises(UserError, match="needs 512, there are"):
+        mesh_of("data=2,model=256")
+
+
+def test_specs_follow_the_letters():
+    found = specs(POLICY.axes)
+    assert found.k == PartitionSpec("data", "model", None, None)
+    assert found.positions == PartitionSpec("data", None)
+    assert specs(POLICY.axes, rows=None).k == PartitionSpec(None, "model", None, None)
+    assert specs((POLICY.axes, POLICY.axes))[1] == found
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=4", "data=4", "model=2", "data=1,model=1"])
+@pytest.mark.parametrize("encoding", ["rotary", "alibi"])
+def test_sharded_equals_unsharded(rng, mesh, encoding):
+    spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))
+    mesh = mesh_of(mesh)
+    state = POLICY.init(spec, 4, jax.random.key(0))
+    sink = jnp.arange(8, dtype=jnp.float32)
+    alone = jax.jit(functools.partial(step, POLICY, spec))
+    split = jax.jit(functools.partial(sharded_step, mesh, POLICY, spec))
+    both = [state, state]
+    for length in (3, 3, 1):
+        batch = tokens(rng, length=length)
+        one, both[0] = alone(both[0], *batch, sink)
+        other, both[1] = split(both[1], *batch, sink)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_no_collective(rng, length):
+    mesh = mesh_of("data=2,model=4")
+    state = POLICY.init(SPEC, 4, jax.random.key(0))
+    place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
+    by_head = place(PartitionSpec("data", None, "model"))
+    by_row = place(PartitionSpec("data"))
+    state = jax.device_put(state, jax.tree.map(place, specs(POLICY.axes)))
+    batch = jax.device_put(tokens(rng, length=length), (by_head, by_head, by_head, by_row, by_row))
+    split = jax.jit(functools.partial(sharded_step, mesh, POLICY, SPEC))
+    text = split.lower(state, *batch).compile().as_text()
+    assert not COLLECTIVE.search(text), COLLECTIVE.search(text)
+
+
+def test_a_mesh_that_does_not_divide(rng):
+    state = Full().init(SPEC, 4, jax.random.key(0))
+    batch = tokens(rng)
+    with pytest.raises(UserError, match="'data' must divide the rows: 4 rows over 3"):
+        sharded_step(mesh_of("data=3"), Full(), SPEC, state, *batch)
+    with pytest.raises(UserError, match="'model' must divide the kv heads: 4 kv heads over 8"):
+        sharded_step(mesh_of("model=8"), Full(), SPEC, state, *batch)
