@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
-from jaxkv.typing import Array, Bool, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.decoder import Decoder, Weights
 from models.decoding import CHUNK, DEFAULT_POLICY, Static, Stream, bucket
 from models.llm import Llm
@@ -82,3 +82,23 @@ def losses(
         )
         stream.decoding = stream.decoding._replace(states=states)
         yield np.asarray(loss)[:size]
+
+
+def encode(llm: Llm, text: str) -> list[int]:
+    """A text as it is scored: one string, one BOS in front where the tokenizer has one."""
+    return llm.tokenizer.encode(text, bos=True)
+
+
+def mean_by_block(losses: Float[np.ndarray, " N"], size: int) -> list[dict[str, int | float]]:
+    """The mean loss of each `size` predictions in a row: of tokens start to end - 1.
+
+    losses: those of tokens 1, 2, ... as `losses` yields them.
+    """
+    return [
+        {
+            "start": start + 1,
+            "end": min(start + size, len(losses)) + 1,
+            "loss": float(np.mean(losses[start : start + size], dtype=np.float64)),
+        }
+        for start in range(0, len(losses), size)
+    ]

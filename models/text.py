@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -112,7 +112,7 @@ def generate(
     """
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
     prompts = encode(llm, [prompt] if single else prompt)
-    run = _Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
     # A whole answer has nobody waiting for its first words: take full blocks from the start.
     run.stream.limit = 1 if stop else BLOCK
     for _ in run.blocks():
@@ -140,7 +140,7 @@ def stream(
     arguments are those of `generate`.
     """
     prompts = encode(llm, [prompt])
-    run = _Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
     for pieces in run.blocks():
         if pieces[0]:
             yield pieces[0]
@@ -166,25 +166,33 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
     return rows
 
 
-class _Run:
-    """One call of `generate` or `stream`: the rows, their stream, and the time it took."""
+class Run:
+    """One call of `generate` or `stream`: its `blocks` of text as they come, then its `answers`."""
 
     def __init__(
-        self, llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+        self,
+        llm: Llm,
+        prompts: Sequence[Sequence[int]],
+        policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+        max_new_tokens: int | None = 256,
+        sampling: Sampling | None = None,
+        knobs: Mapping[str, float] | None = None,
+        seed: int | Sequence[int] = 0,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        chunk: int = CHUNK,
     ):
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if chunk < 1:
             raise UserError(f"chunk must be at least 1, got {chunk}")
-        self.sampling = _sampling(sampling, knobs)
+        self.sampling = _sampling(sampling, knobs or {})
         self.prompts, self.chunk = prompts, chunk
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
         self.rows = [Row(llm, self.eos, stop) for _ in prompts]
         longest = max(map(len, prompts))
-        self.stream = Stream(
-            llm, policy, len(prompts), seed, longest + (max_new_tokens or 0)
-        )
+        self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         warn_beyond_context(llm, self.stream.policies, longest + (max_new_tokens or 0))
         self.prefill = self.decode = self.compiled = 0.0
 
@@ -231,7 +239,7 @@ class _Run:
 class _Timed:
     """Adds the seconds of a block to one phase of a run, and those spent compiling to another."""
 
-    def __init__(self, run: _Run, phase: str):
+    def __init__(self, run: Run, phase: str):
         self.run, self.phase = run, phase
 
     def __enter__(self) -> None:
@@ -244,7 +252,7 @@ class _Timed:
         setattr(self.run, self.phase, getattr(self.run, self.phase) + seconds)
 
 
-def _sampling(sampling: Sampling | None, knobs: dict[str, float]) -> Sampling:
+def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling:
     if sampling is not None and knobs:
         raise UserError(f"give sampling= or its fields ({', '.join(knobs)}), not both")
     if sampling is not None:

@@ -1,0 +1,92 @@
+"""The command line: `jaxkv COMMAND ...`, one file a command.
+
+Exit codes: 0; 2 for what the user can mend, with one line on standard error; 130 after Ctrl-C,
+with what was made so far; 141 where standard output was closed early, as for any unix tool;
+1, with a traceback, is a bug of ours.
+
+Nothing here imports jax: a command's file is imported when it is asked for, and imports the
+rest when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+from jaxkv import __version__
+from jaxkv.errors import UserError
+
+COMMANDS = {
+    "generate": "continue a prompt, the text appearing as it is made",
+    "perplexity": "how well a model predicts a text under a cache policy",
+}
+INTERRUPTED, CLOSED = 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _warnings_as_lines():
+            args = _parser(argv).parse_args(argv)
+            code = args.run(args)
+            sys.stdout.flush()
+            return code
+    except SystemExit as done:  # --help and --version
+        return done.code or 0
+    except UserError as error:
+        _say("error", error)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return CLOSED
+
+
+def _parser(argv: Sequence[str]) -> Parser:
+    """All commands, but the flags of only the one that was asked for."""
+    about = "Text without end in a fixed memory, with Llama-family models on JAX."
+    parser = Parser("jaxkv", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
+        )
+        if name in argv[:1]:
+            module = importlib.import_module(f"jaxkv.cli.{name}")
+            module.add_flags(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+def _say(kind: str, message: object) -> None:
+    print(f"jaxkv: {kind}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """What the library warns of becomes one line, without the place in our code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: _say("warning", message)
+        yield
+
+
+def _drop_stdout() -> None:
+    """Nobody reads any more: what is still buffered must not fail when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,7 @@
+"""`python -m jaxkv.cli`, for a checkout that is not installed."""
+
+import sys
+
+from jaxkv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,96 @@
+"""Text in and results out: whole or not at all, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxkv.errors import UserError
+
+
+def read_text(path: str, what: str) -> str:
+    """A UTF-8 file, or standard input where path is `-`. what: as an error names it.
+
+    Raises UserError where it cannot be read, is not UTF-8 or is empty.
+    """
+    name = f"{what} " + ("on standard input" if path == "-" else path)
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no such {name}; give the path of a text file") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder; name a file in it") from None
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}; check it") from None
+    text = decode(raw, name)
+    if not text:
+        raise UserError(f"{name} is empty; it must hold some text")
+    return text
+
+
+def decode(raw: bytes, name: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
+        ) from None
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One object on standard output; JSON has no NaN, so such a number becomes null."""
+    print(json.dumps(finite(value)), flush=True)
+
+
+def finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_folder(path: str) -> Path:
+    """A folder that can be written to, made if need be; asked before hours of work."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UserError(
+            f"--out must be a folder that can be written to: {path}: {error.strerror}; "
+            "choose another"
+        ) from None
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write all files or none: each under a temporary name, renamed when all are complete."""
+    unfinished: dict[Path, Path] = {}
+    try:
+        for name, content in files.items():
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+            unfinished[folder / name] = Path(temporary)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                os.fchmod(handle, 0o666 & ~_umask())
+        for path, temporary in unfinished.items():
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another") from None
+    finally:
+        for temporary in unfinished.values():
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,125 @@
+"""The flags that commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from models import Llm, Sampling
+
+DEFAULT_POLICY = "streaming:sinks=4,window=252"
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number from `least` on."""
+    span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number {span}, got {text!r}")
+        return value
+
+    return read
+
+
+def number(text: str) -> float:
+    """The type of a flag that takes a number; its range is the library's to check."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that runs a model."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a model folder or a Hub id")
+    group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: by device)")
+    group.add_argument("--mesh", help="devices to use, as data=2,model=4 (rows, kv heads)")
+    group.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, help="of all that is drawn (default 0)"
+    )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        help=f"what to remember; `jaxkv policies` lists them (default {DEFAULT_POLICY})",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """How tokens are drawn and when to stop."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-new-tokens", type=whole(1), default=max_new_tokens, metavar="N",
+        help=f"at most so many (default {max_new_tokens})",
+    )  # fmt: skip
+    group.add_argument(
+        "--temperature", type=number, default=0.0, help="0 takes the likeliest (default)"
+    )
+    group.add_argument("--top-k", type=whole(0), default=0, help="of the k likeliest; 0 is off")
+    group.add_argument("--top-p", type=number, default=1.0, help="of this much probability")
+    group.add_argument("--min-p", type=number, default=0.0, help="at least so likely as the best")
+    group.add_argument("--repetition-penalty", type=number, default=1.0, help="1 is off")
+    group.add_argument(
+        "--stop", nargs="+", action="extend", default=[], metavar="S", help="end before this text"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on when the model would end")
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    from models import Sampling
+
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+
+
+def load_model(args: argparse.Namespace, *policies: str) -> Llm:
+    """The model of --model; policies are checked against it before its weights are read."""
+    if not args.model:
+        raise UserError("no model was named; give --model a model folder or a Hub id like org/name")
+    with Progress("loading", unit="bytes") as progress:
+        import models
+        from jaxkv.sharding import mesh_of
+        from jaxkv.stack import by_layer
+        from models.config import read_config
+        from models.hf.folder import find
+
+        mesh = None if args.mesh is None else mesh_of(args.mesh)
+        folder = find(args.model)
+        config = read_config(folder)
+        for policy in policies:
+            by_layer(policy, config.layers, config.windows)
+        return models.load(folder, args.dtype, mesh, progress.at)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on besides its settings."""
+    import flax
+    import jax
+
+    from jaxkv import __version__
+
+    return {
+        "jaxkv": __version__,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "python": sys.version.split()[0],
+        "device": jax.devices()[0].device_kind,
+    }

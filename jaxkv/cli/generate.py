@@ -1,0 +1,89 @@
+"""`jaxkv generate`: continue a prompt, the text appearing as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from jaxkv.cli import INTERRUPTED, flags
+from jaxkv.cli.files import print_json, read_text
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text; - is standard input")
+    parser.add_argument("--prompt-file", metavar="F", help="a file that holds the prompt")
+    flags.add_policy(parser)
+    flags.add_json(parser)
+    flags.add_sampling(parser, max_new_tokens=256)
+    flags.add_model(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args)
+    llm = flags.load_model(args, args.policy)
+    from models.text import Run, encode
+
+    writing = Run(
+        llm,
+        encode(llm, [prompt]),
+        args.policy,
+        args.max_new_tokens,
+        sampling=flags.sampling_of(args),
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+    show = (lambda text: None) if args.json else _print
+    code = 0
+    try:
+        blocks = writing.blocks()
+        with Progress("compiling and reading the prompt"):
+            (first,) = next(blocks)
+        show(first)
+        for (text,) in blocks:
+            show(text)
+    except KeyboardInterrupt:
+        show(writing.rows[0].end("interrupted"))
+        code = INTERRUPTED
+    (answer,) = writing.answers()
+    if args.json:
+        print_json(dataclasses.asdict(answer) | {"seed": args.seed, "versions": flags.versions()})
+        return code
+    if not answer.text.endswith("\n"):
+        print(flush=True)
+    if sys.stderr.isatty():
+        from jaxkv.memory import show as show_bytes
+
+        print(
+            f"{len(answer.tokens)} tokens ({answer.finish_reason}), "
+            f"{answer.tokens_per_second:.0f} tokens/s, compiled {answer.compile_seconds:.1f} s, "
+            f"state {show_bytes(answer.state_bytes)}",
+            file=sys.stderr,
+        )
+    return code
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt, without the one line end that an editor or `echo` puts behind it."""
+    if args.prompt_file is not None and args.prompt is not None:
+        raise UserError("a prompt was given twice; give PROMPT or --prompt-file, not both")
+    if args.prompt_file is not None:
+        text = read_text(args.prompt_file, "prompt file").removesuffix("\n")
+    elif args.prompt == "-":
+        text = read_text("-", "prompt").removesuffix("\n")
+    elif args.prompt is not None:
+        text = args.prompt
+    else:
+        hint = " (in front of --stop, which takes all that follows it)" if args.stop else ""
+        raise UserError(f"no prompt was given; give a text{hint}, - or --prompt-file F")
+    if not text:
+        raise UserError("the prompt is empty; give at least one character")
+    return text
+
+
+def _print(text: str) -> None:
+    if text:
+        print(text, end="", flush=True)

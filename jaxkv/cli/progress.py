@@ -1,0 +1,76 @@
+"""How far long work has come, on standard error: what is done, the rate, and the time left."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+PATIENCE = 0.5  # seconds before anything is shown
+REDRAW, REPEAT = 0.2, 5.0  # seconds between pictures in a terminal, between lines elsewhere
+
+
+class Progress:
+    """One line that is redrawn in a terminal and goes away at the end.
+
+    Elsewhere a line every five seconds, and only where the total is known: a log needs no clock.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "tokens"):
+        self._what, self._total, self._unit, self.done = what, total, unit, 0
+        self._begun = self._told = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, daemon=True)
+
+    def __enter__(self) -> Progress:
+        if self._terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._terminal:
+            self._thread.join()
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """Say how much is done."""
+        self.done, self._total = done, total or self._total
+        now = time.monotonic()
+        if not self._terminal and self._total and now - self._told > REPEAT:
+            self._told = now
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def _redraw(self) -> None:
+        """A thread of its own: compiling says nothing for seconds on end."""
+        if self._over.wait(PATIENCE):
+            return
+        while not self._over.wait(REDRAW):
+            print(f"\r\x1b[K{self._line()}", end="", file=sys.stderr, flush=True)
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        seconds = time.monotonic() - self._begun
+        if not self.done or not self._total:
+            return f"{self._what} ... {seconds:.0f} s"
+        rate = self.done / max(seconds, 1e-9)
+        left = (self._total - self.done) / rate
+        return (
+            f"{self._what}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
+            f"{_time(left)} left"
+        )
+
+
+def _short(count: float) -> str:
+    """Three digits and a unit."""
+    for unit in ("", "k", "M"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}G"
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
