@@ -1,6 +1,7 @@
 """Llama-family decoders on JAX: loading as published, generation in a fixed memory."""
 
 from models.config import Config
+from models.conversation import Conversation
 from models.decoder import Decoder
 from models.decoding import Stream
 from models.llm import Llm, load
@@ -11,6 +12,7 @@ from models.text import Answer, generate, stream
 __all__ = [
     "Answer",
     "Config",
+    "Conversation",
     "Decoder",
     "Llm",
     "Sampling",

@@ -23,7 +23,9 @@ from jaxkv.errors import UserError
 
 COMMANDS = {
     "generate": "continue a prompt, the text appearing as it is made",
+    "chat": "talk with a model: one cache for the whole conversation",
     "perplexity": "how well a model predicts a text under a cache policy",
+    "policies": "the cache policies with their fields, memory and source",
 }
 INTERRUPTED, CLOSED = 130, 141
 

@@ -1,0 +1,116 @@
+"""`jaxkv chat`: talk with a model, with one cache for the whole conversation."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from jaxkv.cli import INTERRUPTED, flags
+from jaxkv.cli.files import decode, print_json
+from jaxkv.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from models import Conversation, Sampling
+
+EXIT = "/exit"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        f"A line is a message; {EXIT} or the end of input leaves. Ctrl-C ends an answer, at the "
+        "prompt it leaves."
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    flags.add_policy(parser)
+    flags.add_json(parser)
+    flags.add_sampling(parser, max_new_tokens=512)
+    flags.add_model(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    sampling = flags.sampling_of(args)
+    llm = flags.load_model(args, args.policy)
+    from jaxkv.stack import spell
+    from models import Conversation
+
+    if llm.chat.template is None:
+        print("jaxkv: this model has no chat template: it reads plain lines", file=sys.stderr)
+    talk = Conversation(llm, args.policy, args.system, args.seed)
+    turns, code = [], 0
+    try:
+        for line in lines(silent=args.json):
+            turns.append(answer(talk, line, sampling, args))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        _end_line(silent=args.json)
+    if args.json:
+        result = {"turns": turns, "state_bytes": talk.stream.state_bytes}
+        told = {"policy": spell(talk.stream.policies), "seed": args.seed}
+        print_json(result | told | {"versions": flags.versions()})
+    return code
+
+
+def lines(silent: bool) -> Iterator[str]:
+    """What the user says, line by line, until the end or /exit; empty lines say nothing."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (arrow keys in `input`)
+    while True:
+        try:
+            line = input("" if silent else "> ") if sys.stdin.isatty() else _piped()
+        except EOFError:
+            if sys.stdin.isatty():
+                _end_line(silent)
+            return
+        if line.strip() == EXIT:
+            return
+        if line.strip():
+            yield line
+
+
+def _piped() -> str:
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    return decode(raw, "standard input").removesuffix("\n").removesuffix("\r")
+
+
+def answer(
+    talk: Conversation, line: str, sampling: Sampling, args: argparse.Namespace
+) -> dict[str, object]:
+    """Print one answer as it comes; Ctrl-C ends it and the conversation goes on."""
+    with interrupts(talk.interrupt):
+        pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
+        with Progress("compiling and reading"):
+            first = next(pieces, "")
+        for piece in itertools.chain([first], pieces):
+            if not args.json:
+                print(piece, end="", flush=True)
+    _end_line(silent=args.json)
+    row = talk.row
+    return {"user": line, "text": row.text, "tokens": row.tokens, "finish_reason": row.reason}
+
+
+@contextlib.contextmanager
+def interrupts(act: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `act` inside; a second one is a KeyboardInterrupt as ever."""
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        act()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_line(silent: bool) -> None:
+    if not silent:
+        print(flush=True)
