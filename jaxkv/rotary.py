@@ -5,6 +5,8 @@ A position scheme is a frozen dataclass with two pure functions:
     scheme.rotate(x [B,T,*,H], positions [B,T] uint32)            -> x, turned to its position
     scheme.bias(queries [B,T], keys [B,S], kv_heads) (uint32)     -> [B,K,G,T,S] float32, or None
 
+Where kv heads hold different tokens, queries may be [B,K,T] and keys [B,K,S].
+
 Rotary angles are integer phases: `turns` holds each frequency as a fraction of a full turn in
 units of 2^-32, so position * turns wraps exactly in uint32 and the relative angle of two tokens
 is the same at position 10 and at position 2^32 - 10. Float32 angles lose this: at position
@@ -64,7 +66,7 @@ class Alibi:
         return x
 
     def bias(
-        self, queries: UInt32[Array, "B T"], keys: UInt32[Array, "B S"], kv_heads: int
+        self, queries: UInt32[Array, "B ... T"], keys: UInt32[Array, "B ... S"], kv_heads: int
     ) -> Float32[Array, "B K G T S"]:
         parts = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         if len(self.slopes) % (parts * kv_heads):
@@ -74,9 +76,10 @@ class Alibi:
             )
         slopes = jnp.asarray(self.slopes, jnp.float32).reshape(parts, 1, kv_heads, -1, 1, 1)
         slopes = slopes[0 if self.axis is None else jax.lax.axis_index(self.axis)]
+        queries, keys = (p if p.ndim == 3 else p[:, None] for p in (queries, keys))
         # The difference wraps, so it is the true distance also across 2^32 tokens.
-        distance = (queries[:, :, None] - keys[:, None, :]).astype(jnp.int32)
-        return -slopes * distance[:, None, None].astype(jnp.float32)
+        distance = (queries[:, :, :, None] - keys[:, :, None, :]).astype(jnp.int32)
+        return -slopes * distance[:, :, None].astype(jnp.float32)
 
 
 @dataclass(frozen=True)

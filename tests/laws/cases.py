@@ -1,0 +1,218 @@
+"""The policies under law, one line each, and the streams they are run on."""
+
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy, Spec
+from jaxkv.driver import step
+from jaxkv.policies import Full, Streaming, Window
+from jaxkv.rotary import Alibi, NoPosition, Rotary, rotary
+from tests import oracle
+from tests.laws.toys import Halving, Sampling
+
+THETA, KV_HEADS, HEAD_DIM, SCALE = 100.0, 2, 8, 8**-0.5
+ROTARY, ALIBI, NONE = rotary(HEAD_DIM, THETA), Alibi.of(4), NoPosition()
+
+
+class Case(NamedTuple):
+    """A policy and how it is run.
+
+    capacity: up to so many tokens it is full attention. rule: what it means (tests/oracle.py).
+    chunks: sizes in which the stream comes, the first of them 1; () stands for the usual five.
+    exact: the number of first tokens that are never lost. by_rank: positions inside the cache.
+    longest: tokens of a row. unbiased: claims so. drawn: depends on positions by its draws.
+    """
+
+    name: str
+    policy: Policy
+    capacity: int
+    rule: Any
+    exact: int = 0
+    chunks: tuple[int, ...] = ()
+    by_rank: bool = False
+    encoding: Rotary | Alibi | NoPosition = ROTARY
+    group: int = 2
+    softcap: float | None = None
+    dtype: str = "float32"
+    incoming: str = "float32"
+    longest: int = 0
+    unbiased: bool = False
+    drawn: bool = False
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.chunks or (1, 3, 7, self.capacity, 2 * self.capacity + 1)
+
+    @property
+    def places(self) -> int:
+        return self.longest or 3 * self.capacity + 2
+
+    @property
+    def prompt(self) -> int:
+        """Where the prompt ends, for policies that seal it."""
+        return min(2 * self.capacity + 1, 2 * self.places // 3)
+
+    @property
+    def tolerance(self) -> float:
+        return 3e-2 if "bfloat16" in (self.dtype, self.incoming) else 5e-6
+
+
+FEW = (1, 7)
+S45 = {"policy": Streaming(4, 5), "capacity": 9, "rule": oracle.streaming(4, 5), "exact": 4}
+
+CASES = [
+    Case("full", Full(max=29, start=29), 29, oracle.full(), longest=29, chunks=(1, 3, 7, 29)),
+    Case("full-growing", Full(max=24, start=7), 24, oracle.full(), longest=24, chunks=FEW),
+    Case("window-1", Window(1), 1, oracle.window(1), chunks=(1, 3), longest=7),
+    Case("window-5", Window(5), 5, oracle.window(5)),
+    Case("window-12", Window(12), 12, oracle.window(12), chunks=FEW),
+    Case("streaming-0-5", Streaming(0, 5), 5, oracle.streaming(0, 5), by_rank=True, chunks=FEW),
+    Case("streaming-1-1", Streaming(1, 1), 2, oracle.streaming(1, 1), 1, (1, 3, 5), by_rank=True),
+    Case("streaming-4-1", Streaming(4, 1), 5, oracle.streaming(4, 1), 4, FEW, by_rank=True),
+    Case("streaming-4-5", **S45, by_rank=True),
+    Case("streaming-1-12", Streaming(1, 12), 13, oracle.streaming(1, 12), 1, FEW, by_rank=True),
+    Case("absolute-4-5", Streaming(4, 5, "absolute"), 9, oracle.streaming(4, 5), 4),
+    Case("alibi", **S45, by_rank=True, encoding=ALIBI, chunks=(1, 3, 19)),
+    Case("alibi-absolute", Streaming(1, 5, "absolute"), 6, oracle.streaming(1, 5), 1, FEW,
+         encoding=ALIBI),
+    Case("no-position", **S45, encoding=NONE, chunks=FEW),
+    Case("softcap", **S45, by_rank=True, softcap=2.0, chunks=FEW),
+    Case("one-query-head-each", **S45, by_rank=True, group=1, chunks=FEW),
+    Case("bfloat16", **S45, by_rank=True, dtype="bfloat16", incoming="bfloat16", chunks=(1, 3, 19)),
+    Case("bfloat16-cache", **S45, by_rank=True, dtype="bfloat16", chunks=FEW),
+    Case("halving", Halving(2, 8, 4), 10, oracle.halving(2), 2),
+    Case("sampling", Sampling(2, 4, 3), 9, oracle.sampling(2, 4, 3), 2, unbiased=True, drawn=True),
+    Case("sampling-alibi", Sampling(2, 4, 3), 9, oracle.sampling(2, 4, 3), 2, FEW,
+         encoding=ALIBI, drawn=True),
+]  # fmt: skip
+
+
+class Stream(NamedTuple):
+    """Four rows of tokens: whole, padded on the left, padded anywhere, and empty."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    positions: np.ndarray
+    valid: np.ndarray
+
+    def rows(self, order):
+        return Stream(*(leaf[order] for leaf in self))
+
+    def compact(self, row):
+        """The tokens of one row without its padding: q, k, v [T,*,H]."""
+        return tuple(x[row][self.valid[row]] for x in (self.q, self.k, self.v))
+
+
+def stream(case: Case, start: int = 0, seed: int = 0, places: int | None = None) -> Stream:
+    """Random tokens whose rows begin at position `start`; padding holds large numbers."""
+    rng = np.random.default_rng(seed)
+    places = places or case.places
+    valid = np.stack(
+        [
+            np.ones(places, bool),
+            np.arange(places) >= places // 3,
+            rng.random(places) < 0.6,
+            np.zeros(places, bool),
+        ]
+    )
+    heads = (KV_HEADS * case.group, KV_HEADS, KV_HEADS)
+    q, k, v = (rng.normal(size=(4, places, n, HEAD_DIM)) for n in heads)
+    for x in (q, k, v):
+        x[~valid] *= 1e4
+    positions = (start + np.cumsum(valid, axis=1) - 1) % 2**32
+    positions = np.where(valid, positions, rng.integers(0, 2**32, valid.shape))
+    wanted = jnp.dtype(case.incoming)
+    q, k, v = (x.astype(np.float32).astype(wanted) for x in (q, k, v))
+    return Stream(q, k, v, positions.astype(np.uint32), valid)
+
+
+TRACED = Counter()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jitted_step(policy, spec, state, q, k, v, positions, valid):
+    TRACED[policy, spec, q.shape, q.dtype, jax.tree.map(jnp.shape, state)] += 1
+    return step(policy, spec, state, q, k, v, positions, valid)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jitted_kept(policy, spec, state):
+    return policy.kept(spec, state)
+
+
+class Run(NamedTuple):
+    """outs [B,P,N,H]; after[i]: the state when `seen[i]` places had come."""
+
+    outs: np.ndarray
+    after: list
+    seen: list[int]
+
+
+def begin(case: Case, rows: int = 4):
+    return case.policy.init(case.spec, rows, jax.random.key(7))
+
+
+def run(case: Case, tokens: Stream, size: int, state=None) -> Run:
+    """The stream in chunks of one shape, the last of prompt and answer filled up with padding."""
+    policy, spec = case.policy, case.spec
+    state = begin(case, tokens.valid.shape[0]) if state is None else state
+    places = tokens.valid.shape[1]
+    outs, after, seen = [], [], []
+    for first, last in ((0, case.prompt), (case.prompt, places)):
+        if first and hasattr(policy, "seal"):
+            state = policy.seal(spec, state)
+        sealed = first if hasattr(policy, "seal") else 0
+        for begin_at in range(first, last, size):
+            stop = min(begin_at + size, last)
+            if hasattr(policy, "reserve"):
+                state = policy.reserve(spec, state, stop - sealed)
+            chunk = [_filled(leaf[:, begin_at:stop], size) for leaf in tokens]
+            out, state = jitted_step(policy, spec, state, *chunk)
+            outs.append(np.asarray(out)[:, : stop - begin_at])
+            after.append(state)
+            seen.append(stop)
+    return Run(np.concatenate(outs, axis=1), after, seen)
+
+
+def _filled(leaf: np.ndarray, size: int) -> np.ndarray:
+    missing = size - leaf.shape[1]
+    return np.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))
+
+
+@functools.cache
+def plain_run(case: Case, size: int, start: int = 0) -> Run:
+    """The case's own stream in chunks of `size`; shared by the laws."""
+    return run(case, stream(case, start), size)
+
+
+@functools.cache
+def expected(case: Case, start: int = 0):
+    """By the oracle: outs [B,P,N,H] with zeros at padding, and held[row][token][kv head]."""
+    tokens = stream(case, start)
+    outs, held = np.zeros(tokens.q.shape), []
+    key = getattr(begin(case), "key", None)
+    for row in range(4):
+        out, kept = oracle.attention(
+            *tokens.compact(row),
+            case.rule,
+            by_rank=case.by_rank,
+            prompt=int(tokens.valid[row, : case.prompt].sum()),
+            keys=None if key is None else np.asarray(key)[row],
+            theta=THETA if case.encoding == ROTARY else None,
+            slopes=case.encoding.slopes if case.encoding == ALIBI else None,
+            scale=SCALE,
+            softcap=case.softcap,
+        )
+        outs[row, tokens.valid[row]] = out
+        held.append(kept)
+    return outs, held
