@@ -15,6 +15,8 @@ and, where a method has them:
     policy.decode(spec, state, chunk)   -> Partial, state   one token, fused; the same result
     policy.reserve(spec, state, tokens) -> state     make room for `tokens` in all, or refuse
     policy.seal(spec, state)            -> state     the prompt is complete
+    policy.shared                       -> names of leaves that follow from positions and valid
+                                           alone, so equal in every layer of an equal policy
 
 `reserve` and `seal` may change the shapes of a state; they are called between compiled calls,
 never inside a loop. Methods that compress or index a finished prompt do it in `seal` and attend

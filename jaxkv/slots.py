@@ -29,6 +29,8 @@ class Slots(NamedTuple):
 
 
 AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
+# These follow from positions and valid alone: the same in every layer with this policy.
+SHARED = ("positions", "count")
 
 
 def init(spec: Spec, rows: int, slots: int) -> Slots:

@@ -55,9 +55,11 @@ def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
 
 
 def spell(policies: Policy | Sequence[Policy]) -> str:
-    """The string that `policy` reads back as the same policies."""
+    """The string that `policy` reads back as the same policies; equal layers need no numbers."""
     if not isinstance(policies, (tuple, list)):
         return _spell_one(policies)
+    if len(set(policies)) == 1:
+        return _spell_one(policies[0])
     most, _ = Counter(policies).most_common(1)[0]
     named = [f"{i}={_spell_one(p)}" for i, p in enumerate(policies) if p != most]
     return ";".join([*named, f"*={_spell_one(most)}"])

@@ -6,7 +6,7 @@ from models.decoder import Decoder
 from models.decoding import Stream
 from models.llm import Llm, load
 from models.sampling import Sampling
-from models.score import losses
+from models.score import losses, score
 from models.text import Answer, generate, stream
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "generate",
     "load",
     "losses",
+    "score",
     "stream",
 ]

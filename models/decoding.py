@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv import memory, sharding
-from jaxkv.contract import Policy, State
+from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.stack import state_bytes
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
@@ -106,7 +106,7 @@ def _write(
         return (count < limit) & ~jnp.all(done)
 
     def write_one(carry: tuple) -> tuple:
-        d, count, out = _unfold(carry[0], rows, static.mesh), carry[1], carry[2]
+        d, count, out = _unfold(static, carry[0], rows), carry[1], carry[2]
         token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
         ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
         emitted = jnp.where(d.done, -1, token)
@@ -126,29 +126,60 @@ def _write(
             seen=seen,
             keys=d.keys,
         )
-        return _fold(d, static.mesh), count + 1, out
+        return _fold(static, d), count + 1, out
 
-    start = (_fold(decoding, static.mesh), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
+    start = (_fold(static, decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
     decoding, count, out = jax.lax.while_loop(go_on, write_one, start)
-    return _unfold(decoding, rows, static.mesh), out, count
+    return _unfold(static, decoding, rows), out, count
 
 
-def _fold(decoding: Decoding, mesh: Mesh | None) -> Decoding:
-    """Merge rows and kv heads of 4-D leaves for the loop: XLA copies carried 4-D caches whole.
+def _fold(static: Static, decoding: Decoding) -> Decoding:
+    """The states as the loop carries them.
 
-    Over a mesh they stay apart, each being sharded by itself.
+    Leaves that are the same in every layer of a policy are carried once, and rows and kv heads
+    of 4-D leaves are merged, for XLA copies carried 4-D caches whole (not over a mesh, where each
+    is sharded by itself).
     """
-    if mesh is not None:
-        return decoding
-    merge = lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a  # noqa: E731
-    return decoding._replace(states=jax.tree.map(merge, decoding.states))
+    first = _first_layers(static)
+    states = []
+    for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
+        if static.mesh is None:
+            state = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a, state)
+        if first[layer] != layer:
+            state = state._replace(**dict.fromkeys(_shared(policy)))
+        states.append(state)
+    return decoding._replace(states=tuple(states))
 
 
-def _unfold(decoding: Decoding, rows: int, mesh: Mesh | None) -> Decoding:
-    if mesh is not None:
-        return decoding
-    split = lambda a: a.reshape(rows, -1, *a.shape[1:]) if a.ndim == 3 else a  # noqa: E731
-    return decoding._replace(states=jax.tree.map(split, decoding.states))
+def _unfold(static: Static, decoding: Decoding, rows: int) -> Decoding:
+    first = _first_layers(static)
+    states: list[State] = []
+    for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
+        if static.mesh is None:
+            state = jax.tree.map(
+                lambda a: a.reshape(rows, -1, *a.shape[1:]) if a.ndim == 3 else a, state
+            )
+        if first[layer] != layer:
+            known = {name: getattr(states[first[layer]], name) for name in _shared(policy)}
+            state = state._replace(**known)
+        states.append(state)
+    return decoding._replace(states=tuple(states))
+
+
+def _first_layers(static: Static) -> list[int]:
+    """For each layer the first one with an equal policy."""
+    return [static.policies.index(policy) for policy in static.policies]
+
+
+def _shared(policy: Policy) -> tuple[str, ...]:
+    return getattr(policy, "shared", ())
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _init(policy: Policy, spec: Spec, keys: Array) -> State:
+    """Fresh rows, each from its own key: a row's randomness does not know its neighbours."""
+    rows = jax.vmap(lambda key: policy.init(spec, 1, key))(keys)
+    return jax.tree.map(lambda leaf: leaf[:, 0], rows)
 
 
 class Stream:
@@ -184,8 +215,9 @@ class Stream:
 
     def _start(self, rows: int, seeds: Sequence[int]) -> Decoding:
         llm, vocab = self.llm, self.llm.config.vocab
+        keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         states = tuple(
-            policy.init(llm.spec, rows, jax.random.fold_in(jax.random.key(seeds[0]), layer))
+            _init(policy, llm.spec, jax.vmap(jax.random.fold_in, (0, None))(keys, layer))
             for layer, policy in enumerate(self.policies)
         )
         if llm.mesh is not None:
@@ -193,7 +225,7 @@ class Stream:
                 jax.tree.map(
                     lambda leaf, spec: jax.device_put(leaf, NamedSharding(llm.mesh, spec)),
                     state,
-                    sharding.specs(policy.axes, mesh=llm.mesh),
+                    sharding.specs(policy.axes, *sharding.axes_in(llm.mesh)),
                 )
                 for policy, state in zip(self.policies, states, strict=True)
             )
@@ -203,7 +235,7 @@ class Stream:
             position=jnp.zeros((rows,), jnp.uint32),
             done=jnp.ones((rows,), bool),
             seen=jnp.zeros((rows, vocab), bool),
-            keys=jnp.stack([jax.random.key_data(jax.random.key(s)) for s in seeds]),
+            keys=jax.random.key_data(keys),
         )
 
     @property

@@ -30,6 +30,7 @@ class Full:
     source: ClassVar[str] = "dense attention"
     formula: ClassVar[str] = "min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"
     axes: ClassVar[Slots] = slots.AXES
+    shared: ClassVar[tuple[str, ...]] = slots.SHARED
 
     def __post_init__(self) -> None:
         if self.max < 1 or self.start < 1:

@@ -30,6 +30,7 @@ class Streaming:
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     formula: ClassVar[str] = "(sinks + window) * (2 * K * H * itemsize + 4) + 4"
     axes: ClassVar[Slots] = slots.AXES
+    shared: ClassVar[tuple[str, ...]] = slots.SHARED
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -27,6 +27,7 @@ class Window:
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
     formula: ClassVar[str] = "window * (2 * K * H * itemsize + 4) + 4"
     axes: ClassVar[Slots] = slots.AXES
+    shared: ClassVar[tuple[str, ...]] = slots.SHARED
 
     def __post_init__(self) -> None:
         if self.window < 1:
