@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -12,9 +14,11 @@ import numpy as np
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+from models.compilation import clock
 from models.decoder import Decoder, Weights
 from models.decoding import CHUNK, DEFAULT_POLICY, Static, Stream, bucket
 from models.llm import Llm
+from models.text import warn_beyond_context
 
 # Logits of this many tokens are alive at a time: a vocabulary is often larger than a width.
 _TOKENS_OF_LOGITS = 256
@@ -89,16 +93,61 @@ def encode(llm: Llm, text: str) -> list[int]:
     return llm.tokenizer.encode(text, bos=True)
 
 
-def mean_by_block(losses: Float[np.ndarray, " N"], size: int) -> list[dict[str, int | float]]:
-    """The mean loss of each `size` predictions in a row: of tokens start to end - 1.
+@dataclass(frozen=True, eq=False)
+class Score:
+    """The losses of tokens 1, 2, ... of a text, and what they took; seconds without compiling."""
 
-    losses: those of tokens 1, 2, ... as `losses` yields them.
-    """
-    return [
-        {
-            "start": start + 1,
-            "end": min(start + size, len(losses)) + 1,
-            "loss": float(np.mean(losses[start : start + size], dtype=np.float64)),
-        }
-        for start in range(0, len(losses), size)
-    ]
+    losses: Float[np.ndarray, " N"]
+    state_bytes: int
+    seconds: float
+    compile_seconds: float
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses, dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss))
+
+    def blocks(self, size: int) -> list[dict[str, int | float]]:
+        """The mean loss of each `size` predictions in a row: of tokens start to end - 1."""
+        total = len(self.losses)
+        return [
+            {
+                "start": first + 1,
+                "end": min(first + size, total) + 1,
+                "loss": float(np.mean(self.losses[first : first + size], dtype=np.float64)),
+            }
+            for first in range(0, total, size)
+        ]
+
+
+def score(
+    llm: Llm,
+    tokens: Sequence[int],
+    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    chunk: int = CHUNK,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Score:
+    """All losses of a text under a policy; progress is called with the predictions made so far."""
+    stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
+    warn_beyond_context(llm, stream.policies, len(tokens))
+    found, seconds, compiling = gather(losses(llm, tokens, chunk=chunk, stream=stream), progress)
+    return Score(found, stream.state_bytes, seconds, compiling)
+
+
+def gather(
+    parts: Iterable[np.ndarray], progress: Callable[[int], None] | None = None
+) -> tuple[np.ndarray, float, float]:
+    """All parts as one; the seconds that making them took, and those spent compiling."""
+    begun, compiled, found, done = time.perf_counter(), clock().seconds, [], 0
+    for part in parts:
+        found.append(part)
+        done += len(part)
+        if progress:
+            progress(done)
+    compiled = clock().seconds - compiled
+    seconds = max(0.0, time.perf_counter() - begun - compiled)
+    return np.concatenate(found), seconds, compiled

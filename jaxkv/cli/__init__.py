@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "continue a prompt, the text appearing as it is made",
     "chat": "talk with a model: one cache for the whole conversation",
     "perplexity": "how well a model predicts a text under a cache policy",
+    "compare": "several policies on one text: a table and a picture of loss by position",
     "policies": "the cache policies with their fields, memory and source",
 }
 INTERRUPTED, CLOSED = 130, 141

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
-import time
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.progress import Progress
 
-BLOCKS = 20  # blocks of the text that are told apart, by default
+BLOCKS = 20  # into which a text is divided by default
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +18,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
 
 
-def add_text(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+def add_text(
+    parser: argparse.ArgumentParser, max_tokens: int | None = None, blocks: int = BLOCKS
+) -> None:
     """Which text, and how it is read."""
     told = "the whole file" if max_tokens is None else max_tokens
     parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text; - is stdin")
@@ -34,50 +34,36 @@ def add_text(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> 
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",
-        help=f"tokens whose losses are averaged together (default: {BLOCKS} blocks)",
+        help=f"tokens whose losses are averaged together (default: {blocks} blocks)",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     llm = flags.load_model(args, args.policy)
-    import numpy as np
-
     from jaxkv.memory import show
     from jaxkv.stack import spell
-    from models.compilation import clock
-    from models.decoding import Stream
-    from models.score import encode, losses, mean_by_block
-    from models.text import warn_beyond_context
+    from models.score import encode, score
 
     tokens = encode(llm, text)[: args.max_tokens]
-    stream = Stream(llm, args.policy, seed=args.seed, tokens=len(tokens))
-    warn_beyond_context(llm, stream.policies, len(tokens))
-    begun, compiled = time.perf_counter(), clock().seconds
-    done: list[np.ndarray] = []
     with Progress("reading", len(tokens) - 1) as progress:
-        for part in losses(llm, tokens, chunk=args.chunk, stream=stream):
-            done.append(part)
-            progress.at(progress.done + len(part))
-    compiled = clock().seconds - compiled
-    seconds = time.perf_counter() - begun - compiled
-    every = np.concatenate(done).astype(np.float64)
-    loss = float(every.mean())
+        found = score(llm, tokens, args.policy, args.chunk, args.seed, progress.at)
     result = {
-        "perplexity": math.exp(loss),
-        "loss": loss,
+        "perplexity": found.perplexity,
+        "loss": found.loss,
         "tokens": len(tokens),
-        "predictions": len(every),
-        "policy": spell(stream.policies),
-        "state_bytes": stream.state_bytes,
-        "seconds": seconds,
-        "compile_seconds": compiled,
-        "blocks": mean_by_block(every, args.block or -(-len(every) // BLOCKS)),
+        "predictions": len(found.losses),
+        "policy": spell(llm.policies(args.policy)),
+        "state_bytes": found.state_bytes,
+        "seconds": found.seconds,
+        "compile_seconds": found.compile_seconds,
+        "blocks": found.blocks(args.block or -(-len(found.losses) // BLOCKS)),
     }
     if args.json:
         print_json(result | {"seed": args.seed, "versions": flags.versions()})
         return 0
-    print(f"perplexity {result['perplexity']:.4f} (loss {loss:.4f}) over {len(every)} predictions")
-    print(f"policy     {result['policy']}, state {show(stream.state_bytes)}")
-    print(f"seconds    {seconds:.1f}, and {compiled:.1f} compiling")
+    predictions = result["predictions"]
+    print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}), {predictions} predictions")
+    print(f"policy     {result['policy']}, state {show(found.state_bytes)}")
+    print(f"seconds    {found.seconds:.1f}, and {found.compile_seconds:.1f} compiling")
     return 0

@@ -37,7 +37,8 @@ class Progress:
         """Say how much is done."""
         self.done, self._total = done, total or self._total
         now = time.monotonic()
-        if not self._terminal and self._total and now - self._told > REPEAT:
+        log = not self._terminal and self._total and done < self._total
+        if log and now - self._told > REPEAT:
             self._told = now
             print(self._line(), file=sys.stderr, flush=True)
 

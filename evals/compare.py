@@ -1,0 +1,133 @@
+"""Several policies on one text: what each keeps, how fast it is, and the loss by position.
+
+The picture is StreamingLLM's Figure 3: full attention fails beyond the trained context, a plain
+window once its first tokens are gone, sinks with a window do not.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from evals import palette, recompute
+from jaxkv import memory
+from jaxkv.stack import spell, state_bytes
+from models.llm import Llm
+from models.score import Score, gather, score
+
+BUDGET = 256  # tokens kept, where policies are chosen for the user
+# Shows progress while a policy runs: given its name, it yields what is called with tokens done.
+Watch = Callable[[str], AbstractContextManager[Callable[[int], None]]]
+
+
+def defaults(context: int) -> list[str]:
+    """Full attention, and a window and a streaming cache that keep equally many tokens."""
+    budget = min(BUDGET, context)
+    return ["full", f"window:window={budget}", f"streaming:sinks=4,window={budget - 4}"]
+
+
+def compare(
+    llm: Llm, tokens: Sequence[int], policies: Sequence[str], chunk: int, seed: int, watch: Watch
+) -> dict[str, Score]:
+    """The score of every policy; raises UserError before the first runs if any cannot."""
+    for policy in policies:
+        if recompute.window_of(policy) is None:
+            needed = state_bytes(llm.policies(policy), llm.spec, 1, len(tokens))
+            memory.check(needed, f"the cache of {policy} for {len(tokens)} tokens")
+    scores = {}
+    for policy in policies:
+        with watch(policy) as progress:
+            if window := recompute.window_of(policy):
+                parts = recompute.losses(llm, tokens, window)
+                losses, seconds, compiling = gather(parts, progress)
+                scores[policy] = Score(losses, 0, seconds, compiling)
+            else:
+                scores[policy] = score(llm, tokens, policy, chunk, seed, progress)
+    return scores
+
+
+def result(llm: Llm, policy: str, found: Score, block: int) -> dict[str, Any]:
+    """One policy's figures as they stand in compare.json."""
+    again = recompute.window_of(policy) is not None
+    return {
+        "policy": policy,
+        "spelled": policy if again else spell(llm.policies(policy)),
+        "perplexity": found.perplexity,
+        "loss": found.loss,
+        "predictions": len(found.losses),
+        "state_bytes": found.state_bytes,
+        "seconds": found.seconds,
+        "compile_seconds": found.compile_seconds,
+        "tokens_per_second": len(found.losses) / max(found.seconds, 1e-9),
+        "blocks": found.blocks(block),
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The figures in columns."""
+    rows = [["policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"]]
+    rows += [
+        [
+            row["policy"],
+            f"{row['perplexity']:.4f}",
+            f"{row['loss']:.4f}",
+            _state(row),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['seconds']:.1f}",
+            f"{row['compile_seconds']:.1f}",
+        ]
+        for row in results
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _state(row: dict[str, Any]) -> str:
+    return memory.show(row["state_bytes"]) if row["state_bytes"] else "no cache"
+
+
+def draw(results: Sequence[dict[str, Any]], context: int, caption: str) -> bytes:
+    """The loss by position of every policy, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = 1 if len(results) <= 3 else 2
+    height = 3.8 + 0.2 * -(-len(results) // columns)
+    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
+    looks = palette.styles([row["policy"] for row in results])
+    for row, look in zip(results, looks, strict=True):
+        at = [(block["start"] + block["end"] - 1) / 2 for block in row["blocks"]]
+        label = f"{row['policy']}   {row['perplexity']:.2f}, {_state(row)}"
+        axes.plot(at, [block["loss"] for block in row["blocks"]], lw=1.6, label=label, **look)
+    end = results[0]["blocks"][-1]["end"]
+    if context < end:
+        axes.axvline(context, color="#404040", lw=0.8, ls=(0, (4, 4)), zorder=0)
+        axes.annotate(
+            f"trained context, {context}", (context, 1), xycoords=("data", "axes fraction"),
+            xytext=(4, -4), textcoords="offset points", va="top", fontsize=8, color="#404040",
+        )  # fmt: skip
+    axes.set(
+        xlabel="position in the text (tokens)",
+        ylabel="loss (nats per token; lower is better)",
+        xlim=(0, end),
+    )
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", lw=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(
+        loc="outside upper left", frameon=False, fontsize=8, title="policy   perplexity, state",
+        title_fontsize=8, alignment="left", ncols=columns,
+    )  # fmt: skip
+    figure.supxlabel(caption, fontsize=8, color="#404040")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png", metadata={"Software": None})
+    pyplot.close(figure)
+    return picture.getvalue()

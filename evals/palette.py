@@ -1,0 +1,24 @@
+"""One colour a policy, the same in every figure; full attention is grey."""
+
+from __future__ import annotations
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart.
+COLOURS = {
+    "full": "#8c8c8c",
+    "window": "#d55e00",
+    "streaming": "#0072b2",
+    "recompute": "#009e73",
+}
+OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without one of their own
+LINES = ("solid", "dashed", "dotted", "dashdot")  # for one policy with several settings
+
+
+def styles(policies: list[str]) -> list[dict[str, str]]:
+    """Colour and line of each policy string, for matplotlib."""
+    names = [policy.split(":")[0] if "=" not in policy.split(":")[0] else "" for policy in policies]
+    unknown = [name for name in dict.fromkeys(names) if name not in COLOURS]
+    colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(unknown)}
+    return [
+        {"color": colours[name], "linestyle": LINES[names[:i].count(name) % len(LINES)]}
+        for i, name in enumerate(names)
+    ]

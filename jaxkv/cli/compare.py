@@ -1,0 +1,91 @@
+"""`jaxkv compare`: several policies on one text, as a table and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxkv.cli import flags
+from jaxkv.cli.files import finite, make_folder, print_json, read_text, write
+from jaxkv.cli.perplexity import add_text
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
+BLOCKS = 50
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_text(parser, MAX_TOKENS, BLOCKS)
+    parser.add_argument(
+        "--policy", action="append", metavar="P",
+        help="one to compare, may be repeated; also recompute:window=W, a fresh forward for every "
+        "token (default: full, and a window and a streaming cache of 256 tokens)",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", help="for compare.json and compare.png")
+    flags.add_json(parser)
+    flags.add_model(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    text = read_text(args.text, "text")
+    out = None if args.out is None else _folder(args.out)
+    from evals import recompute
+
+    chosen = args.policy or []
+    llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
+    from evals import compare
+    from models.score import encode
+
+    chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
+    tokens = encode(llm, text)[: args.max_tokens]
+    scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
+    block = args.block or -(-(len(tokens) - 1) // BLOCKS)
+    results = [compare.result(llm, policy, found, block) for policy, found in scores.items()]
+    name = Path(args.model).name
+    source = "standard input" if args.text == "-" else Path(args.text).name
+    told = {
+        "policies": results,
+        "model": name,
+        "text": source,
+        "tokens": len(tokens),
+        "context": llm.config.context,
+        "block": block,
+        "seed": args.seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": flags.versions(),
+    }
+    if args.json:
+        print_json(told)
+    else:
+        print(compare.table(results))
+    if out is not None:
+        caption = f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} in a row"
+        picture = compare.draw(results, llm.config.context, caption)
+        record = json.dumps(finite(told), indent=1) + "\n"
+        write(out, {"compare.json": record.encode(), "compare.png": picture})
+    return 0
+
+
+def _folder(path: str) -> Path:
+    """Where to write; asked, with what draws, before minutes of work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "
+            "leave --out away"
+        )
+    return make_folder(path)
+
+
+def _watch(total: int) -> Callable[[str], contextlib.AbstractContextManager]:
+    @contextlib.contextmanager
+    def watch(policy: str) -> Iterator[Callable[[int], None]]:
+        with Progress(policy, total) as progress:
+            yield progress.at
+
+    return watch
