@@ -12,6 +12,7 @@ from jaxkv.typing import Array, Bool, Float, Float32
 # Logits of more than this many elements a row and head are computed a block of slots at a time.
 _BLOCK_SLOTS = 1024
 _BLOCK_QUERIES = 256
+_UNROLLED = 1024  # queries in a chunk up to which their blocks are unrolled
 
 
 def slot_attention(
@@ -29,16 +30,34 @@ def slot_attention(
     n*G .. n*G+G-1 share kv head n. Memory is linear in T and S: many slots go in blocks.
     """
     queries, slots = q.shape[1], k.shape[2]
+    whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
         return _attend(q, k, v, bias, scale, softcap)
-    parts = []
-    for start in range(0, slots, _BLOCK_SLOTS):
-        stop = min(start + _BLOCK_SLOTS, slots)
-        here = bias
-        if bias is not None and bias.shape[-1] > 1:
-            here = bias[..., start:stop]
-        parts.append(_attend(q, k[:, :, start:stop], v[:, :, start:stop], here, scale, softcap))
-    return merge(*parts)
+
+    def attend_block(so_far: Partial, start: Array) -> tuple[Partial, None]:
+        def cut(a: Array, axis: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(a, start, _BLOCK_SLOTS, axis)
+
+        here = bias if bias is None or bias.shape[-1] == 1 else cut(bias, 4)
+
+        def seen() -> Partial:
+            part = _attend(q, cut(k, 2), cut(v, 2), here, scale, softcap)
+            return merge(so_far, part)
+
+        if here is None:
+            return seen(), None
+        # A block that no query sees costs nothing: the far side of a causal mask, empty slots.
+        return jax.lax.cond(jnp.any(here > -jnp.inf), seen, lambda: so_far), None
+
+    none = Partial(
+        jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32),
+        jnp.full(q.shape[:3], -jnp.inf, jnp.float32),
+    )
+    blocks, _ = jax.lax.scan(attend_block, none, jnp.arange(0, whole, _BLOCK_SLOTS))
+    if whole == slots:
+        return blocks
+    rest = bias if bias is None or bias.shape[-1] == 1 else bias[..., whole:]
+    return merge(blocks, _attend(q, k[:, :, whole:], v[:, :, whole:], rest, scale, softcap))
 
 
 def _attend(q, k, v, bias, scale, softcap) -> Partial:
@@ -139,25 +158,34 @@ def local_attention(
     k = spec.encoding.rotate(chunk.k, positions).transpose(0, 2, 1, 3)
     v = chunk.v.transpose(0, 2, 1, 3)
     shown = valid if hidden is None else valid & ~hidden
-    tokens = q.shape[1]
-    parts = []
-    for start in range(0, tokens, _BLOCK_QUERIES):
-        stop = min(start + _BLOCK_QUERIES, tokens)
-        # Tokens stand in order, so those from `stop` on lie ahead of every query of the block.
-        # Padding may spread a window over more tokens than it is wide: no skipping below.
-        here, keys = positions[:, start:stop], positions[:, :stop]
-        distance = (here[:, :, None] - keys[:, None, :]).astype(jnp.int32)
-        seen = (distance >= 0) & shown[:, None, :stop] & valid[:, start:stop, None]
-        order = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-        seen &= order[None]
+
+    def attend_block(start: Array | int, size: int, keys: int) -> Partial:
+        """Queries start .. start+size-1 over the first `keys` keys."""
+        here = jax.lax.dynamic_slice_in_dim(positions, start, size, 1)
+        asked = jax.lax.dynamic_slice_in_dim(valid, start, size, 1)
+        distance = (here[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
+        # Order is that of the tokens; padding may stand anywhere between them.
+        order = start + jnp.arange(size)[:, None] >= jnp.arange(keys)[None, :]
+        seen = order[None] & shown[:, None, :keys] & asked[:, :, None] & (distance >= 0)
         if window is not None:
             seen &= distance < window
         bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-        penalty = spec.encoding.bias(here, keys, k.shape[1])
+        penalty = spec.encoding.bias(here, positions[:, :keys], k.shape[1])
         bias = bias if penalty is None else bias + penalty
-        parts.append(
-            slot_attention(
-                q[:, start:stop], k[:, :, :stop], v[:, :, :stop], bias, spec.scale, spec.softcap
-            )
+        queries = jax.lax.dynamic_slice_in_dim(q, start, size, 1)
+        return slot_attention(
+            queries, k[:, :, :keys], v[:, :, :keys], bias, spec.scale, spec.softcap
         )
-    return Partial(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
+
+    tokens = q.shape[1]
+    if tokens <= _UNROLLED or tokens % _BLOCK_QUERIES:
+        starts = range(0, tokens, _BLOCK_QUERIES)
+        sizes = [min(_BLOCK_QUERIES, tokens - start) for start in starts]
+        parts = [attend_block(a, n, a + n) for a, n in zip(starts, sizes, strict=True)]
+        return Partial(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
+    # Many blocks are looped over, not unrolled: compiling would take longer than running.
+    starts = jnp.arange(0, tokens, _BLOCK_QUERIES)
+    parts = jax.lax.map(lambda start: attend_block(start, _BLOCK_QUERIES, tokens), starts)
+    rows, heads = q.shape[0], q.shape[2]
+    out = jnp.moveaxis(parts.out, 0, 1).reshape(rows, tokens, heads, -1)
+    return Partial(out, jnp.moveaxis(parts.lse, 0, 1).reshape(rows, tokens, heads))
