@@ -1,0 +1,156 @@
+"""The same logits and the same text as transformers, for every family we claim to load."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models.chat import Chat
+from models.config import read_config
+from models.decoder import Decoder
+from models.decoding import Stream
+from models.hf.weights import load_weights
+from models.llm import Llm
+from models.sampling import Sampling
+from tests.models.folders import FAMILIES, write_model
+
+LIMIT = 1e-4  # largest difference of a float32 logit
+NEW = 200  # greedy tokens
+CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens read at a time: before, at and beyond windows of 24
+FULL = "full:max=512,start=256"  # doubled once on the way
+
+
+def untokenized(folder: Path) -> Llm:
+    """The model in a folder that has no tokenizer."""
+    config = read_config(folder)
+    weights = load_weights(folder, config, "float32")
+    return Llm(config, weights, None, Chat(None), folder, "float32")
+
+
+def reference(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # models this small are far slower on more
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
+
+
+def reference_logits(model, ids: list[int]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].numpy()
+
+
+def reference_greedy(model, ids: list[int], tokens: int) -> list[int]:
+    import torch
+
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False
+    )
+    return out[0, len(ids) :].tolist()
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _logits(config, policies, weights, states, tokens, positions, valid):
+    decoder = Decoder(config, weights)
+    hidden, states = decoder(tokens, positions, valid, policies, states)
+    return decoder.logits(hidden).transpose(1, 2, 0), states
+
+
+def read(stream: Stream, rows: list[list[int]], chunks=CHUNKS) -> list[np.ndarray]:
+    """Every position's logits of every row [T, V], read in chunks of these sizes.
+
+    The stream is left as `Stream.read` leaves it. Rows are padded on the right to one width, so
+    that one compilation does.
+    """
+    llm, width, starts = stream.llm, max(chunks), np.cumsum([0, *chunks])
+    assert starts[-1] >= max(map(len, rows))
+    found = [[] for _ in rows]
+    stream.reserve(max(map(len, rows)))
+    states, last = stream.decoding.states, np.zeros((len(rows), llm.config.vocab), np.float32)
+    for start, size in zip(starts, chunks, strict=False):
+        tokens, valid = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+        for row, ids in enumerate(rows):
+            part = ids[start : start + size]
+            tokens[row, : len(part)], valid[row, : len(part)] = part, True
+        positions = (start + np.broadcast_to(np.arange(width), tokens.shape)).astype(np.uint32)
+        logits, states = _logits(
+            llm.config, stream.policies, llm.weights, states, tokens, positions, valid
+        )
+        for row, n in enumerate(valid.sum(axis=1)):
+            found[row].append(np.asarray(logits[row, :n]))
+            last[row] = found[row][-1][-1] if n else last[row]
+    lengths = jnp.asarray([len(ids) for ids in rows], jnp.uint32)
+    stream.decoding = stream.decoding._replace(
+        states=states, logits=jnp.asarray(last), position=lengths, done=lengths == 0
+    )
+    return [np.concatenate(parts) for parts in found]
+
+
+def greedy(stream: Stream, tokens: int) -> list[list[int]]:
+    stream.limit = tokens
+    blocks = list(stream.pieces(Sampling(), tokens, eos=()))
+    return np.concatenate(blocks, axis=1).tolist()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens(family, tmp_path):
+    folder = write_model(tmp_path, family)
+    llm, theirs = untokenized(folder), reference(folder)
+    random = np.random.default_rng(7)
+    rows = [random.integers(0, llm.config.vocab, n).tolist() for n in (150, 61)]
+    stream = Stream(llm, FULL, rows=2)
+    ours = read(stream, rows)
+    worst = 0.0
+    for row, ids in enumerate(rows):
+        expected = reference_logits(theirs, ids)
+        assert ours[row].shape == expected.shape
+        worst = max(worst, float(np.abs(ours[row] - expected).max()))
+    print(f"{family}: largest logit difference {worst:.1e}, std {expected.std():.2f}")
+    assert worst < LIMIT
+    for ids, tokens in zip(rows, greedy(stream, NEW), strict=True):
+        assert tokens == reference_greedy(theirs, ids, NEW)
+
+
+@pytest.mark.parity
+def test_stories(stories, shared):
+    llm, theirs = models.load(stories), reference(stories)
+    text = (shared / "text/tinystories/valid.txt").read_text(encoding="utf-8")[:1500]
+    ids = llm.tokenizer.encode(text)[:430]
+    stream = Stream(llm, FULL)
+    ours = read(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
+    worst = float(np.abs(ours - reference_logits(theirs, ids)).max())
+    print(f"stories260K: largest logit difference {worst:.1e}")
+    assert worst < LIMIT
+    prompts = [ids[:n] for n in (210, 5, 77)]
+    stream = Stream(llm, FULL, rows=3)
+    stream.read(prompts, chunk=64)
+    for prompt, tokens in zip(prompts, greedy(stream, NEW), strict=True):
+        assert tokens == reference_greedy(theirs, prompt, NEW)
+
+
+def test_recorded_reference(stories):
+    """What transformers gave, from a file: this one needs no torch."""
+    llm = models.load(stories)
+    for case in json.loads((stories / "reference.json").read_text(encoding="utf-8"))["prompts"]:
+        assert llm.tokenizer.encode(case["prompt"]) == case["ids"]
+        stream = Stream(llm, FULL)
+        logits = read(stream, [case["ids"]])[0][-1]
+        np.testing.assert_allclose(logits[:16], case["logits_first16"], rtol=0, atol=LIMIT)
+        assert abs(logits.astype(np.float64).sum() - case["logits_sum"]) < len(logits) * LIMIT / 10
+        assert logits.argmax() == case["logits_argmax"]
+        tokens = greedy(stream, len(case["greedy_ids"]))[0]
+        assert tokens == case["greedy_ids"]
+        assert llm.tokenizer.decode(case["ids"] + tokens) == case["greedy_text"]
