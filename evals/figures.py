@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from evals.palette import COLOURS, OTHERS
 from evals.record import RESULTS, read
 
 
@@ -41,15 +42,35 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
     def losses(stream: str) -> list[float]:
         return [block["loss"] for block in results[stream]]
 
-    axes.plot(at, losses("fresh"), color=GREY, lw=4, label="each block from position 0")
-    axes.plot(at, losses("endless"), color="C0", lw=1.5, label="one cache, position 0 to the end")
-    axes.plot(at, losses("wrapped"), color="C1", lw=1.5, ls=":", label="across position 2^32")
+    shown = (
+        ("fresh", "each block from position 0", {"color": COLOURS["full"], "lw": 4}),
+        ("endless", "one cache from position 0 on", {"color": COLOURS["streaming"], "lw": 1.5}),
+        ("wrapped", "across position 2^32", {"color": OTHERS[1], "lw": 1.5, "ls": ":"}),
+    )
+    for stream, label, style in shown:
+        axes.plot(at, losses(stream), label=label, **style)
     axes.set(xlabel="million tokens through one cache", ylabel="loss by block")
     axes.set_ylim(0, 1.1 * max(losses("fresh")))
 
 
-GREY = "0.75"
-FIGURES: dict[str, Callable[[Any, dict], None]] = {"endless": endless}
+def latency(axes: Any, results: dict[str, Any]) -> None:
+    """The paper's Figure 10: time per token against the size of the cache."""
+    table = results["recompute"]["table"]
+    caches = [row["cache"] for row in table]
+    for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
+        times = [row["milliseconds"][name]["median"] for row in table]
+        axes.plot(caches, times, "o-", color=COLOURS[name], label=label)
+    for row in table:
+        at = (row["cache"], row["milliseconds"]["recompute"]["median"])
+        axes.annotate(f"{row['times_faster']['median']:.0f}x", at, (0, 5), ha="center",
+                      fontsize=8, textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
+    axes.set_xticks(caches, caches, minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(axes.get_ylim()[0] / 4, axes.get_ylim()[1] * 2)
+
+
+FIGURES: dict[str, Callable[[Any, dict], None]] = {"endless": endless, "latency": latency}
 
 
 if __name__ == "__main__":
