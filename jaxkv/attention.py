@@ -91,7 +91,8 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     """The softmax of biased logits over slots, applied to their values."""
     rows, kv_heads, group, queries, slots = logits.shape
     logits = logits.reshape(rows * kv_heads, group * queries, slots)
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    # Any top gives the same result, so gradients need not pass through it.
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
     # With nothing in view top is -inf; a finite stand-in keeps the exponentials at 0, not NaN.
     top = jnp.where(top == -jnp.inf, np.float32(0), top)
     weights = jnp.exp(logits - top)
@@ -122,7 +123,7 @@ def merge(*parts: Partial) -> Partial:
     if len(parts) == 1:
         return parts[0]
     lse = jnp.stack([part.lse for part in parts])
-    top = jnp.max(lse, axis=0)
+    top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
     top = jnp.where(top == -jnp.inf, np.float32(0), top)
     weights = jnp.exp(lse - top[None])
     total = jnp.sum(weights, axis=0)

@@ -17,6 +17,7 @@ from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import (
     CASES,
+    QUICK,
     begin,
     expected,
     jitted_kept,
@@ -67,14 +68,14 @@ def half(case):
 
 def chunk(case, size, seed=5):
     """New tokens for `half(case)`; in the last row there are none."""
-    new = stream(case, seed=seed, places=size)
+    new = stream(case, seed=seed, places=size).rows([0, 0, 0, 3])
     before = stream(case).valid[:, : case.prompt].sum(axis=1, keepdims=True)
     valid = np.arange(4)[:, None] < np.full((1, size), 3)
     positions = (before + np.arange(size)).astype(np.uint32)
     return Chunk(new.q, new.k, new.v, positions, valid)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def attend_then_extend(policy, spec, state, tokens):
     return policy.attend(spec, state, tokens), policy.extend(spec, state, tokens)
 
@@ -176,7 +177,8 @@ def test_law_5_the_state_does_not_depend_on_chunking(case):
 @every
 def test_law_6_sharded_is_unsharded(case):
     mesh = mesh_of("data=2,model=2")
-    split = jax.jit(functools.partial(sharded_step, mesh, case.policy, case.spec))
+    one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
+    split = jax.jit(one_shard, compiler_options=QUICK)
     state, new = half(case), chunk(case, case.sizes[1])
     if hasattr(case.policy, "reserve"):
         state = case.policy.reserve(case.spec, state, case.places)
@@ -371,7 +373,8 @@ def test_law_16_gradients_reach_the_chunk(case):
         out, _ = step(case.policy, case.spec, state, q, k, v, positions, valid)
         return jnp.sum(out * direction)
 
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, new[:3]))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
+    grads = gradient(*map(jnp.asarray, new[:3]))
     for grad in grads:
         grad = np.asarray(grad, np.float32)
         assert np.isfinite(grad).all()
