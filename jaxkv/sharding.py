@@ -51,6 +51,22 @@ def mesh_of(text: str) -> Mesh:
     )
 
 
+def axes_in(mesh: Mesh) -> tuple[str | None, str | None]:
+    """The mesh axes of rows and of kv heads, None where the mesh has none."""
+    rows, heads = (name if name in mesh.axis_names else None for name in AXES)
+    return rows, heads
+
+
+def check(mesh: Mesh, rows: int, kv_heads: int) -> None:
+    """Raise UserError where the mesh does not divide rows or kv heads evenly."""
+    for axis, size, what in zip(axes_in(mesh), (rows, kv_heads), ("rows", "kv heads"), strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise UserError(
+                f"the mesh axis {axis!r} must divide the {what}: {size} {what} over "
+                f"{mesh.shape[axis]} places; choose another mesh or number of {what}"
+            )
+
+
 def specs(axes: State, rows: str | None = "data", heads: str | None = "model") -> State:
     """Where each leaf lies: B over the mesh axis `rows`, K over `heads`, the rest everywhere.
 
@@ -84,9 +100,8 @@ def sharded_step(
 
     Raises UserError where the mesh does not divide rows or kv heads evenly.
     """
-    rows, heads = (name if name in mesh.axis_names else None for name in AXES)
-    _divides(mesh, rows, q.shape[0], "rows")
-    _divides(mesh, heads, spec.kv_heads, "kv heads")
+    rows, heads = axes_in(mesh)
+    check(mesh, q.shape[0], spec.kv_heads)
     if heads is not None:
         encoding = spec.encoding
         if isinstance(encoding, Alibi):  # the one scheme that differs from head to head
@@ -104,11 +119,3 @@ def sharded_step(
         check_vma=False,  # the kernels of some policies do not say along which axes they vary
     )
     return split(state, q, k, v, positions, valid, sink)
-
-
-def _divides(mesh: Mesh, axis: str | None, size: int, what: str) -> None:
-    if axis is not None and size % mesh.shape[axis]:
-        raise UserError(
-            f"the mesh axis {axis!r} must divide the {what}: {size} {what} over "
-            f"{mesh.shape[axis]} places; choose another mesh or number of {what}"
-        )

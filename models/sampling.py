@@ -56,9 +56,11 @@ class Sampling:
 
     @property
     def knobs(self) -> Knobs:
+        # A temperature that float32 cannot tell from 0 would divide by it.
+        temperature = max(np.float32(self.temperature), np.finfo(np.float32).tiny)
         return Knobs(
-            np.float32(self.temperature),
-            np.int32(self.top_k),
+            np.float32(temperature),
+            np.int32(min(self.top_k, 2**31 - 1)),
             np.float32(self.top_p),
             np.float32(self.min_p),
             np.float32(self.repetition_penalty),
@@ -90,24 +92,34 @@ def draw(
     positions: UInt32[Array, " B"],
 ) -> Int32[Array, " B"]:
     """One token a row. The draw is a function of (row key, position) alone."""
-    if filters.repetition:
-        penalty = knobs.repetition_penalty
-        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, punished, logits)
+    logits = shape(filters, knobs, logits, seen)
     if not filters.warm:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / knobs.temperature
-    if filters.top_k or filters.top_p:
-        logits = _cut(filters, knobs, logits)
-    if filters.min_p:
-        floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(knobs.min_p)
-        logits = jnp.where(logits >= floor, logits, -jnp.inf)
 
     def noise(key: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
         return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
 
     return jnp.argmax(logits + jax.vmap(noise)(keys, positions), axis=-1).astype(jnp.int32)
+
+
+def shape(
+    filters: Filters, knobs: Knobs, logits: Float32[Array, "B V"], seen: Bool[Array, "B V"]
+) -> Float32[Array, "B V"]:
+    """The logits that tokens are drawn from, up to a constant a row; -inf where filtered out."""
+    if filters.repetition:
+        penalty = knobs.repetition_penalty
+        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, punished, logits)
+    if not filters.warm:
+        return logits
+    # Below 0, so that however cold nothing overflows but the hopeless.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
+    if filters.top_k or filters.top_p:
+        logits = _cut(filters, knobs, logits)
+    if filters.min_p:
+        logits = jnp.where(logits >= jnp.log(knobs.min_p), logits, -jnp.inf)
+    return logits
 
 
 def _cut(filters: Filters, knobs: Knobs, logits: Array) -> Array:
