@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import NamedTuple
 
 import jax
@@ -106,7 +107,7 @@ def _write(
         return (count < limit) & ~jnp.all(done)
 
     def write_one(carry: tuple) -> tuple:
-        d, count, out = _unfold(static, carry[0], rows), carry[1], carry[2]
+        d, count, out = _unfold(static, carry[0], decoding.states), carry[1], carry[2]
         token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
         ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
         emitted = jnp.where(d.done, -1, token)
@@ -129,8 +130,8 @@ def _write(
         return _fold(static, d), count + 1, out
 
     start = (_fold(static, decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
-    decoding, count, out = jax.lax.while_loop(go_on, write_one, start)
-    return _unfold(static, decoding, rows), out, count
+    end, count, out = jax.lax.while_loop(go_on, write_one, start)
+    return _unfold(static, end, decoding.states), out, count
 
 
 def _fold(static: Static, decoding: Decoding) -> Decoding:
@@ -151,18 +152,15 @@ def _fold(static: Static, decoding: Decoding) -> Decoding:
     return decoding._replace(states=tuple(states))
 
 
-def _unfold(static: Static, decoding: Decoding, rows: int) -> Decoding:
+def _unfold(static: Static, decoding: Decoding, like: Sequence[State]) -> Decoding:
+    """What `_fold` was given; like: states of the same shapes."""
     first = _first_layers(static)
     states: list[State] = []
     for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
-        if static.mesh is None:
-            state = jax.tree.map(
-                lambda a: a.reshape(rows, -1, *a.shape[1:]) if a.ndim == 3 else a, state
-            )
         if first[layer] != layer:
             known = {name: getattr(states[first[layer]], name) for name in _shared(policy)}
             state = state._replace(**known)
-        states.append(state)
+        states.append(jax.tree.map(lambda a, old: a.reshape(old.shape), state, like[layer]))
     return decoding._replace(states=tuple(states))
 
 
@@ -204,13 +202,17 @@ class Stream:
         self.limit = 1
         self._static = Static(llm.config, self.policies, llm.mesh)
         clock()
+        if llm.mesh is not None:
+            sharding.check(llm.mesh, rows, llm.config.kv_heads)
         memory.check(
             state_bytes(self.policies, llm.spec, rows, tokens),
             f"the caches of {rows} row(s) of {tokens} tokens",
         )
-        seeds = [seed] * rows if isinstance(seed, int) else list(seed)
+        seeds = [int(seed)] * rows if isinstance(seed, Integral) else list(map(int, seed))
         if len(seeds) != rows:
             raise UserError(f"one seed, or one a row: got {len(seeds)} seeds for {rows} rows")
+        if not all(0 <= s < 2**32 for s in seeds):
+            raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}")
         self.decoding = self._start(rows, seeds)
 
     def _start(self, rows: int, seeds: Sequence[int]) -> Decoding:
@@ -283,6 +285,7 @@ class Stream:
             sampling.knobs,
             np.int32(limit),
         )
+        self.length += int(count) - limit  # rows that end early leave room
         return np.asarray(out)[:, : int(count)], np.asarray(self.decoding.done)
 
     def pieces(

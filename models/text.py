@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 
@@ -110,7 +111,7 @@ def generate(
     seed: one for all rows or one a row. stop: strings that end a row, left out of its text.
     chunk: prompt tokens read at a time. Raises UserError for anything the caller can mend.
     """
-    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Integral))
     prompts = encode(llm, [prompt] if single else prompt)
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
     # A whole answer has nobody waiting for its first words: take full blocks from the start.
@@ -148,16 +149,16 @@ def stream(
 
 def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of each prompt, with the BOS that the model expects before a text."""
-    if not prompts:
+    if len(prompts) == 0:
         raise UserError("no prompt was given; give a text, or a list of texts")
-    rows = []
+    rows, vocab = [], llm.config.vocab
     for prompt in prompts:
         if isinstance(prompt, str):
             if not prompt:
                 raise UserError("the prompt is empty; give at least one character")
-            rows.append(llm.tokenizer.encode(prompt))
-            continue
-        ids, vocab = [int(token) for token in prompt], llm.config.vocab
+            ids = llm.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
         if not 0 <= min(ids) <= max(ids) < vocab:
