@@ -204,10 +204,8 @@ class Stream:
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, rows, llm.config.kv_heads)
-        memory.check(
-            state_bytes(self.policies, llm.spec, rows, tokens),
-            f"the caches of {rows} row(s) of {tokens} tokens",
-        )
+        self._rows, self._checked = rows, -1
+        self._check(tokens)
         seeds = [int(seed)] * rows if isinstance(seed, Integral) else list(map(int, seed))
         if len(seeds) != rows:
             raise UserError(f"one seed, or one a row: got {len(seeds)} seeds for {rows} rows")
@@ -309,6 +307,7 @@ class Stream:
         self.length += tokens
         if not any(hasattr(policy, "reserve") for policy in self.policies):
             return
+        self._check(self.length)
         states = tuple(
             policy.reserve(self.llm.spec, state, self.length)
             if hasattr(policy, "reserve")
@@ -316,6 +315,13 @@ class Stream:
             for policy, state in zip(self.policies, self.decoding.states, strict=True)
         )
         self.decoding = self.decoding._replace(states=states)
+
+    def _check(self, tokens: int) -> None:
+        """Raise UserError if a policy refuses so many tokens a row, or they do not fit."""
+        if tokens > self._checked:
+            needed = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
+            memory.check(needed, f"the caches of {self._rows} row(s) of {tokens} tokens")
+            self._checked = tokens
 
 
 def bucket(tokens: int, chunk: int) -> int:

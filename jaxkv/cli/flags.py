@@ -96,14 +96,16 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
         raise UserError("no model was named; give --model a model folder or a Hub id like org/name")
     with Progress("loading", unit="bytes") as progress:
         import models
-        from jaxkv.sharding import mesh_of
+        from jaxkv import sharding
         from jaxkv.stack import by_layer
         from models.config import read_config
         from models.hf.folder import find
 
-        mesh = None if args.mesh is None else mesh_of(args.mesh)
+        mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         folder = find(args.model)
         config = read_config(folder)
+        if mesh is not None:
+            sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
         return models.load(folder, args.dtype, mesh, progress.at)
