@@ -42,6 +42,8 @@ def main() -> None:
 
     llm = models.load(given.model)
     ids, files = tokens_of(llm, given.texts, given.tokens + 1)
+    if len(ids) <= given.tokens:
+        ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
     record = Record("endless", [llm.folder / "model.safetensors", *files], quick=given.quick)
     results = run(llm, ids, given.policy, given.chunk, given.block)
     print(json.dumps(plain(results["summary"]), indent=1))
@@ -145,18 +147,18 @@ def compilations() -> Counter:
     return counts
 
 
-def tokens_of(llm: Llm, folder: Path, count: int) -> tuple[list[int], list[Path]]:
-    """The first `count` tokens of the books as one text, in the order of the manifests."""
+def tokens_of(llm: Llm, texts: Path, count: int) -> tuple[list[int], list[Path]]:
+    """The first `count` tokens of a file, or of a folder's books as one text; all, if fewer."""
     files, text, ids = [], [], []
-    for book in books(folder):
+    for book in [texts] if texts.is_file() else books(texts):
         files.append(book)
         text.append(book.read_text("utf-8"))
         # A token is rarely under a byte: encode when there may be enough, not after each book.
         if sum(map(len, text)) >= count:
             ids = llm.tokenizer.encode("\n\n".join(text))
             if len(ids) >= count:
-                return ids[:count], files
-    raise SystemExit(f"{folder} has {len(ids):,} tokens and {count:,} are needed; add texts")
+                break
+    return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
 
 
 def books(folder: Path) -> Iterator[Path]:

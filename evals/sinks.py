@@ -1,0 +1,158 @@
+"""Does a model need its first tokens? Sinks, cache sizes, positions (StreamingLLM, Tables 1, 2, 6).
+
+Every policy reads the same text; losses are compared token by token with those of 4 sinks and a
+window of 252. Full attention and the window with re-computation read the beginning, for their
+cost grows with the square of a length. Nothing is scored if full attention misses the loss that
+is recorded for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from evals import recompute
+from evals.endless import tokens_of
+from evals.record import Record
+from jaxkv.attention import local_attention
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.typing import Array, Float32
+from models.llm import Llm
+
+BASE = "streaming:sinks=4,window=252"
+SINKS = [f"streaming:sinks={n},window={256 - n}" for n in (0, 1, 2, 4, 8)]
+CACHES = [f"streaming:sinks=4,window={size - 4}" for size in (64, 128, 256, 512)]
+OTHERS = [
+    f"{BASE},positions=absolute",
+    "streaming:sinks=4,window=253",  # what the published code sees: it evicts after attending
+]
+NEWLINES = "4 newlines in place of the first tokens"
+SPAN = 1_000  # losses of neighbours are alike: standard errors are those of means of so many
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m evals.sinks", description=__doc__)
+    ask.add_argument("--model", required=True, help="a model folder or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+",
+                     help="text files, or folders with manifest.json")  # fmt: skip
+    ask.add_argument("--tokens", type=int, default=400_000)
+    ask.add_argument("--beginning", type=int, default=8_192, help="tokens of the costly two")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    llm = models.load(given.model)
+    check(llm)
+    texts = {path.stem: tokens_of(llm, path, given.tokens + 1) for path in given.texts}
+    files = [file for _, some in texts.values() for file in some]
+    record = Record("sinks", [llm.folder / "model.safetensors", *files], quick=given.quick)
+    results: dict[str, Any] = {
+        "attention_on_first_token": first_token(llm, next(iter(texts.values()))[0][:512]),
+        "even_attention": float(np.mean(1 / np.arange(65, 513))),
+        "texts": {name: run(llm, ids, given.beginning, name) for name, (ids, _) in texts.items()},
+    }
+    print("wrote", record.save(results).name)
+
+
+def check(llm: Llm) -> None:
+    """Refuse to score a model whose full attention misses what is recorded beside it."""
+    file = llm.folder / "perplexity.json"
+    if not file.exists():
+        print(f"no {file.name} beside the model: full attention is not checked")
+        return
+    told = json.loads(file.read_text("utf-8"))
+    count = told["dense512"]["predictions"]
+    found = np.exp(gather(models.losses(llm, told["first4096_ids"][: count + 1], "full")).mean())
+    if abs(found / told["dense512"]["ppl"] - 1) > 1e-3:
+        raise SystemExit(f"full attention gives perplexity {found:.4f}, not {told['dense512']}")
+
+
+def run(llm: Llm, ids: Sequence[int], beginning: int, name: str) -> dict[str, Any]:
+    """Every policy on one text: perplexity, and how much the loss differs from the base."""
+    losses = {}
+    for policy in dict.fromkeys([*SINKS, *CACHES, *OTHERS]):
+        losses[policy] = gather(models.losses(llm, ids, policy, chunk=200))
+        print(f"{name}: {policy}: {np.exp(losses[policy].mean()):.4f}", flush=True)
+    newline = llm.tokenizer.encode("a\n")[-1]
+    losses[NEWLINES] = gather(models.losses(llm, [newline] * 4 + list(ids[1:]), BASE, 200))[4:]
+    begun = {policy: loss[:beginning] for policy, loss in losses.items()}
+    some = ids[: beginning + 1]
+    begun["full"] = gather(models.losses(llm, some, f"full:max={len(some)}"))
+    begun["recompute:window=256"] = gather(recompute.losses(llm, some, 256))
+    return {
+        "predictions": len(losses[BASE]),
+        "perplexity": {policy: line(loss, losses[BASE]) for policy, loss in losses.items()},
+        "predictions_of_beginning": len(begun[BASE]),
+        "beginning": {policy: line(loss, begun[BASE]) for policy, loss in begun.items()},
+    }
+
+
+def gather(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate(list(parts)).astype(np.float64)
+
+
+def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """Perplexity, and the mean difference in loss, prediction by prediction from the last back."""
+    size = min(len(loss), len(base))
+    difference = loss[-size:] - base[-size:]
+    spans = difference[: size - size % SPAN].reshape(-1, SPAN).mean(1)
+    return {
+        "perplexity": np.exp(loss.mean()),
+        "loss": loss.mean(),
+        "loss_over_base": difference.mean(),
+        "standard_error": spans.std(ddof=1) / len(spans) ** 0.5 if len(spans) > 1 else 0.0,
+    }
+
+
+class Mass(NamedTuple):
+    """Attention that fell on the first token, summed over queries, and the queries counted."""
+
+    first: Float32[Array, "B N"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Full attention over one chunk that also measures how much of it the first token gets.
+
+    Attention is linear in the values: with value 1 for the first token and 0 for the others, the
+    output is the weight itself.
+    """
+
+    heads: int
+    skip: int = 64  # the first queries, which have little else to look at
+
+    axes: ClassVar[Mass] = Mass(("B", "N"))
+    formula: ClassVar[str] = "4 * N"
+
+    def init(self, spec: Spec, rows: int, key: jax.Array) -> Mass:
+        return Mass(jnp.zeros((rows, self.heads), jnp.float32))
+
+    def attend(self, spec: Spec, state: Mass, chunk: Chunk) -> Partial:
+        return local_attention(spec, chunk)
+
+    def extend(self, spec: Spec, state: Mass, chunk: Chunk) -> Mass:
+        first = jnp.zeros_like(chunk.v).at[:, 0].set(1)
+        weights = local_attention(spec, chunk._replace(v=first)).out[..., 0]
+        return Mass(state.first + weights[:, self.skip :].mean(1))
+
+    def kept(self, spec: Spec, state: Mass) -> Kept:
+        raise NotImplementedError("a probe keeps nothing")
+
+
+def first_token(llm: Llm, ids: Sequence[int]) -> list[float]:
+    """Mean attention on the first token by layer; a sink takes a third and more of it."""
+    stream = models.Stream(llm, Probe(llm.config.heads))
+    stream.read([list(ids)], chunk=len(ids))
+    return [float(state.first.mean()) for state in stream.decoding.states]
+
+
+if __name__ == "__main__":
+    main()
