@@ -77,7 +77,7 @@ def scores(
     q = q.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
     logits = _dot(
-        q.reshape(rows * kv_heads, -1, head_dim),
+        q.reshape(rows * kv_heads, heads // kv_heads * queries, head_dim),
         k.reshape(rows * kv_heads, slots, head_dim),
         contract=(2, 2),
     )
@@ -98,7 +98,7 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, np.float32(1), total)
-    v = v.reshape(rows * kv_heads, slots, -1)
+    v = v.reshape(rows * kv_heads, slots, v.shape[-1])
     out = _dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
     out = out.reshape(rows, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)

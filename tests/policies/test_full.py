@@ -1,0 +1,70 @@
+"""Full attention grows to its maximum, and never loses a token in silence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import rows
+from jaxkv.contract import Spec
+from jaxkv.driver import step
+from jaxkv.errors import UserError
+from jaxkv.policies import Full
+from jaxkv.rotary import rotary
+
+SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
+POLICY = Full(max=12, start=4)
+
+
+read_chunk = jax.jit(functools.partial(step, POLICY, SPEC))
+
+
+def read(state, start, length):
+    x = jnp.ones((1, length, 1, 8))
+    positions = jnp.arange(start, start + length, dtype=jnp.uint32)[None]
+    return read_chunk(state, x, x, x, positions, jnp.ones((1, length), bool))
+
+
+def test_it_doubles_up_to_its_maximum():
+    state = POLICY.init(SPEC, 1, jax.random.key(0))
+    sizes = []
+    for tokens in range(1, 13):
+        state = POLICY.reserve(SPEC, state, tokens)
+        sizes.append(state.positions.shape[1])
+    assert sizes == [4] * 4 + [8] * 4 + [12] * 4
+    with pytest.raises(UserError, match="at most max=12 tokens and 13 are needed; raise max, or"):
+        POLICY.reserve(SPEC, state, 13)
+
+
+def test_growing_keeps_what_is_there():
+    state = POLICY.init(SPEC, 1, jax.random.key(0))
+    _, state = read(state, 0, 3)
+    grown = POLICY.reserve(SPEC, state, 9)
+    np.testing.assert_array_equal(grown.k[:, :, :4], state.k)
+    assert rows.nbytes(grown) > rows.nbytes(state)
+    one, other = (read(s, 3, 1)[0] for s in (state, grown))
+    np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_too_many_tokens_answer_nan_from_then_on(size):
+    state = POLICY.init(SPEC, 1, jax.random.key(0))
+    out, state = read(state, 0, 4)
+    assert np.isfinite(out).all()
+    for start in range(4, 40, size):
+        out, state = read(state, start, size)
+        assert np.isnan(out).all()
+        assert int(state.count[0]) == 5  # the mark stays, however many more
+
+
+@pytest.mark.parametrize("fields", [{"max": 0}, {"start": 0}])
+def test_settings_that_mean_nothing(fields):
+    with pytest.raises(UserError, match="at least 1"):
+        Full(**fields)
+
+
+def test_a_start_beyond_the_maximum_is_the_maximum():
+    state = Full(max=3, start=8).init(SPEC, 1, jax.random.key(0))
+    assert state.positions.shape == (1, 3)

@@ -1,0 +1,183 @@
+"""Attention in parts: exact against numpy, whatever the parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
+from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.rotary import Alibi, NoPosition
+from tests import oracle
+
+
+def problem(rng, rows=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, dtype=jnp.float32):
+    shapes = [
+        (rows, queries, kv_heads * group, head_dim),
+        (rows, kv_heads, slots, head_dim),
+        (rows, kv_heads, slots, head_dim),
+    ]
+    q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    bias = rng.normal(size=(rows, kv_heads, group, queries, slots))
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    return q, k, v, jnp.asarray(bias, jnp.float32)
+
+
+attend = jax.jit(slot_attention, static_argnums=(4, 5))
+
+
+def assert_partial(found, wanted, tolerance=3e-6):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("group", [1, 3])
+def test_slot_attention_is_softmax(rng, softcap, group):
+    q, k, v, bias = problem(rng, group=group)
+    found = attend(q, k, v, bias, 0.5, softcap)
+    assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5, softcap))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 10), (1, 2, 1, 1, 10), (2, 2, 3, 3, 1), None])
+def test_bias_is_broadcast(rng, shape):
+    q, k, v, _ = problem(rng)
+    bias = None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.float32)
+    wanted = oracle.softmax_attention(q, k, v, 0.0 if bias is None else bias)
+    assert_partial(attend(q, k, v, bias, 1.0), wanted)
+
+
+@pytest.mark.parametrize("slots", [2049, 2560, 3072])
+@pytest.mark.parametrize("wide", [True, False])
+def test_many_slots_go_in_blocks(rng, slots, wide):
+    q, k, v, bias = problem(rng, rows=1, queries=2, slots=slots, kv_heads=1, group=2, head_dim=4)
+    bias = bias.at[..., 1024:2048].set(-jnp.inf)  # a block that nobody sees
+    bias = bias if wide else bias[..., :1] * np.float32(0)
+    assert_partial(attend(q, k, v, bias, 0.5), oracle.softmax_attention(q, k, v, bias, 0.5))
+
+
+def test_nothing_in_view(rng):
+    q, k, v, bias = problem(rng)
+    bias = bias.at[0].set(-jnp.inf)
+    found = attend(q, k, v, bias, 1.0)
+    assert not np.asarray(found.out)[0].any() and (np.asarray(found.lse)[0] == -np.inf).all()
+    assert_partial(found, oracle.softmax_attention(q, k, v, bias))
+    none = attend(q, k[:, :, :0], v[:, :, :0], bias[..., :0], 1.0)
+    assert not np.asarray(none.out).any() and (np.asarray(none.lse) == -np.inf).all()
+    for one, other in zip(merge(none, found, none), found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_large_logits_stay_finite(rng):
+    q, k, v, bias = problem(rng)
+    assert_partial(
+        attend(q * 100, k * 100, v, bias, 1.0),
+        oracle.softmax_attention(q * 100, k * 100, v, bias),
+        tolerance=2e-5,
+    )
+
+
+def test_bfloat16(rng):
+    q, k, v, bias = problem(rng, dtype=jnp.bfloat16)
+    found = attend(q, k, v, bias, 0.5)
+    assert found.out.dtype == found.lse.dtype == jnp.float32
+    assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5), tolerance=2e-2)
+
+
+def test_parts_make_the_whole(rng):
+    q, k, v, bias = problem(rng)
+    cuts = [(0, 3), (3, 4), (4, 4), (4, 10)]
+    parts = [slot_attention(q, k[:, :, a:b], v[:, :, a:b], bias[..., a:b], 1.0) for a, b in cuts]
+    whole = attend(q, k, v, bias, 1.0)
+    assert_partial(merge(*parts), whole, 1e-6)
+    assert_partial(merge(*reversed(parts)), whole, 1e-6)
+    assert_partial(merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])), whole, 1e-6)
+    assert_partial(merge(parts[0], merge(parts[1], merge(parts[2], parts[3]))), whole, 1e-6)
+    assert merge(whole) is whole
+
+
+def test_sink_logit_is_a_sigmoid_gate(rng):
+    q, k, v, bias = problem(rng)
+    logits = jnp.asarray(rng.normal(size=6), jnp.float32)
+    plain = attend(q, k, v, bias, 1.0)
+    found = merge(plain, sink_logit(logits, plain))
+    lse = np.asarray(plain.lse, np.float64)
+    gate = 1 / (1 + np.exp(np.asarray(logits) - lse))
+    np.testing.assert_allclose(found.out, np.asarray(plain.out) * gate[..., None], atol=1e-6)
+    np.testing.assert_allclose(found.lse, np.logaddexp(lse, logits), atol=1e-6)
+    zero = merge(plain, sink_logit(jnp.zeros(6), plain))
+    np.testing.assert_allclose(
+        zero.out, np.asarray(plain.out) * (np.exp(lse) / (1 + np.exp(lse)))[..., None], atol=1e-6
+    )
+
+
+def test_gradients_are_those_of_the_formula(rng):
+    q, k, v, bias = problem(rng, rows=1, slots=6)
+    bias = bias.at[:, :, :, 0].set(-jnp.inf)  # a query that sees nothing
+    direction = rng.normal(size=q.shape)
+
+    def loss(q, k, v):
+        parts = [
+            slot_attention(q, k[:, :, a:b], v[:, :, a:b], bias[..., a:b], 0.5, 2.0)
+            for a, b in ((0, 2), (2, 6))
+        ]
+        return jnp.sum(merge(*parts).out * jnp.asarray(direction, jnp.float32))
+
+    def value(*args):
+        return (oracle.softmax_attention(*args, bias, 0.5, 2.0)[0] * direction).sum()
+
+    args = [np.asarray(x, np.float64) for x in (q, k, v)]
+    for i, grad in enumerate(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)):
+        along = rng.normal(size=args[i].shape)
+        up, down = ([*args[:i], args[i] + s * 1e-5 * along, *args[i + 1 :]] for s in (1, -1))
+        slope = (value(*up) - value(*down)) / 2e-5
+        np.testing.assert_allclose((np.asarray(grad) * along).sum(), slope, rtol=1e-4)
+
+
+def chunk_of(rng, tokens, rows=1, heads=2, kv_heads=1, head_dim=4):
+    q = rng.normal(size=(rows, tokens, heads, head_dim))
+    k, v = (rng.normal(size=(rows, tokens, kv_heads, head_dim)) for _ in range(2))
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (rows, tokens))
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((rows, tokens), bool))
+
+
+@pytest.mark.parametrize("tokens", [5, 300, 1280])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("encoding", [NoPosition(), Alibi((0.5, 0.1))], ids=["none", "alibi"])
+def test_local_attention(rng, tokens, window, encoding):
+    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=encoding)
+    chunk = chunk_of(rng, tokens)
+    hidden = jnp.asarray(rng.random((1, tokens)) < 0.2)
+    found = jax.jit(lambda c, h: local_attention(spec, c, window, h))(chunk, hidden)
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)[None]
+    seen = (distance >= 0) & ~np.asarray(hidden)
+    if window is not None:
+        seen &= distance < window
+    bias = np.where(seen, 0.0, -np.inf)[None, None, None]
+    if isinstance(encoding, Alibi):
+        bias = bias - np.reshape(encoding.slopes, (1, 1, 2, 1, 1)) * distance
+    k, v = (np.asarray(x).transpose(0, 2, 1, 3) for x in (chunk.k, chunk.v))
+    assert_partial(found, oracle.softmax_attention(chunk.q, k, v, bias, 0.5))
+
+
+def test_local_attention_needs_memory_linear_in_the_chunk(rng):
+    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=NoPosition())
+
+    def temporary(tokens):
+        shapes = jax.eval_shape(lambda: chunk_of(rng, tokens))
+        compiled = jax.jit(lambda chunk: local_attention(spec, chunk)).lower(shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(4096) / temporary(2048) < 2.6
+
+
+def test_an_empty_partial_is_neutral_in_gradients(rng):
+    q, k, v, bias = problem(rng)
+    nothing = Partial(jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
+
+    def loss(q, *parts):
+        return jnp.sum(merge(slot_attention(q, k, v, bias, 1.0), *parts).out[..., 0])
+
+    gradient = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(gradient(q, nothing), gradient(q), atol=1e-6)
