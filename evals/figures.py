@@ -1,21 +1,48 @@
-"""Pictures drawn from evals/results/*.json, each beside its record.
+"""Pictures drawn from evals/results/*.json, each beside its record, and figures in README.
 
-`python -m evals.figures` draws them all again; an experiment draws its own when it has run.
+`python -m evals.figures` draws and fills in everything again; an experiment draws its own picture
+when it has run. A figure in README stands between marks that say where it comes from, the record,
+the path in its results and the format:
+
+    <!--=latency recompute/most .1f-->22.2<!--/-->
 """
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from evals.palette import COLOURS, OTHERS
-from evals.record import RESULTS, read
+from evals.record import RESULTS, ROOT, read
+
+README = ROOT / "README.md"
+MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
 
 def main() -> None:
-    for name in sys.argv[1:] or FIGURES:
-        print("drew", draw(name))
+    for name in FIGURES:
+        if (RESULTS / f"{name}.json").exists():
+            print("drew", draw(name))
+    README.write_text(fill(README.read_text("utf-8")), "utf-8")
+
+
+def fill(text: str, folder: Path = RESULTS) -> str:
+    """The same text with the figure of every mark as its record has it now."""
+
+    def figure(mark: re.Match) -> str:
+        opening, name, path, form, closing = mark.groups()
+        return opening + format(look_up(read(name, folder)["results"], path), form) + closing
+
+    return MARK.sub(figure, text)
+
+
+def look_up(results: Any, path: str) -> Any:
+    """What stands at a path such as recompute/table/0/cache."""
+    step = lambda at, key: at[int(key)] if isinstance(at, list) else at[key]  # noqa: E731
+    return reduce(step, path.split("/"), results)
 
 
 def draw(name: str) -> str:

@@ -133,11 +133,12 @@ def far_error(chunk: int) -> float:
     q, k, v = random.standard_normal((3, policy.sinks + far, heads, dim)).astype(np.float32)
     positions = np.r_[np.arange(policy.sinks), np.arange(FAR - far + 1, FAR + 1)].astype(np.uint32)
     state = policy.init(spec, 1, jax.random.key(0))
+    run_step = jax.jit(step, static_argnums=(0, 1))
     for at in [0, *range(policy.sinks, len(q), chunk)]:
         part = slice(at, policy.sinks if at == 0 else at + chunk)
         one = lambda a, part=part: jnp.asarray(a[None, part])  # noqa: E731
         valid = jnp.ones_like(one(positions), bool)
-        out, state = step(policy, spec, state, one(q), one(k), one(v), one(positions), valid)
+        out, state = run_step(policy, spec, state, one(q), one(k), one(v), one(positions), valid)
     kept = np.r_[np.arange(policy.sinks), np.arange(len(q) - policy.window, len(q))]
     exact = attention(q[-1], k[kept], v[kept])
     return float(np.abs(np.asarray(out[0, -1], np.float64) - exact).max())
