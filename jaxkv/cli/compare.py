@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import finite, make_folder, print_json, read_text, write
+from jaxkv.cli.files import check_folder, finite, print_json, read_text, write
 from jaxkv.cli.perplexity import add_text
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
@@ -79,7 +79,7 @@ def _folder(path: str) -> Path:
             "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "
             "leave --out away"
         )
-    return make_folder(path)
+    return check_folder(path)
 
 
 def _watch(total: int) -> Callable[[str], contextlib.AbstractContextManager]:

@@ -56,24 +56,22 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def make_folder(path: str) -> Path:
-    """A folder that can be written to, made if need be; asked before hours of work."""
+def check_folder(path: str) -> Path:
+    """A folder that can be written to, or made; asked before hours of work, and not yet made."""
     folder = Path(path)
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             return folder
     except OSError as error:
-        raise UserError(
-            f"--out must be a folder that can be written to: {path}: {error.strerror}; "
-            "choose another"
-        ) from None
+        raise _unwritable(folder, error) from None
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write all files or none: each under a temporary name, renamed when all are complete."""
     unfinished: dict[Path, Path] = {}
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
             unfinished[folder / name] = Path(temporary)
@@ -83,11 +81,17 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
         for path, temporary in unfinished.items():
             os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another") from None
+        raise _unwritable(folder, error) from None
     finally:
         for temporary in unfinished.values():
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"--out must be a folder that can be written to: {folder}: {error.strerror}; choose another"
+    )
 
 
 def _umask() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,16 +16,16 @@ if TYPE_CHECKING:
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
 
 
-def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """The type of a flag that takes a whole number from `least` on."""
-    span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or not least <= value <= most:
+        if value is None or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"must be a whole number {span}, got {text!r}")
         return value
 

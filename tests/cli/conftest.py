@@ -1,0 +1,64 @@
+"""The command line, called in this process, on a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxkv.cli import main
+from tests.tiny import write_tiny
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The one object on standard output."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        return json.loads(self.out)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    return str(write_tiny(tmp_path_factory.mktemp("cli") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path) -> str:
+    """The folder of the trained model stories260K."""
+    return str(shared / "models" / "stories260K")
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("It was a bright cold day in April. " * 6, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(capsys) -> Callable[..., Ran]:
+    def run(*words: object) -> Ran:
+        code = main([str(word) for word in words])
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def stdin(monkeypatch) -> Callable[[bytes], None]:
+    """Put bytes on standard input."""
+
+    def put(raw: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+    return put

@@ -1,0 +1,233 @@
+"""Everything a user can get wrong: one line with rule, received and remedy, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def refused(ran, *words: str) -> None:
+    """Exit code 2, nothing on standard output, and one line that holds these words."""
+    assert (ran.code, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith("jaxkv: error: ")
+    for word in words:
+        assert word in line, line
+
+
+# Flags behind `generate Hi --model MODEL`, and what the line says.
+FLAGS = {
+    "unknown policy": ("--policy windw", "unknown policy", "'windw'", "did you mean 'window'"),
+    "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
+    "field without value": ("--policy window:window", "field=value", "'window'"),
+    "field not a number": ("--policy window:window=x", "whole number", "'x'"),
+    "window below 1": ("--policy window:window=0", "at least 1", "got 0", "try window=256"),
+    "streaming below 1": ("--policy streaming:window=0", "at least 1", "got 0", "try window=252"),
+    "negative sinks": ("--policy streaming:sinks=-1", "0 or more", "got -1", "try sinks=4"),
+    "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),
+    "layer without policy": ("--policy 0=full", "layer 1 has no policy", "add *=POLICY"),
+    "window beyond memory": (
+        "--policy window:window=1000000000000", "1 row(s)", "TiB", "are free", "smaller window",
+    ),
+    "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "are free"),
+    "full beyond memory": (
+        "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "fixed memory",
+    ),
+    "full beyond its maximum": (
+        "--policy full --max-new-tokens 200000", "max=131072", "200003", "raise max",
+    ),
+    "no tokens": ("--max-new-tokens 0", "--max-new-tokens", "at least 1", "'0'", "--help"),
+    "fewer than no tokens": ("--max-new-tokens -5", "at least 1", "'-5'", "--help"),
+    "tokens not a number": ("--max-new-tokens many", "whole number", "'many'", "--help"),
+    "temperature not a number": ("--temperature nan", "0 or more and finite", "nan"),
+    "temperature a word": ("--temperature hot", "must be a number", "'hot'", "--help"),
+    "negative temperature": ("--temperature -1", "temperature must be 0 or more", "-1"),
+    "top_k": ("--top-k -1", "--top-k", "at least 0", "'-1'"),
+    "top_p": ("--top-p 0", "top_p must be above 0", "got 0.0"),
+    "min_p": ("--min-p 2", "min_p must be from 0 to 1", "got 2.0"),
+    "penalty": ("--repetition-penalty 0", "repetition_penalty must be above 0", "got 0.0"),
+    "seed": ("--seed -1", "--seed", "from 0 to 4294967295", "'-1'"),
+    "dtype": ("--dtype int8", "float32, bfloat16, float16", "'int8'"),
+    "mesh": ("--mesh rows=2", "data=ROWS,model=HEADS", "'rows=2'", "try data=1"),
+    "mesh beyond the machine": ("--mesh model=99", "'model=99' needs 99", "make it smaller"),
+    "mesh beyond the rows": ("--mesh data=2", "must divide the rows", "1 rows over 2 places"),
+    "unknown flag": ("--policies full", "unrecognized arguments", "--policies", "--help"),
+    "prompt twice": ("--prompt-file x", "given twice", "not both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(run, model, name):
+    flags, *words = FLAGS[name]
+    refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
+
+
+def test_an_empty_stop_string(run, model):
+    refused(run("generate", "Hi", "--model", model, "--stop", ""), "must not be empty")
+
+
+def test_commands(run):
+    refused(run(), "COMMAND", "jaxkv --help")
+    refused(run("generat"), "'generat'", "'generate'", "jaxkv --help")
+
+
+def test_model_not_named(run, text):
+    for words in (["generate", "Hi"], ["chat"], ["perplexity", "--text", text]):
+        refused(run(*words), "no model was named", "--model")
+
+
+def test_no_such_model(run, tmp_path, text):
+    refused(run("generate", "Hi", "--model", tmp_path / "no"), "no such folder", "no", "name a")
+    refused(run("generate", "Hi", "--model", text), "a model is a folder", "is a file", "name the")
+
+
+def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """A change to config.json."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return apply
+
+
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """A change to the weights."""
+
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return apply
+
+
+def lack(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def corrupt(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
+
+
+# How a folder is spoilt, and what the line says.
+FOLDERS = {
+    "no config": (lack("config.json"), "no config.json in", "name the folder"),
+    "no weights": (lack("model.safetensors"), "no weights in", "model.safetensors"),
+    "no tokenizer": (lack("tokenizer.json"), "no tokenizer in", "tokenizer.model"),
+    "truncated": (truncate, "model.safetensors is truncated or corrupt", "download it again"),
+    "corrupt": (corrupt, "model.safetensors is truncated or corrupt", "download it again"),
+    "missing tensor": (tensors(lambda w: w.pop(NORM)), "missing tensor " + NORM),
+    "extra tensor": (tensors(lambda w: w.update(extra=w[NORM])), "extra tensor extra"),
+    "wrong shape": (tensors(lambda w: w.update({Q: w[Q][:8]})), Q, "[8, 32]", "[32, 32]"),
+    "bad json": (lambda f: (f / "config.json").write_text("{"), "not valid JSON", "download"),
+    "architecture": (
+        edit(lambda c: c.update(architectures=["MambaForCausalLM"])),
+        "unsupported architecture MambaForCausalLM", "supported: LlamaForCausalLM",
+    ),
+    "learned positions": (
+        edit(lambda c: c.update(architectures=["GPT2LMHeadModel"], model_type="gpt2")),
+        "GPT2LMHeadModel has learned absolute positions", "relative ones", "supported: Llama",
+    ),
+    "rope kind": (
+        edit(lambda c: c.update(rope_scaling={"rope_type": "longrope"})),
+        "unsupported rope kind 'longrope'", "supported: default",
+    ),
+    "quantized": (
+        edit(lambda c: c.update(quantization_config={"quant_method": "awq"})),
+        "quantized weights (awq)", "use the float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_model_folders(run, model, tmp_path, name):
+    spoil, *words = FOLDERS[name]
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    spoil(folder)
+    refused(run("generate", "Hi", "--model", folder), str(folder), *words)
+
+
+def test_prompts(run, model, stdin, tmp_path):
+    def generate(*words):
+        return run("generate", *words, "--model", model)
+
+    refused(generate(), "no prompt", "--prompt-file")
+    refused(generate("--stop", "a", "the prompt"), "no prompt", "in front of --stop")
+    refused(generate(""), "the prompt is empty", "at least one character")
+    refused(generate("a\udcff"), "lone surrogate at character 1", "save it as UTF-8")
+    stdin(b"")
+    refused(generate("-"), "prompt on standard input is empty")
+    stdin(b"\n")
+    refused(generate("-"), "the prompt is empty")
+    stdin(b"caf\xe9")
+    refused(generate("-"), "standard input is not UTF-8", "byte 3", "convert it")
+    refused(generate("--prompt-file", tmp_path), "is a folder", "name a file in it")
+
+
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+def test_texts(run, model, tmp_path, command):
+    def read(path):
+        return run(command, "--model", model, "--text", path)
+
+    file = tmp_path / "text"
+    refused(read(file), "no such text", str(file), "give the path")
+    refused(read(tmp_path), "is a folder", "name a file in it")
+    file.write_bytes(b"")
+    refused(read(file), "is empty", "must hold some text")
+    file.write_bytes(b"ab\xff")
+    refused(read(file), str(file), "not UTF-8", "byte 2", "convert it")
+    refused(run(command, "--model", model), "--text", "--help")
+
+
+def test_lengths(run, model, text):
+    def read(*flags):
+        return run("perplexity", "--model", model, "--text", text, *flags)
+
+    refused(read("--chunk", 0), "--chunk", "at least 1", "'0'")
+    refused(read("--max-tokens", 1), "--max-tokens", "at least 2", "'1'")
+    refused(read("--block", "x"), "--block", "at least 1", "'x'")
+    refused(read("--policy", "full:max=100"), "max=100", "are needed", "raise max")
+
+
+def test_compare(run, model, text, tmp_path):
+    def compare(*flags):
+        return run("compare", "--model", model, "--text", text, *flags)
+
+    refused(compare("--policy", "windw"), "did you mean 'window'")
+    refused(compare("--policy", "recompute:window=0"), "at least 1", "try recompute:window=256")
+    refused(compare("--policy", "recompute"), "recompute:window=W")
+    refused(compare("--policy", "window", "--policy", "full:max=100"), "max=100", "raise max")
+    refused(compare("--out", text), "--out must be a folder", str(text), "choose another")
+    out = tmp_path / "out"
+    refused(compare("--out", out, "--policy", "full:max=100"), "max=100")
+    assert not out.exists()
+
+
+def test_chat_not_utf8(run, model, stdin):
+    stdin(b"caf\xe9\n")
+    ran = run("chat", "--model", model)
+    assert ran.code == 2
+    assert ran.err.splitlines()[-1].startswith("jaxkv: error: standard input is not UTF-8")
+
+
+def test_a_bug_of_ours_is_not_hidden(run, monkeypatch):
+    monkeypatch.setattr("jaxkv.stack.describe", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("policies")

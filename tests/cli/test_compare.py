@@ -1,0 +1,45 @@
+"""`jaxkv compare`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evals.compare import defaults
+
+POLICIES = ("full", "window:window=16", "recompute:window=16")
+
+
+def test_table_and_files(run, model, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    chosen = [word for policy in POLICIES for word in ("--policy", policy)]
+    flags = ("--max-tokens", 100, "--chunk", 50, "--block", 40)
+    out = tmp_path / "new" / "out"
+    ran = run("compare", "--model", model, "--text", text, *flags, *chosen, "--out", out)
+    assert ran.code == 0 and ran.err == ""
+    lines = ran.out.splitlines()
+    assert lines[0].split() == [
+        "policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:]] == list(POLICIES)
+    assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((out / "compare.json").read_text())
+    assert (record["text"], record["tokens"], record["block"]) == ("text.txt", 100, 40)
+    full, window, recompute = record["policies"]
+    assert [(b["start"], b["end"]) for b in full["blocks"]] == [(1, 41), (41, 81), (81, 100)]
+    assert full["blocks"][0] != window["blocks"][0]
+    assert (recompute["policy"], recompute["state_bytes"]) == ("recompute:window=16", 0)
+    assert full["spelled"] == "full:max=131072,start=512"
+
+    again = run("compare", "--model", model, "--text", text, *flags, *chosen, "--json").json
+    assert again["versions"] == record["versions"]
+    assert [row["blocks"] for row in again["policies"]] == [
+        row["blocks"] for row in record["policies"]
+    ]
+
+
+def test_default_policies_keep_equally_many_tokens():
+    assert defaults(512) == ["full", "window:window=256", "streaming:sinks=4,window=252"]
+    assert defaults(64) == ["full", "window:window=64", "streaming:sinks=4,window=60"]

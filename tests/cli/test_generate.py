@@ -1,0 +1,98 @@
+"""`jaxkv generate`."""
+
+from __future__ import annotations
+
+import json
+
+import models
+from jaxkv.cli.flags import DEFAULT_POLICY
+from models import decoding
+
+FIELDS = {
+    "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
+    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "seed", "versions",
+}  # fmt: skip
+
+
+def test_text_is_what_the_library_gives(run, model):
+    expected = models.generate(models.load(model), "Hello", max_new_tokens=40)
+    ran = run("generate", "Hello", "--model", model, "--max-new-tokens", 40)
+    assert (ran.code, ran.out) == (0, expected.text + "\n" * (not expected.text.endswith("\n")))
+    assert ran.err == ""
+
+
+def test_json(run, model):
+    found = run("generate", "Hello", "--model", model, "--max-new-tokens", 40, "--json").json
+    assert set(found) == FIELDS
+    assert found["prompt_tokens"] == 6 and len(found["tokens"]) == 40
+    assert found["finish_reason"] == "length" and found["policy"].startswith("streaming:sinks=4")
+    assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
+
+
+def test_default_policy_is_the_library_s():
+    assert DEFAULT_POLICY == decoding.DEFAULT_POLICY
+
+
+def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):
+    (tmp_path / "prompt").write_text("Hello\n", encoding="utf-8")
+    flags = ("--model", model, "--max-new-tokens", 40)
+    plain = run("generate", "Hello", *flags)
+    assert run("generate", "--prompt-file", tmp_path / "prompt", *flags) == plain
+    stdin(b"Hello\n")
+    assert run("generate", "-", *flags) == plain
+
+
+def test_ends_before_a_stop_string(run, model):
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
+    whole = run(*flags, "--json").json["text"]
+    stop = whole[10:12]
+    cut = run(*flags, "--json", "--stop", "not there", stop).json
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+def test_seeds(run, model):
+    def draw(seed: int) -> list[int]:
+        flags = ("--temperature", 2, "--top-p", 0.9, "--top-k", 200, "--max-new-tokens", 30)
+        ran = run("generate", "Hello", "--model", model, *flags, "--seed", seed, "--json")
+        return ran.json["tokens"]
+
+    assert draw(3) == draw(3) != draw(4)
+
+
+def test_a_policy_for_each_layer_and_a_warning(run, model):
+    """One of them is wider than the trained context: what will happen is said in one line."""
+    flags = ("--policy", "1=window:window=600;*=full", "--max-new-tokens", 5, "--json")
+    ran = run("generate", "Hello", "--model", model, *flags)
+    assert ran.json["policy"] in (
+        "1=window:window=600;*=full:max=131072,start=512",
+        "0=full:max=131072,start=512;*=window:window=600",
+    )
+    (line,) = ran.err.splitlines()
+    assert line.startswith("jaxkv: warning: window:window=600 reaches back 600 tokens")
+    assert "trained on 512" in line and "falls apart" in line
+
+
+def test_a_mesh_gives_the_same_tokens(run, model):
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 8, "--json")
+    assert run(*flags).json["tokens"] == run(*flags, "--mesh", "model=2").json["tokens"]
+
+
+def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
+    from models.text import Run
+
+    blocks = Run.blocks
+
+    def interrupted(self):
+        for number, block in enumerate(blocks(self)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(Run, "blocks", interrupted)
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
+    ran = run(*flags)
+    assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n") and not ran.err
+    ran = run(*flags, "--json")
+    found = json.loads(ran.out)
+    assert ran.code == 130
+    assert found["finish_reason"] == "interrupted" and 0 < len(found["tokens"]) < 10000

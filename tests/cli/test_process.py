@@ -1,0 +1,101 @@
+"""What only a real process shows: Ctrl-C, a reader that leaves, and how soon --help is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDLESS = ("--max-new-tokens", "1000000000", "--ignore-eos", "--policy", "window:window=16")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+
+
+# A shell starts what runs in the background with Ctrl-C switched off: switch it on.
+CODE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxkv.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts `jaxkv` with these words; all processes of this file share their compilations."""
+    kept = str(tmp_path_factory.mktemp("compilations"))
+
+    def start(*words: str, **streams) -> subprocess.Popen:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+        environment = os.environ | {"JAXKV_COMPILATION_CACHE": kept}
+        command = [sys.executable, "-c", CODE, *words]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+
+    return start
+
+
+def test_ctrl_c_keeps_the_text_so_far(start, model):
+    with start("generate", "Hello", "--model", model, *ENDLESS) as process:
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert first and out.endswith(b"\n") and err == b""
+
+
+def test_ctrl_c_while_loading(start, model):
+    with start("generate", "Hello", "--model", model, *ENDLESS) as process:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err
+
+
+def test_a_reader_that_leaves(start, model):
+    with start("generate", "Hello", "--model", model, *ENDLESS) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_a_reader_that_was_never_there(start):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with start("policies", stdout=writer) as process:
+        os.close(writer)
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_chat(start, model):
+    with start("chat", "--model", model, *ENDLESS, stdin=subprocess.PIPE) as process:
+        process.stdin.write(b"Hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)  # the answer has begun, and would go on for days
+        process.send_signal(signal.SIGINT)
+        process.stdin.write(b"And?\n")
+        process.stdin.flush()
+        while process.stdout.read1(1 << 16)[-1:] != b"\n":
+            pass  # until the first answer ends, or the second begins
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)  # ends the second
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)  # at the prompt
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err
+
+
+def test_help_does_not_wait_for_jax():
+    def seconds(*words: str) -> float:
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - begun
+
+    assert min(seconds("-m", "jaxkv.cli", "--help") for _ in range(5)) < 0.3
+    assert min(seconds("-m", "jaxkv.cli", "generate", "--help") for _ in range(5)) < 0.3

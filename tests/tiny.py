@@ -1,0 +1,41 @@
+"""A whole model folder at a size for tests: random weights, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, processors
+
+from tests.models.folders import SIZES, write_json, write_model
+
+BEGIN, END = "<|begin|>", "<|end|>"  # ids 0 and 1
+CONFIG = SIZES | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """The folder; fields: of config.json."""
+    write_model(folder, CONFIG | fields, seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: i for i, token in enumerate([BEGIN, END, *alphabet])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([BEGIN, END])
+    made.post_processor = processors.TemplateProcessing(
+        f"{BEGIN} $A", special_tokens=[(BEGIN, ids[BEGIN])]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"bos_token": BEGIN, "eos_token": END})
+    return folder
