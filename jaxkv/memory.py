@@ -40,7 +40,7 @@ def check(needed: int, what: str, device: jax.Device | None = None) -> None:
         )
 
 
-def show(count: float) -> str:
+def show(count: int | float) -> str:
     """A count of bytes as people read it."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:

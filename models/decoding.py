@@ -22,7 +22,7 @@ from jaxkv import memory, sharding
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.stack import state_bytes
-from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 from models.compilation import clock
 from models.config import Config
 from models.decoder import Decoder, Weights
@@ -62,6 +62,11 @@ def _decode(
     return decoder, hidden, states
 
 
+def _by_row(decoder: Decoder, hidden: Float[Array, "D B 1"]) -> Float32[Array, "B V"]:
+    # Unbarred, XLA folds the transpose into the product, and on a CPU fails on it in bfloat16.
+    return jax.lax.optimization_barrier(decoder.logits(hidden))[:, :, 0].T
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(
     static: Static,
@@ -78,7 +83,7 @@ def _read(
     # The last valid place of each row: the head is applied there and nowhere else.
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
     last = jnp.take_along_axis(hidden, place[None, :, None], axis=2)
-    logits = decoder.logits(last)[:, :, 0].T
+    logits = _by_row(decoder, last)
     rows = jnp.arange(tokens.shape[0])[:, None]
     return decoding._replace(
         states=states,
@@ -121,7 +126,7 @@ def _write(
             seen = seen.at[jnp.arange(rows), token].max(fed)
         d = Decoding(
             states=states,
-            logits=decoder.logits(hidden)[:, :, 0].T,
+            logits=_by_row(decoder, hidden),
             position=d.position + fed.astype(jnp.uint32),
             done=d.done | ends,
             seen=seen,

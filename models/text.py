@@ -98,7 +98,7 @@ def generate(
     *,
     sampling: Sampling | None = None,
     seed: int | Sequence[int] = 0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     chunk: int = CHUNK,
     **knobs: float,
@@ -130,7 +130,7 @@ def stream(
     *,
     sampling: Sampling | None = None,
     seed: int = 0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     chunk: int = CHUNK,
     **knobs: float,
@@ -179,7 +179,7 @@ class Run:
         sampling: Sampling | None = None,
         knobs: Mapping[str, float] | None = None,
         seed: int | Sequence[int] = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         chunk: int = CHUNK,
     ):
@@ -191,7 +191,8 @@ class Run:
         self.prompts, self.chunk = prompts, chunk
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
-        self.rows = [Row(llm, self.eos, stop) for _ in prompts]
+        stops = [stop] if isinstance(stop, str) else stop
+        self.rows = [Row(llm, self.eos, stops) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         warn_beyond_context(llm, self.stream.policies, longest + (max_new_tokens or 0))
