@@ -81,6 +81,8 @@ def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.
     # The first W predictions have all tokens before them in view: one forward gives them all.
     window = min(window, len(ids) - 1)
     yield np.asarray(_losses(static, llm.spec, llm.weights, ids[None, : window + 1]))[0]
+    if window == len(ids) - 1:
+        return
     texts = np.lib.stride_tricks.sliding_window_view(ids[1:], window + 1)
     rows = max(1, TOKENS // window)
     for start in range(0, len(texts), rows):

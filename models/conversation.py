@@ -84,13 +84,15 @@ class Conversation:
 
     def _return_to(self, held: Decoding, row: Row) -> None:
         """The cache as it was before the answer, and then what was shown of it."""
-        pieces, shown, kept = Pieces(self.llm.tokenizer, start=False), "", 0
-        for kept, token in enumerate(row.tokens):  # noqa: B007
-            text = shown + pieces.push(token)
+        pieces, text, kept, shown = Pieces(self.llm.tokenizer, start=False), "", 0, 0
+        for number, token in enumerate(row.tokens, 1):
+            text += pieces.push(token)
             if len(text) > len(row.text):
-                break  # the stop string begins within this token
-            shown = text
-        rest = self.llm.tokenizer.encode(row.text[len(shown) :], bos=False)
+                break
+            if not pieces.halfway:
+                kept, shown = number, len(text)
+        # Where the stop string begins within a token, the rest of the text is written anew.
+        rest = self.llm.tokenizer.encode(row.text[shown:], bos=False)
         self.stream.decoding = held
         self.stream.length = int(held.position.max())
         if answer := row.tokens[:kept] + rest:

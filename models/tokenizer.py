@@ -94,6 +94,11 @@ class Pieces:
             raw = raw[spaces:]
         return self._utf8.decode(raw)
 
+    @property
+    def halfway(self) -> bool:
+        """Whether the last tokens are the beginning of a character."""
+        return bool(self._utf8.getstate()[0])
+
     def end(self) -> str:
         """What is left when no token follows: a replacement mark for half a character."""
         return self._utf8.decode(b"", final=True)

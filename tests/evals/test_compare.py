@@ -1,0 +1,83 @@
+"""Comparisons: the baseline by its definition, colours that stay, a picture that is drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+from evals import compare, palette, recompute
+from jaxkv.errors import UserError
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("compare") / "tiny"))
+
+
+def full(llm, ids):
+    return np.concatenate(list(models.losses(llm, ids, "full:start=64,max=64", 64)))
+
+
+def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
+    monkeypatch.setattr(recompute, "TOKENS", 7 * 8)  # rows that do not divide the windows
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    found = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    expected = full(llm, ids)
+    np.testing.assert_allclose(found[:8], expected[:8], atol=1e-5)
+    for target in (9, 10, 17, 25, 39):
+        afresh = full(llm, ids[target - 8 : target + 1])[-1]
+        np.testing.assert_allclose(found[target - 1], afresh, atol=1e-5)
+
+
+def test_recompute_with_everything_in_view_is_full_attention(llm):
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    for window in (39, 40, 1000):
+        found = np.concatenate(list(recompute.losses(llm, ids, window)))
+        np.testing.assert_allclose(found, full(llm, ids), atol=1e-5)
+
+
+def test_recompute_keeps_the_model_s_own_window(tmp_path):
+    folder = write_tiny(
+        tmp_path / "m", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=5
+    )
+    llm = models.load(folder)
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    found = np.concatenate(list(recompute.losses(llm, ids, 39)))
+    np.testing.assert_allclose(found, full(llm, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["recompute", "recompute:window=0", "recompute:sinks=4"])
+def test_recompute_written_wrongly(text):
+    with pytest.raises(UserError, match="recompute:window=256"):
+        recompute.window_of(text)
+
+
+def test_recompute_is_no_policy():
+    assert recompute.window_of("window:window=256") is None
+    assert recompute.window_of("recompute:window=256") == 256
+
+
+def test_every_policy_keeps_its_colour():
+    policies = ["full", "window:window=8", "window:window=9", "0=full;*=window", "mine:x=1"]
+    looks = palette.styles(policies)
+    assert looks[0] == {"color": palette.COLOURS["full"], "linestyle": "solid"}
+    assert looks[1]["color"] == looks[2]["color"] and looks[1] != looks[2]
+    assert palette.styles(policies[2:3])[0] == looks[1]
+    assert len({look["color"] for look in looks}) == 4
+
+
+def test_a_picture():
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "policy": policy,
+            "perplexity": 3.0,
+            "state_bytes": size,
+            "blocks": [{"start": 1, "end": 11, "loss": 1.0}, {"start": 11, "end": 21, "loss": 2.0}],
+        }
+        for policy, size in (("full", 100), ("recompute:window=8", 0))
+    ]
+    assert compare.draw(rows, 8, "caption").startswith(b"\x89PNG")
+    assert compare.draw(rows, 800, "caption").startswith(b"\x89PNG")

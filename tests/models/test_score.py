@@ -1,0 +1,102 @@
+"""Losses of a text: the reference figures, and nothing but speed from the size of a chunk."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+from models.score import Score, encode
+from tests.tiny import write_tiny
+
+# policy, tokens -> perplexity, from ../shared/data/README.md
+REFERENCE = {
+    ("full", 512): 3.7107,
+    ("window:window=256", 4096): 3.6489,
+    ("streaming:sinks=4,window=252", 4096): 3.6472,
+    ("window:window=64", 4096): 3.8274,
+    ("streaming:sinks=4,window=60", 4096): 3.9878,
+    ("full", 4096): 32.824,
+}
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    llm = models.load(shared / "models" / "stories260K")
+    text = (shared / "text" / "tinystories" / "valid.txt").read_text(encoding="utf-8")
+    return llm, encode(llm, text)[:4096]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("score") / "tiny"))
+
+
+def losses(llm, tokens, policy, chunk):
+    return np.concatenate(list(models.losses(llm, tokens, policy, chunk)))
+
+
+def test_the_reference_ids(stories, shared):
+    recorded = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
+    assert list(stories[1]) in recorded.values()
+
+
+@pytest.mark.filterwarnings("ignore:full.*falls apart")
+@pytest.mark.parametrize("policy, tokens", REFERENCE)
+def test_the_reference_figures(stories, policy, tokens):
+    llm, ids = stories
+    found = models.score(llm, ids[:tokens], policy, chunk=256)
+    assert len(found.losses) == tokens - 1
+    assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["full", "window:window=64", "streaming:sinks=4,window=60"])
+def test_one_token_at_a_time(stories, policy):
+    llm, ids = stories
+    whole, single = (losses(llm, ids[:600], policy, chunk) for chunk in (256, 1))
+    np.testing.assert_allclose(single, whole, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 256, 4096])
+@pytest.mark.filterwarnings("ignore:full.*falls apart")
+@pytest.mark.parametrize("policy, tokens", REFERENCE)
+def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk):
+    llm, ids = stories
+    found = models.score(llm, ids[:tokens], policy, chunk)
+    assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
+
+
+def test_the_first_position_changes_nothing(tiny):
+    """Also across the end of the 32 bits that count positions."""
+    ids = np.random.default_rng(0).integers(2, 258, 60)
+    for start in (0, 5_000_000, 2**32 - 30):
+        parts = models.losses(tiny, ids, "streaming:window=5", 16, start)
+        found = np.concatenate(list(parts))
+        np.testing.assert_allclose(found, losses(tiny, ids, "streaming:window=5", 16), atol=1e-4)
+
+
+def test_progress_and_blocks(tiny):
+    told = []
+    ids = np.random.default_rng(0).integers(2, 258, 60)
+    found = models.score(tiny, ids, "window:window=5", 16, progress=told.append)
+    assert told == [16, 32, 48, 59]
+    assert [(b["start"], b["end"]) for b in found.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
+    assert found.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
+
+
+def test_the_mean_of_many_losses_is_exact():
+    """Millions of float32 losses must not be added in float32."""
+    found = Score(np.full(5_000_000, 1.1, np.float32), 0, 0.0, 0.0)
+    assert math.isclose(found.loss, float(np.float32(1.1)), rel_tol=1e-9)
+
+
+def test_what_is_refused(tiny):
+    with pytest.raises(UserError, match="at least 2 tokens, got 1"):
+        next(models.losses(tiny, [0]))
+    with pytest.raises(UserError, match="chunk must be at least 1, got 0"):
+        next(models.losses(tiny, [0, 5], chunk=0))
