@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,16 @@ class Rival:
         return other
 
 
-def on_threads(threads: int, work: Any) -> Variant:
-    """A variant of torch with that many threads: on a busy machine fewer are often faster."""
-    import torch
+def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
+    """Variants of torch with one thread and with two: on a busy machine one is often faster."""
 
-    def run() -> None:
+    def run(threads: int) -> None:
+        import torch
+
         torch.set_num_threads(threads)
         work()
 
-    return timed(run)
+    return {f"{name}, {n} threads": timed(partial(run, n)) for n in (1, 2)}
 
 
 def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Rival]:
