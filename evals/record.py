@@ -46,7 +46,7 @@ class Record:
             "changed": changed,  # code that differed from the commit
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": f"{device.platform}: {device.device_kind}",
-            "cpu": {"model": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": _load()},
+            "cpu": {"model": _cpu(), "cores": _cores(), "load": _load()},
             "system": f"{platform.system()} {platform.machine()}",
             "versions": {"python": platform.python_version()} | _versions(),
             "seeds": list(seeds),
@@ -133,6 +133,11 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def _cores() -> int | None:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _load() -> float:
