@@ -51,7 +51,10 @@ def main() -> None:
 
     llm = models.load(given.model)
     check(llm)
-    texts = {path.stem: tokens_of(llm, path, given.tokens + 1) for path in given.texts}
+    texts = {
+        (path if path.is_dir() else path.parent).name: tokens_of(llm, path, given.tokens + 1)
+        for path in given.texts
+    }
     files = [file for _, some in texts.values() for file in some]
     record = Record("sinks", [llm.folder / "model.safetensors", *files], quick=given.quick)
     results: dict[str, Any] = {
