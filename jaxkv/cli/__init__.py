@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _say("error", error)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        _say("error", "models need the package flax; pip install 'jaxkv[models]'")
+        return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -19,6 +19,7 @@ class Progress:
     def __init__(self, what: str, total: int | None = None, unit: str = "tokens"):
         self._what, self._total, self._unit, self.done = what, total, unit, 0
         self._begun = self._told = time.monotonic()
+        self._first: tuple[float, int] | None = None
         self._terminal = sys.stderr.isatty()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._redraw, daemon=True)
@@ -37,6 +38,7 @@ class Progress:
         """Say how much is done."""
         self.done, self._total = done, total or self._total
         now = time.monotonic()
+        self._first = self._first or (now, done)
         log = not self._terminal and self._total and done < self._total
         if log and now - self._told > REPEAT:
             self._told = now
@@ -51,10 +53,12 @@ class Progress:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def _line(self) -> str:
-        seconds = time.monotonic() - self._begun
-        if not self.done or not self._total:
-            return f"{self._what} ... {seconds:.0f} s"
-        rate = self.done / max(seconds, 1e-9)
+        now = time.monotonic()
+        # The rate counts from the first report: before it, most of the time went into compiling.
+        since, before = self._first or (now, 0)
+        if self.done == before or not self._total:
+            return f"{self._what} ... {now - self._begun:.0f} s"
+        rate = (self.done - before) / max(now - since, 1e-9)
         left = (self._total - self.done) / rate
         return (
             f"{self._what}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "

@@ -75,7 +75,7 @@ def test_an_empty_stop_string(run, model):
 
 def test_commands(run):
     refused(run(), "COMMAND", "jaxkv --help")
-    refused(run("generat"), "'generat'", "'generate'", "jaxkv --help")
+    refused(run("generat"), "'generat'", "generate", "jaxkv --help")
 
 
 def test_model_not_named(run, text):
