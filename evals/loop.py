@@ -114,7 +114,7 @@ def copies_in_loops(text: str, sizes: set[int]) -> list[str]:
 def compiled_text(decoding: ModuleType, stream: models.Stream) -> str:
     """What XLA made of one call of `write`, without the names of source files."""
     sampling = models.Sampling()
-    lowered = decoding._write.lower(stream._static, sampling.filters, (), stream.llm.weights,
+    lowered = decoding.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
                                     stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
     return re.sub(r",? ?metadata=\{[^}]*\}", "", lowered.compile().as_text())
 

@@ -32,6 +32,20 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def small_steps() -> dict[str, object]:
+    """Compiler options for a loop of many small operations.
+
+    By default XLA:CPU hands independent operations to other threads. In a step of a small model
+    each takes well under a microsecond, less than handing it over: without, a decode step of a
+    260 K model is a third faster, and that of a large one is as it was.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    if jax.__version_info__ >= (0, 10):
+        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
+
 def _user_cache() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"

@@ -7,8 +7,9 @@ limits, so they share one compilation and give the same text.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.stack import state_bytes
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
-from models.compilation import clock
+from models.compilation import clock, small_steps
 from models.config import Config
 from models.decoder import Decoder, Weights
 from models.llm import Llm
@@ -94,7 +95,14 @@ def _read(
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.cache
+def writer() -> Callable:
+    """`_write`, compiled for where it runs."""
+    return jax.jit(
+        _write, static_argnums=(0, 1, 2), donate_argnums=4, compiler_options=small_steps()
+    )
+
+
 def _write(
     static: Static,
     filters: Filters,
@@ -279,7 +287,7 @@ class Stream:
         """At most `limit` (and BLOCK) new tokens a row, -1 behind a row's end; which rows ended."""
         limit = min(limit, BLOCK)
         self.reserve(limit)
-        self.decoding, out, count = _write(
+        self.decoding, out, count = writer()(
             self._static,
             sampling.filters,
             eos,
