@@ -4,8 +4,29 @@ from pathlib import Path
 
 import pytest
 
+import models
+from tests.tiny import write_tiny
+
 
 @pytest.fixture(scope="session")
 def stories(shared: Path) -> Path:
     """The folder of the trained model stories260K."""
     return shared / "models" / "stories260K"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random model with 4 kv heads, a short trained context and two ends."""
+    return write_tiny(
+        tmp_path_factory.mktemp("tiny"),
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=96,
+        eos_token_id=[1, 7],
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder) -> models.Llm:
+    """The same, loaded."""
+    return models.load(tiny_folder)
