@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxkv import __version__
+from jaxkv.cli.interrupts import INTERRUPTED, leave, on_interrupt
 from jaxkv.errors import UserError
 
 COMMANDS = {
@@ -28,7 +29,7 @@ COMMANDS = {
     "compare": "several policies on one text: a table and a picture of loss by position",
     "policies": "the cache policies with their fields, memory and source",
 }
-INTERRUPTED, CLOSED = 130, 141
+CLOSED = 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _warnings_as_lines():
+        with on_interrupt(leave), _warnings_as_lines():
             args = _parser(argv).parse_args(argv)
             code = args.run(args)
             sys.stdout.flush()

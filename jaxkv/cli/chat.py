@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxkv.cli import INTERRUPTED, flags
+from jaxkv.cli import flags
 from jaxkv.cli.files import decode, print_json
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def lines(silent: bool) -> Iterator[str]:
             import readline  # noqa: F401 (arrow keys in `input`)
     while True:
         try:
-            line = input("" if silent else "> ") if sys.stdin.isatty() else _piped()
+            with on_interrupt(stop):
+                line = input("" if silent else "> ") if sys.stdin.isatty() else _piped()
         except EOFError:
             if sys.stdin.isatty():
                 _end_line(silent)
@@ -84,7 +85,7 @@ def answer(
     talk: Conversation, line: str, sampling: Sampling, args: argparse.Namespace
 ) -> dict[str, object]:
     """Print one answer as it comes; Ctrl-C ends it and the conversation goes on."""
-    with interrupts(talk.interrupt):
+    with on_interrupt(talk.interrupt):
         pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
         with Progress("compiling and reading"):
             first = next(pieces, "")
@@ -94,21 +95,6 @@ def answer(
     _end_line(silent=args.json)
     row = talk.row
     return {"user": line, "text": row.text, "tokens": row.tokens, "finish_reason": row.reason}
-
-
-@contextlib.contextmanager
-def interrupts(act: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `act` inside; a second one is a KeyboardInterrupt as ever."""
-
-    def handle(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        act()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _end_line(silent: bool) -> None:

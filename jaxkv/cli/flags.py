@@ -84,7 +84,8 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    from models import Sampling
+    with Progress("loading"):
+        from models import Sampling
 
     return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
 

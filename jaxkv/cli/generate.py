@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import threading
 
-from jaxkv.cli import INTERRUPTED, flags
+from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
@@ -22,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = read_prompt(args)
+    prompt, sampling = read_prompt(args), flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
     from models.text import Run, encode
 
@@ -31,24 +33,25 @@ def run(args: argparse.Namespace) -> int:
         encode(llm, [prompt]),
         args.policy,
         args.max_new_tokens,
-        sampling=flags.sampling_of(args),
+        sampling=sampling,
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
     show = (lambda text: None) if args.json else _print
-    code = 0
-    try:
-        blocks = writing.blocks()
-        with Progress("compiling and reading the prompt"):
-            (first,) = next(blocks)
+    blocks = writing.blocks()
+    with Progress("compiling and reading the prompt"):
+        (first,) = next(blocks)
+    pressed = threading.Event()
+    with on_interrupt(pressed.set):
         show(first)
         for (text,) in blocks:
             show(text)
-    except KeyboardInterrupt:
-        show(writing.rows[0].end("interrupted"))
-        code = INTERRUPTED
+            if pressed.is_set():
+                show(writing.rows[0].end("interrupted"))
+                break
     (answer,) = writing.answers()
+    code = INTERRUPTED if answer.finish_reason == "interrupted" else 0
     if args.json:
         print_json(dataclasses.asdict(answer) | {"seed": args.seed, "versions": flags.versions()})
         return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import models
 from jaxkv.cli.flags import DEFAULT_POLICY
@@ -85,7 +87,7 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
     def interrupted(self):
         for number, block in enumerate(blocks(self)):
             if number == 3:
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGINT)
             yield block
 
     monkeypatch.setattr(Run, "blocks", interrupted)

@@ -48,12 +48,14 @@ def test_ctrl_c_keeps_the_text_so_far(start, model):
     assert first and out.endswith(b"\n") and err == b""
 
 
-def test_ctrl_c_while_loading(start, model):
+@pytest.mark.parametrize("seconds", [0.2, 0.4, 0.8])
+def test_ctrl_c_while_loading(start, model, seconds):
+    """Also in the middle of an import, where an exception may be lost or break things."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
-        time.sleep(0.3)
+        time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"Traceback" not in err
+    assert (process.returncode, err) == (130, b"")
 
 
 def test_a_reader_that_leaves(start, model):
