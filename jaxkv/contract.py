@@ -18,12 +18,15 @@ and, where a method has them:
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy
 
-`reserve` and `seal` may change the shapes of a state; they are called between compiled calls,
-never inside a loop. Methods that compress or index a finished prompt do it in `seal` and attend
-exactly before; methods that forget as they go have none.
+`reserve` and `seal` may change the sizes of a state, never its structure (what exists only later
+starts with size 0, so one `axes` serves); they are called between compiled calls, never inside a
+loop. `reserve` counts tokens since `init` or, once sealed, since `seal`. Methods that compress or
+index a finished prompt do it in `seal` and attend exactly before; methods that forget as they go
+have none. Rows of one batch are brought to one size before they are sealed.
 
 A policy that scores tokens by attention sets `needs_scores = True`; its `attend` then returns
-(Partial, scores) and its `extend` receives `scores=`. Nobody else pays for it.
+(Partial, scores) and its `extend` receives `scores=`. Nobody else pays for it. What it keeps
+depends on the scores of earlier queries, so law 5 is asked of it token by token only.
 
 Per-token semantics are the definition: after any chunking a query sees what it would have seen
 had the tokens come one at a time, the newest token among the kept. Methods whose sample changes
@@ -99,7 +102,10 @@ class Partial(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a state holds: positions, and log importance weight (-inf: the slot is empty)."""
+    """What a state holds: positions, and log importance weight (-inf: the slot is empty).
+
+    Where numerator and denominator use different samples, the denominator's.
+    """
 
     positions: UInt32[Array, "B K S"]
     log_weight: Float32[Array, "B K S"]

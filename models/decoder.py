@@ -58,7 +58,7 @@ class Layer(nnx.Module):
         if c.qk_norm:
             q = rms_norm(q, self.q_norm[...], c.norm_eps, axis=-1)
             k = rms_norm(k, self.k_norm[...], c.norm_eps, axis=-1)
-        spec = spec_of(c, str(jax.tree.leaves(state)[0].dtype))
+        spec = spec_of(c, str(x.dtype))
         run = step if mesh is None else partial(sharded_step, mesh)
         out, state = run(policy, spec, state, q, k, v, positions, valid)
         out = out.astype(x.dtype).transpose(2, 3, 0, 1).reshape(-1, *x.shape[1:])
