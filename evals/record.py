@@ -140,9 +140,14 @@ def _cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _load() -> float:
+def _cores() -> int | None:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _load() -> float | None:
     """How many processes wanted a core in the last minute; a quiet machine is well below 1."""
-    return os.getloadavg()[0]
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def _versions() -> dict[str, str]:

@@ -260,7 +260,9 @@ class Stream:
         rows = self.decoding.position.shape[0]
         if len(prompts) != rows:
             raise UserError(f"one list of tokens a row: got {len(prompts)} for {rows} rows")
-        longest = max(map(len, prompts))
+        longest, vocab = max(map(len, prompts)), self.llm.config.vocab
+        if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
+            raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
         self.reserve(longest)
         for start in range(0, longest, chunk):
             width = bucket(min(chunk, longest - start), chunk)

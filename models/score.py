@@ -66,6 +66,11 @@ def losses(
         raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
     if chunk < 1:
         raise UserError(f"chunk must be at least 1, got {chunk}")
+    if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
+        raise UserError(
+            f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
+            "the tokenizer is that of another model"
+        )
     stream = stream or Stream(llm, policy, tokens=len(ids))
     static = Static(llm.config, stream.policies, llm.mesh)
     for begin in range(0, len(ids) - 1, chunk):

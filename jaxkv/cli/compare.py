@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -40,25 +39,24 @@ def run(args: argparse.Namespace) -> int:
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
     from evals import compare
+    from evals.record import Record
     from models.score import encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
+    record = Record("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
     tokens = encode(llm, text)[: args.max_tokens]
     scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
     results = [compare.result(llm, policy, found, block) for policy, found in scores.items()]
     name = Path(args.model).name
     source = "standard input" if args.text == "-" else Path(args.text).name
-    told = {
+    told = record.about | {
         "policies": results,
         "model": name,
         "text": source,
         "tokens": len(tokens),
         "context": llm.config.context,
         "block": block,
-        "seed": args.seed,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": flags.versions(),
     }
     if args.json:
         print_json(told)
@@ -67,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         caption = f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} in a row"
         picture = compare.draw(results, llm.config.context, caption)
-        record = json.dumps(finite(told), indent=1) + "\n"
-        write(out, {"compare.json": record.encode(), "compare.png": picture})
+        file = json.dumps(finite(told), indent=1) + "\n"
+        write(out, {"compare.json": file.encode(), "compare.png": picture})
     return 0
 
 
