@@ -93,7 +93,7 @@ def _reach(chosen: Policy) -> float:
 
 
 def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
-    """Bytes of every layer's state for `batch` rows that hold `tokens` tokens; nothing is allocated.
+    """Bytes of all layers of `batch` rows that hold `tokens` tokens; nothing is allocated.
 
     Raises UserError where a policy refuses that many tokens.
     """
@@ -183,5 +183,3 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"
-
-
