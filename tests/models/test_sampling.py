@@ -1,0 +1,222 @@
+"""Sampling against the plain way in float64, against transformers, and against its own odds."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from models.sampling import Sampling, draw, shape
+
+V = 40
+SETTINGS = [
+    Sampling(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
+    for t, k, p, m, r in itertools.product(
+        (0.3, 1.0, 2.5), (0, 1, 7), (0.4, 1.0), (0.0, 0.1), (0.5, 1.0, 1.7)
+    )
+]
+jitted_shape = jax.jit(shape, static_argnums=0)
+jitted_draw = jax.jit(draw, static_argnums=0)
+
+
+def odds(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """What each token's probability is to be, one row and one filter after the other."""
+    rows = []
+    for row, old in zip(logits.astype(np.float64), seen, strict=True):
+        penalty = np.where(row > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        row = np.where(old, row * penalty, row) / sampling.temperature
+        if sampling.top_k:
+            row[row < np.sort(row)[::-1][: sampling.top_k][-1]] = -np.inf
+        share = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        kept, total = [], 0.0
+        for token in np.argsort(-share, kind="stable"):
+            if total < sampling.top_p:
+                kept.append(token)
+            total += share[token]
+        share = np.where(share >= share[kept].min(), share, 0.0)
+        share[share < sampling.min_p * share.max()] = 0.0
+        rows.append(share / share.sum())
+    return np.stack(rows)
+
+
+def ours(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    shaped = jitted_shape(sampling.filters, sampling.knobs, logits.astype(np.float32), seen)
+    return np.asarray(jax.nn.softmax(shaped, axis=-1))
+
+
+def agree(found: np.ndarray, wanted: np.ndarray, sampling: Sampling) -> None:
+    assert (found[wanted > 1e-30] > 0).all(), f"lost by {sampling}"  # below, float32 may say 0
+    assert (wanted[found > 1e-30] > 0).all(), f"let through by {sampling}"
+    np.testing.assert_allclose(found, wanted, atol=2e-6, err_msg=str(sampling))
+
+
+def example(rng, rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    return rng.normal(size=(rows, V)).astype(np.float32) * 3, rng.random((rows, V)) < 0.3
+
+
+def draws(sampling: Sampling, logits: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+    """One row's logits drawn from that many times, at as many positions of as many rows."""
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), count))
+    positions = np.arange(count, dtype=np.uint32) * 7
+    logits = np.broadcast_to(logits.astype(np.float32), (count, len(logits)))
+    seen = np.zeros(logits.shape, bool)
+    return np.asarray(jitted_draw(sampling.filters, sampling.knobs, logits, seen, keys, positions))
+
+
+def test_every_combination(rng):
+    for sampling in SETTINGS:
+        logits, seen = example(rng)
+        agree(ours(sampling, logits, seen), odds(sampling, logits, seen), sampling)
+    # 16 of the combinations differ in what is compiled in; their values are arguments.
+    assert jitted_shape._cache_size() <= 16
+
+
+@pytest.mark.parity
+def test_every_combination_as_transformers(rng):
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=V,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+    for sampling in SETTINGS:
+        logits, _ = example(rng, rows=1)
+        ids = rng.integers(0, V, (1, 9))
+        seen = np.isin(np.arange(V), ids)[None]
+        processors = model._get_logits_processor(
+            GenerationConfig(
+                do_sample=True,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p or None,
+                repetition_penalty=sampling.repetition_penalty,
+            ),
+            input_ids_seq_length=9,
+            encoder_input_ids=torch.tensor(ids),
+            prefix_allowed_tokens_fn=None,
+            logits_processor=LogitsProcessorList(),
+            device="cpu",
+        )
+        wanted = processors(torch.tensor(ids), torch.tensor(logits)).softmax(-1).numpy()
+        agree(ours(sampling, logits, seen), wanted, sampling)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, top_p=0.8),
+        Sampling(temperature=1.5, top_k=4, min_p=0.05),
+    ],
+)
+def test_frequencies(sampling, rng):
+    logits, count = rng.normal(size=8) * 1.5, 40_000
+    wanted = odds(sampling, logits[None], np.zeros((1, 8), bool))[0]
+    found = np.bincount(draws(sampling, logits, count), minlength=8) / count
+    assert (found[wanted == 0] == 0).all()
+    error = np.sqrt(wanted * (1 - wanted) / count)
+    assert (np.abs(found - wanted) <= 4 * error).all()
+
+
+def test_a_draw_is_of_its_key_and_position(rng):
+    logits, seen = example(rng, rows=200)
+    sampling = Sampling(temperature=3.0)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), 200)))
+    positions = rng.integers(0, 2**32, 200, dtype=np.uint32)
+    pick = partial(jitted_draw, sampling.filters, sampling.knobs)
+    first = np.asarray(pick(logits, seen, keys, positions))
+    order = rng.permutation(200)
+    again = pick(logits[order], seen[order], keys[order], positions[order])
+    assert (np.asarray(again) == first[order]).all(), "a row does not know where it stands"
+    assert (np.asarray(pick(logits, seen, keys, positions + np.uint32(1))) != first).mean() > 0.5
+    assert (np.asarray(pick(logits, seen, keys[::-1].copy(), positions)) != first).mean() > 0.5
+
+
+def test_greedy(rng):
+    logits, seen = example(rng)
+    keys, positions = np.zeros((3, 2), np.uint32), np.zeros(3, np.uint32)
+    settings = Sampling(top_k=2, top_p=0.1, min_p=0.5)  # a greedy choice needs no filter
+    assert settings.filters == Sampling().filters
+    pick = partial(jitted_draw, settings.filters, settings.knobs)
+    assert (np.asarray(pick(logits, seen, keys, positions)) == logits.argmax(-1)).all()
+    assert (np.asarray(pick(np.zeros((3, V), np.float32), seen, keys, positions)) == 0).all()
+    # With a penalty the likeliest token gives way once it has been seen.
+    best = np.eye(V, dtype=bool)[logits.argmax(-1)]
+    punished = Sampling(repetition_penalty=1e6)
+    second = jitted_draw(punished.filters, punished.knobs, logits, best, keys, positions)
+    assert (np.asarray(second) == np.where(best, -np.inf, logits).argmax(-1)).all()
+
+
+def test_ties_with_the_last_kept_stay():
+    logits, seen = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]]), np.zeros((1, 5), bool)
+    for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.6)):
+        assert (ours(sampling, logits, seen)[0] > 0).tolist() == [True, True, True, True, False]
+    level = np.zeros((1, 5))
+    assert (ours(Sampling(1.0, top_k=1), level, seen) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "scale", "kept"),
+    [
+        (Sampling(1e-30), 1, {1}),
+        (Sampling(1e-46), 1, {1}),  # 0 in float32
+        (Sampling(1e-30, top_k=3, top_p=0.9, min_p=0.1), 1, {1}),
+        (Sampling(1e30), 1, {0, 1, 2, 3}),
+        (Sampling(1.0), 1e30, {1}),
+        (Sampling(1e30), 1e30, {0, 1, 2, 3}),
+        (Sampling(1.0, top_k=10**12), 1, {0, 1, 2, 3}),
+        (Sampling(1.0, top_p=1e-30), 1, {1}),
+        (Sampling(1.0, min_p=1.0), 1, {1}),
+        (Sampling(1.0, min_p=1e-46), 1, {0, 1, 2, 3}),  # 0 in float32
+        (Sampling(1.0, top_k=3, top_p=0.9, min_p=0.1), 1, {1, 3}),
+    ],
+)
+def test_extremes(sampling, scale, kept):
+    """Never NaN, never a token that was filtered out, never one with a logit of -inf."""
+    logits = np.array([1.0, 3.0, -2.0, 2.9, -np.inf]) * scale
+    found = ours(sampling, logits[None], np.zeros((1, 5), bool))[0]
+    assert set(np.flatnonzero(found)) == kept and not np.isnan(found).any()
+    drawn = set(draws(sampling, logits, 300).tolist())
+    assert drawn <= kept and (len(drawn) > 1 or len(kept) == 1)
+
+
+def test_values_are_arguments(rng):
+    """Settings that switch on the same filters share one compilation."""
+    fresh = jax.jit(lambda *args: draw(*args), static_argnums=0)
+    logits, seen = example(rng)
+    keys, positions = np.zeros((3, 2), np.uint32), np.zeros(3, np.uint32)
+    for temperature, top_k, top_p in ((0.5, 3, 0.9), (1.5, 30, 0.2), (1e-40, 10**9, 0.999)):
+        sampling = Sampling(temperature, top_k, top_p)
+        fresh(sampling.filters, sampling.knobs, logits, seen, keys, positions)
+    assert fresh._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+    ],
+)
+def test_what_is_refused(field, value):
+    with pytest.raises(UserError, match=rf"{field} must be .*, got {value}"):
+        Sampling(**{field: value})
