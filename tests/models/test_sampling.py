@@ -34,7 +34,7 @@ def odds(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray
         share = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
         kept, total = [], 0.0
         for token in np.argsort(-share, kind="stable"):
-            if total < sampling.top_p:
+            if total < sampling.top_p or sampling.top_p == 1:
                 kept.append(token)
             total += share[token]
         share = np.where(share >= share[kept].min(), share, 0.0)
