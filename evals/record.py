@@ -95,7 +95,8 @@ def plain(value: Any) -> Any:
 def command() -> str:
     """The command line of this run, as one would type it in the repository."""
     main = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {main.name}" if main else f"python {portable(Path(sys.argv[0]))}"
+    module = main.name.removesuffix(".__main__") if main else ""
+    program = f"python -m {module}" if main else f"python {portable(Path(sys.argv[0]))}"
     words = [portable(Path(word)) if word.startswith("/") else word for word in sys.argv[1:]]
     return " ".join([program, *words])
 
