@@ -1,0 +1,95 @@
+"""Generation over many devices: the same tokens, and a cache that stays where it lies."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+from jaxkv.sharding import mesh_of
+from models.decoding import Stream, writer
+from models.sampling import Sampling
+
+SMALL = "streaming:sinks=2,window=14"
+WARM = Sampling(temperature=0.9, top_k=50)
+MESHES = ["data=2", "model=2", "data=2,model=4", "data=8"]
+PROMPTS = [[60 + i] * (3 * i + 1) for i in range(8)]
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+
+
+def begin(llm: models.Llm, policy: str = SMALL) -> Stream:
+    stream = Stream(llm, policy, rows=8, seed=range(8))
+    stream.read(PROMPTS, chunk=16)
+    return stream
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """What one device writes."""
+    return begin(tiny).write(WARM, 100, ())[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_same_tokens(tiny_folder, alone, mesh):
+    llm = models.load(tiny_folder, mesh=mesh_of(mesh))
+    rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
+    stream = begin(llm)
+    before = writer()._cache_size()
+    np.testing.assert_array_equal(stream.write(WARM, 60, ())[0], alone[:, :60])
+    np.testing.assert_array_equal(stream.write(WARM, 40, ())[0], alone[:, 60:])
+    assert writer()._cache_size() == before + 1
+
+    # Each device holds its rows and heads of every cache, and its part of the projections.
+    for state in stream.decoding.states:
+        assert len(state.k.sharding.device_set) == rows * heads
+        assert state.k.sharding.shard_shape(state.k.shape) == (8 // rows, 4 // heads, 16, 4)
+    for name, axis in (("q", 0), ("k", 0), ("v", 0), ("o", 1), ("gate", 0), ("up", 0), ("down", 1)):
+        weight = llm.weights[f"layers.1.{name}"]
+        shard = weight.sharding.shard_shape(weight.shape)
+        assert shard[axis] == weight.shape[axis] // heads, name
+        assert shard[1 - axis] == weight.shape[1 - axis], name
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_nothing_but_sums_travels(tiny_folder, mesh):
+    """Between devices: the sums of two projections a layer, and whether all rows are done."""
+    llm = models.load(tiny_folder, mesh=mesh_of(mesh))
+    stream = begin(llm)
+    program = writer().lower(
+        stream._static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
+    )
+    found = [
+        (kind, dtype, math.prod(map(int, filter(None, shape.split(",")))))
+        for kind, arrays in (
+            (match[2], match[1]) for match in COLLECTIVE.finditer(program.compile().as_text())
+        )
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", arrays)
+    ]
+    rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
+    sums = [("all-reduce", "f32", llm.config.width * 8 // rows)] * 2 * llm.config.layers
+    done = [("all-reduce", "pred", 1)]
+    assert sorted(found) == sorted(sums * (heads > 1) + done * (rows > 1))
+
+
+def test_stories(stories):
+    """A trained model, rows and heads split, at once and greedy."""
+    texts = []
+    for mesh in (None, mesh_of("data=2,model=4")):
+        stream = begin(models.load(stories, mesh=mesh), "streaming:sinks=4,window=60")
+        texts.append(stream.write(Sampling(), 200, ())[0])
+    np.testing.assert_array_equal(*texts)
+    assert len(jax.devices()) == 8
+
+
+def test_what_does_not_divide_is_told(tiny_folder):
+    with pytest.raises(UserError, match="must divide the kv heads: 4 kv heads over 8 places"):
+        Stream(models.load(tiny_folder, mesh=mesh_of("model=8")), SMALL)
+    with pytest.raises(UserError, match="must divide the rows: 3 rows over 2 places"):
+        Stream(models.load(tiny_folder, mesh=mesh_of("data=2")), SMALL, rows=3)
