@@ -154,6 +154,12 @@ def local_attention(
     hidden: keys that another part already covers. Queries go in blocks and keys outside every
     query's reach are skipped, so memory is linear in T.
     """
+    tokens = chunk.valid.shape[1]
+    if tokens > _UNROLLED and (more := -tokens % _BLOCK_QUERIES):
+        pad = lambda a: jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
+        unseen = None if hidden is None else pad(hidden)
+        whole = local_attention(spec, jax.tree.map(pad, chunk), window, unseen)
+        return Partial(whole.out[:, :tokens], whole.lse[:, :tokens])
     positions, valid = chunk.positions, chunk.valid
     q = spec.encoding.rotate(chunk.q, positions)
     k = spec.encoding.rotate(chunk.k, positions).transpose(0, 2, 1, 3)
@@ -178,8 +184,7 @@ def local_attention(
             queries, k[:, :, :keys], v[:, :, :keys], bias, spec.scale, spec.softcap
         )
 
-    tokens = q.shape[1]
-    if tokens <= _UNROLLED or tokens % _BLOCK_QUERIES:
+    if tokens <= _UNROLLED:
         starts = range(0, tokens, _BLOCK_QUERIES)
         sizes = [min(_BLOCK_QUERIES, tokens - start) for start in starts]
         parts = [attend_block(a, n, a + n) for a, n in zip(starts, sizes, strict=True)]

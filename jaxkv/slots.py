@@ -31,6 +31,8 @@ class Slots(NamedTuple):
 AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
 # These follow from positions and valid alone: the same in every layer with this policy.
 SHARED = ("positions", "count")
+# The count of a row without a ring that was given more tokens than it had slots.
+OVERFULL = 2**31 - 1
 
 
 def init(spec: Spec, rows: int, slots: int) -> Slots:
@@ -58,10 +60,11 @@ def grow(slots: Slots, size: int) -> Slots:
 def _advance(count: Array, new: Array, sinks: int, size: int, ring: bool) -> Array:
     """count + new; exact up to `size`, beyond that folded to name the same slot of the ring.
 
-    Without a ring it stops at size + 1, the mark of a row that was given too much.
+    Without a ring it becomes OVERFULL, which no later growth undoes.
     """
-    total = count + new
-    beyond = size + (total - size) % (size - sinks) if ring else size + 1
+    # A row that is overfull already stays so: its count is beyond every size.
+    total = jnp.minimum(count, OVERFULL - new) + new
+    beyond = size + (total - size) % (size - sinks) if ring else OVERFULL
     return jnp.where(total <= size, total, beyond)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import typing
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +20,7 @@ import jax
 from jaxkv import rows
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.policies import POLICIES, Window
+from jaxkv.policies import POLICIES, Full, Window
 
 
 def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
@@ -81,15 +83,23 @@ def by_layer(
             raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
         return tuple(chosen)
     own = [*windows, *[None] * (layers - len(windows))]
-    return tuple(
-        Window(width) if width is not None and _reach(chosen) > width else chosen for width in own
-    )
+    too_far = [i for i, width in enumerate(own) if width is not None and reach(chosen) > width]
+    if too_far and not isinstance(chosen, Full):
+        warnings.warn(
+            f"{len(too_far)} layer(s) keep the model's own window of {own[too_far[0]]} tokens, as "
+            f"{spell(chosen)} reaches further; name layers, as in 0={spell(chosen)}, to force it",
+            stacklevel=2,
+        )
+    return tuple(Window(w) if i in too_far else chosen for i, w in enumerate(own))
 
 
-def _reach(chosen: Policy) -> float:
-    """How many tokens back a policy may look."""
-    window = getattr(chosen, "window", None)
-    return float("inf") if window is None else window + getattr(chosen, "sinks", 0)
+def reach(chosen: Policy, tokens: int | None = None) -> float:
+    """The most tokens back that a policy lets a query look, in a text of so many tokens.
+
+    A policy that says nothing of it may look back to the beginning. tokens None: no end.
+    """
+    length = math.inf if tokens is None else tokens
+    return min(length, getattr(chosen, "reach", math.inf))
 
 
 def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:

@@ -35,7 +35,7 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.row = Row(llm, (), ())
         self._interrupted = self._warned = False
-        warn_beyond_context(llm, self.stream.policies, 0)
+        warn_beyond_context(llm, self.stream.policies, None)
 
     def say(
         self,
@@ -55,19 +55,21 @@ class Conversation:
         self.stream.seal()
         # Where a stop string is given the answer is cut, and so must the cache be: go back here.
         held = jax.tree.map(jnp.copy, self.stream.decoding) if stop else None
-        for block in self.stream.pieces(sampling or Sampling(), max_new_tokens, eos):
-            if piece := "".join(map(row.push, map(int, block[0]))):
+        length = self.stream.length
+        self.messages += [{"role": "user", "content": text}]
+        try:
+            for block in self.stream.pieces(sampling or Sampling(), max_new_tokens, eos):
+                if piece := "".join(map(row.push, map(int, block[0]))):
+                    yield piece
+                if row.reason or self._interrupted:
+                    break
+            if piece := row.end("interrupted" if self._interrupted else "length"):
                 yield piece
-            if row.reason or self._interrupted:
-                break
-        if piece := row.end("interrupted" if self._interrupted else "length"):
-            yield piece
-        if held is not None and row.reason == "stop":
-            self._return_to(held, row)
-        self.messages += [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": row.text},
-        ]
+            if held is not None and row.reason == "stop":
+                self._return_to(held, length, row)
+        finally:  # also where nobody listens to the end: the cache holds it all the same
+            row.end("interrupted")
+            self.messages += [{"role": "assistant", "content": row.text}]
 
     def interrupt(self) -> None:
         """End the answer in progress with the tokens that are being made."""
@@ -82,7 +84,7 @@ class Conversation:
             return tokenizer.encode(f"\n{text}\n", bos=False)
         return tokenizer.encode("".join(m["content"] + "\n" for m in self.messages) + text + "\n")
 
-    def _return_to(self, held: Decoding, row: Row) -> None:
+    def _return_to(self, held: Decoding, length: int, row: Row) -> None:
         """The cache as it was before the answer, and then what was shown of it."""
         pieces, text, kept, shown = Pieces(self.llm.tokenizer, start=False), "", 0, 0
         for number, token in enumerate(row.tokens, 1):
@@ -94,6 +96,6 @@ class Conversation:
         # Where the stop string begins within a token, the rest of the text is written anew.
         rest = self.llm.tokenizer.encode(row.text[shown:], bos=False)
         self.stream.decoding = held
-        self.stream.length = int(held.position.max())
+        self.stream.length = length
         if answer := row.tokens[:kept] + rest:
             self.stream.read([answer])

@@ -144,6 +144,9 @@ def _write(
 
     start = (_fold(static, decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
     end, count, out = jax.lax.while_loop(go_on, write_one, start)
+    if not filters.repetition:  # nobody asked on the way: mark the whole block at once
+        seen = end.seen.at[jnp.arange(rows)[:, None], out].max(out >= 0)
+        end = end._replace(seen=seen)
     return _unfold(static, end, decoding.states), out, count
 
 
@@ -186,11 +189,28 @@ def _shared(policy: Policy) -> tuple[str, ...]:
     return getattr(policy, "shared", ())
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _init(policy: Policy, spec: Spec, keys: Array) -> State:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _init(policy: Policy, spec: Spec, mesh: Mesh | None, keys: Array) -> State:
     """Fresh rows, each from its own key: a row's randomness does not know its neighbours."""
     rows = jax.vmap(lambda key: policy.init(spec, 1, key))(keys)
-    return jax.tree.map(lambda leaf: leaf[:, 0], rows)
+    state = jax.tree.map(lambda leaf: leaf[:, 0], rows)
+    if mesh is None:
+        return state
+    specs = sharding.specs(policy.axes, *sharding.axes_in(mesh))
+    return jax.tree.map(
+        lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
+        state,
+        specs,
+    )
+
+
+def _of_layer(keys: Array, layer: int) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _seal(policy: Policy, spec: Spec, state: State) -> State:
+    return policy.seal(spec, state)
 
 
 class Stream:
@@ -211,7 +231,8 @@ class Stream:
     ):
         self.llm = llm
         self.policies = llm.policies(policy)
-        self.length = 0  # the longest row so far, for policies that grow
+        self.length = 0  # of the longest row since it was made or sealed, for policies that grow
+        self.sealed = False
         self.limit = 1
         self._static = Static(llm.config, self.policies, llm.mesh)
         clock()
@@ -228,27 +249,20 @@ class Stream:
 
     def _start(self, rows: int, seeds: Sequence[int]) -> Decoding:
         llm, vocab = self.llm, self.llm.config.vocab
+        # What policies draw and what tokens are drawn by never share a key.
         keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+        of_tokens, of_policies = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
         states = tuple(
-            _init(policy, llm.spec, jax.vmap(jax.random.fold_in, (0, None))(keys, layer))
+            _init(policy, llm.spec, llm.mesh, _of_layer(of_policies, layer))
             for layer, policy in enumerate(self.policies)
         )
-        if llm.mesh is not None:
-            states = tuple(
-                jax.tree.map(
-                    lambda leaf, spec: jax.device_put(leaf, NamedSharding(llm.mesh, spec)),
-                    state,
-                    sharding.specs(policy.axes, *sharding.axes_in(llm.mesh)),
-                )
-                for policy, state in zip(self.policies, states, strict=True)
-            )
         return Decoding(
             states=states,
             logits=jnp.zeros((rows, vocab), jnp.float32),
             position=jnp.zeros((rows,), jnp.uint32),
             done=jnp.ones((rows,), bool),
             seen=jnp.zeros((rows, vocab), bool),
-            keys=jax.random.key_data(keys),
+            keys=jax.random.key_data(of_tokens),
         )
 
     @property
@@ -274,11 +288,12 @@ class Stream:
             self.decoding = _read(self._static, self.llm.weights, self.decoding, tokens, valid)
 
     def seal(self) -> None:
-        """Tell policies that compress or index a finished prompt that it is complete."""
+        """Tell policies that compress or index a finished prompt that it is complete; once."""
+        if self.sealed or not any(hasattr(policy, "seal") for policy in self.policies):
+            return
+        self.sealed, self.length = True, 0
         states = tuple(
-            jax.jit(policy.seal, static_argnums=0)(self.llm.spec, state)
-            if hasattr(policy, "seal")
-            else state
+            _seal(policy, self.llm.spec, state) if hasattr(policy, "seal") else state
             for policy, state in zip(self.policies, self.decoding.states, strict=True)
         )
         self.decoding = self.decoding._replace(states=states)
@@ -319,23 +334,27 @@ class Stream:
 
     def reserve(self, tokens: int) -> None:
         """Make room for that many more tokens a row in policies that grow."""
-        self.length += tokens
-        if not any(hasattr(policy, "reserve") for policy in self.policies):
-            return
-        self._check(self.length)
-        states = tuple(
-            policy.reserve(self.llm.spec, state, self.length)
-            if hasattr(policy, "reserve")
-            else state
-            for policy, state in zip(self.policies, self.decoding.states, strict=True)
-        )
-        self.decoding = self.decoding._replace(states=states)
+        length = self.length + tokens
+        if any(hasattr(policy, "reserve") for policy in self.policies):
+            self._check(length)
+            states = tuple(
+                policy.reserve(self.llm.spec, state, length)
+                if hasattr(policy, "reserve")
+                else state
+                for policy, state in zip(self.policies, self.decoding.states, strict=True)
+            )
+            self.decoding = self.decoding._replace(states=states)
+        self.length = length  # only now: a refused request leaves the stream as it was
 
     def _check(self, tokens: int) -> None:
         """Raise UserError if a policy refuses so many tokens a row, or they do not fit."""
         if tokens > self._checked:
-            needed = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
-            memory.check(needed, f"the caches of {self._rows} row(s) of {tokens} tokens")
+            caches = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
+            logits = 5 * self._rows * self.llm.config.vocab  # float32 logits and a bool a token
+            parts = 1 if self.llm.mesh is None else self.llm.mesh.size
+            memory.check(
+                (caches + logits) // parts, f"the caches of {self._rows} row(s) of {tokens} tokens"
+            )
             self._checked = tokens
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
+from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.compilation import clock
 from models.decoder import Decoder, Weights
@@ -29,13 +30,13 @@ def _score(
     static: Static,
     weights: Weights,
     states: tuple[State, ...],
-    position: UInt32[Array, ""],
+    position: UInt32[Array, "1"],
     tokens: Int32[Array, "1 T"],
     targets: Int32[Array, "1 T"],
     valid: Bool[Array, "1 T"],
 ) -> tuple[tuple[State, ...], Array]:
     decoder = Decoder(static.config, weights, static.mesh)
-    positions = position + jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
+    positions = position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
     hidden, states = decoder(tokens, positions, valid, static.policies, states)
     losses = []
     for start in range(0, tokens.shape[1], _TOKENS_OF_LOGITS):
@@ -58,8 +59,9 @@ def losses(
 
     tokens: the text with its BOS in front; chunk: tokens read at a time, which changes nothing
     but the speed. start: the position of the first token, up to 2^32 - 1. stream: states to go
-    on with in place of fresh ones (start is then where they stand).
-    Raises UserError if there is nothing to predict.
+    on with in place of fresh ones (they know where they stand, and start is not used).
+    Raises UserError if there is nothing to predict, or for a policy that seals a prompt: which
+    part of a text would be its prompt is not said.
     """
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
@@ -71,7 +73,15 @@ def losses(
             f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
             "the tokenizer is that of another model"
         )
-    stream = stream or Stream(llm, policy, tokens=len(ids))
+    if stream is None:
+        stream = Stream(llm, policy, tokens=len(ids))
+        stream.decoding = stream.decoding._replace(position=np.full(1, start, np.uint32))
+    sealing = [p for p in stream.policies if hasattr(p, "seal")]
+    if sealing and not stream.sealed:
+        raise UserError(
+            f"{spell(sealing[0])} keeps everything until a prompt is sealed, and a text to score "
+            "has none; read a prompt into a Stream, seal it, and give stream="
+        )
     static = Static(llm.config, stream.policies, llm.mesh)
     for begin in range(0, len(ids) - 1, chunk):
         size = min(chunk, len(ids) - 1 - begin)
@@ -84,12 +94,13 @@ def losses(
             static,
             llm.weights,
             stream.decoding.states,
-            np.uint32((start + begin) % 2**32),
+            stream.decoding.position,
             fed[0],
             fed[1],
             np.arange(width)[None, :] < size,
         )
-        stream.decoding = stream.decoding._replace(states=states)
+        position = stream.decoding.position + np.uint32(size)
+        stream.decoding = stream.decoding._replace(states=states, position=position)
         yield np.asarray(loss)[:size]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError
-from jaxkv.stack import spell
+from jaxkv.stack import reach, spell
 from models.compilation import clock
 from models.decoding import BLOCK, CHUNK, DEFAULT_POLICY, Stream
 from models.llm import Llm
@@ -43,21 +44,32 @@ class Answer:
 
 
 class Row:
-    """One row's text as its tokens come; it ends at an eos, at a stop string, or when told to."""
+    """One row's text as its tokens come; it ends at an eos, at a stop string, or when told to.
 
-    def __init__(self, llm: Llm, eos: Sequence[int], stops: Sequence[str]):
+    keep: hold the tokens and the text for afterwards; a text without end is not held.
+    """
+
+    def __init__(self, llm: Llm, eos: Sequence[int], stops: Sequence[str], keep: bool = True):
         if any(not stop for stop in stops):
             raise UserError("a stop string must not be empty; leave it out to never stop")
         self.tokens: list[int] = []
-        self.text, self.reason = "", ""
+        self.count, self.reason, self.keep = 0, "", keep
+        self._shown: list[str] = []
         self._pieces = Pieces(llm.tokenizer, start=False)
         self._eos, self._stops, self._held = frozenset(eos), tuple(stops), ""
+
+    @property
+    def text(self) -> str:
+        """What was shown so far."""
+        return "".join(self._shown)
 
     def push(self, token: int) -> str:
         """The text that is certain once this token has come; none after the row's end."""
         if self.reason or token < 0:
             return ""
-        self.tokens.append(token)
+        self.count += 1
+        if self.keep:
+            self.tokens.append(token)
         if token in self._eos:
             return self.end("eos")
         return self._release(self._pieces.push(token))
@@ -78,7 +90,8 @@ class Row:
         else:
             cut = len(text) if last else len(text) - self._doubtful(text)
         piece, self._held = text[:cut], "" if found else text[cut:]
-        self.text += piece
+        if self.keep and piece:
+            self._shown.append(piece)
         return piece
 
     def _doubtful(self, text: str) -> int:
@@ -142,6 +155,7 @@ def stream(
     """
     prompts = encode(llm, [prompt])
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run.rows[0].keep = False
     for pieces in run.blocks():
         if pieces[0]:
             yield pieces[0]
@@ -195,7 +209,11 @@ class Run:
         self.rows = [Row(llm, self.eos, stops) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
-        warn_beyond_context(llm, self.stream.policies, longest + (max_new_tokens or 0))
+        warn_beyond_context(
+            llm,
+            self.stream.policies,
+            None if max_new_tokens is None else longest + max_new_tokens,
+        )
         self.prefill = self.decode = self.compiled = 0.0
 
     def blocks(self) -> Iterator[list[str]]:
@@ -220,7 +238,7 @@ class Run:
         return _Timed(self, phase)
 
     def answers(self) -> list[Answer]:
-        tokens = sum(len(row.tokens) for row in self.rows)
+        tokens = sum(row.count for row in self.rows)
         return [
             Answer(
                 text=row.text,
@@ -266,14 +284,17 @@ def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling
     return Sampling(**knobs)
 
 
-def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
-    """Say so when a policy will show a model distances that it was not trained on."""
+def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None) -> None:
+    """Say so when a policy will show a model distances that it was not trained on.
+
+    tokens: how long the text will be; None where it has no end.
+    """
     for policy in dict.fromkeys(policies):
-        window = getattr(policy, "window", None)
-        reach = tokens if window is None else window + getattr(policy, "sinks", 0)
-        if reach > llm.config.context:
+        furthest = reach(policy, tokens)
+        if furthest > llm.config.context:
+            far = "without end" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(
-                f"{spell(policy)} reaches back {reach} tokens and the model was trained on "
+                f"{spell(policy)} reaches back {far} and the model was trained on "
                 f"{llm.config.context}: beyond that its text usually falls apart",
                 stacklevel=3,
             )

@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 COMPARED_WITH = {"torch", "transformers"}  # imported inside functions, since they may be absent
 
-FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 80, 150
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150
 FILE_BYTES = 10_000_000
 MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|tmp|Users)/\w")
 

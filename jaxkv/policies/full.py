@@ -56,7 +56,7 @@ class Full:
     def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
         partial = slots.attend(state, spec, chunk, sinks=0, window=None)
         new = jnp.sum(chunk.valid.astype(jnp.int32), axis=1)
-        return _refuse(partial, state.count + new > state.positions.shape[1])
+        return _refuse(partial, state.count > state.positions.shape[1] - new)
 
     def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
         return slots.extend(state, spec, chunk, sinks=0, ring=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -43,6 +44,10 @@ class Streaming:
     @property
     def by_rank(self) -> bool:
         return self.positions == "cache"
+
+    @property
+    def reach(self) -> float:
+        return self.sinks + self.window if self.by_rank else math.inf
 
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
         return slots.init(spec, rows, self.sinks + self.window)

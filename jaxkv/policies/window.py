@@ -33,6 +33,10 @@ class Window:
         if self.window < 1:
             raise UserError(f"window must be at least 1, got {self.window}; try window=256")
 
+    @property
+    def reach(self) -> int:
+        return self.window
+
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
         return slots.init(spec, rows, self.window)
 

@@ -1,0 +1,85 @@
+"""What a stream in use must keep straight: room, seals, positions, and talk that breaks off."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+from models.decoding import Stream
+from models.sampling import Sampling
+from models.text import Row
+from tests.laws.toys import Halving
+
+
+def test_a_refused_read_leaves_the_stream_as_it_was(tiny):
+    stream = Stream(tiny, "full:max=16,start=8")
+    stream.read([list(range(2, 8))])
+    with pytest.raises(UserError, match="max=16"):
+        stream.read([[3] * 50])
+    stream.read([[4] * 10])
+    assert stream.length == 16
+    assert np.isfinite(stream.decoding.logits).all()
+
+
+def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):
+    stream = Stream(tiny, Halving(sinks=2, start=8, tail=4))
+    stream.read([list(range(2, 34))])
+    stream.seal()
+    kept = stream.decoding.states[0].prompt.positions.shape
+    stream.read([[5] * 6])
+    stream.seal()  # the second turn of a conversation: nothing is thinned again
+    stream.read([[6] * 6])
+    state = stream.decoding.states[0]
+    assert state.prompt.positions.shape == kept
+    assert int(state.tail.count[0]) == 12 and state.tail.positions.shape[1] == 16
+
+
+def test_losses_go_on_where_a_stream_stands(tiny):
+    ids = list(np.random.default_rng(0).integers(2, 250, 80))
+    whole = np.concatenate(list(models.losses(tiny, ids, "streaming:sinks=2,window=30")))
+    stream = Stream(tiny, "streaming:sinks=2,window=30")
+    stream.read([ids[:33]])
+    rest = np.concatenate(list(models.losses(tiny, ids[33:], stream=stream)))
+    np.testing.assert_allclose(rest, whole[33:], atol=1e-5)
+    assert int(stream.decoding.position[0]) == 79
+
+
+def test_a_policy_that_seals_cannot_be_scored_unsealed(tiny):
+    with pytest.raises(UserError, match="sealed"):
+        next(models.losses(tiny, [2, 3, 4, 5], Halving()))
+
+
+def test_tokens_written_without_a_penalty_are_punished_by_a_later_one(tiny):
+    stream = Stream(tiny, "streaming:sinks=2,window=30")
+    stream.read([[2, 3]])
+    block, _ = stream.write(Sampling(), 5, ())
+    assert set(np.flatnonzero(stream.decoding.seen[0])) == {2, 3, *block[0].tolist()}
+
+
+def test_an_answer_nobody_listens_to_the_end_of_is_part_of_the_conversation(tiny):
+    talk = models.Conversation(tiny, "streaming:sinks=2,window=30")
+    answer = talk.say("hello", max_new_tokens=20, ignore_eos=True)
+    next(answer)
+    answer.close()
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    assert talk.messages[1]["content"] == talk.row.text
+
+
+def test_text_without_end_costs_the_same_token_after_token(tiny):
+    def seconds(row: Row, tokens: int) -> float:
+        begun = time.process_time()
+        for _ in range(tokens):
+            row.push(40)
+        return time.process_time() - begun
+
+    row = Row(tiny, (), ())
+    first = min(seconds(row, 2_000) for _ in range(5))
+    seconds(row, 200_000)
+    assert min(seconds(row, 2_000) for _ in range(5)) < 3 * first
+    unheld = Row(tiny, (), (), keep=False)
+    seconds(unheld, 1_000)
+    assert unheld.count == 1_000 and not unheld.tokens and not unheld.text
