@@ -25,6 +25,15 @@ def test_a_figure_is_filled_in(tmp_path):
     assert figures.fill(done, tmp_path) == done
 
 
+ABOUT = {
+    "command": "python -m evals.endless",
+    "date": "2026-01-01T00:00:00",
+    "commit": "0123456789",
+    "dirty": False,
+    "cpu": {"cores": 2, "model": "a CPU", "load": 0.1},
+}
+
+
 @pytest.mark.parametrize("change, verdict", [(0.004, claims.HOLDS), (0.006, claims.NOT)])
 def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
     summary = {
@@ -34,10 +43,17 @@ def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
         "resident_bytes": {"growth": 0},
     }
     results = {"policy": "p", "tokens": 1, "block": 1, "endless": [], "summary": summary}
-    (tmp_path / "endless.json").write_text(json.dumps({"command": "c", "results": results}))
-    (line,) = [row for row in claims.page(tmp_path).splitlines() if row.startswith("| Stable")]
-    assert f"**{verdict}**" in line
+    results["bars"] = [{"bar": "x", "value": 2.0, "ask": "<= 1", "met": False}]
+    (tmp_path / "endless.json").write_text(json.dumps(ABOUT | {"results": results}))
+    lines = claims.page(tmp_path).splitlines()
+    (line,) = [line for line in lines if line.startswith("| Stable")]
+    assert line.endswith(f"| {verdict} | [endless](results/endless.json) |")
+    assert "| x | 2 | <= 1 | **no** | [endless](results/endless.json) |" in lines
+    assert any("`python -m evals.endless`; 2026-01-01, commit 0123456" in line for line in lines)
 
 
 def test_without_records_nothing_is_claimed(tmp_path):
-    assert "**" not in claims.page(tmp_path)
+    rows = [line for line in claims.page(tmp_path).splitlines() if line.startswith("| ")]
+    assert all(
+        claims.OPEN in row for row in rows if not row.startswith(("| claim", "| bar", "| --"))
+    )
