@@ -39,6 +39,7 @@ def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
             raise UserError(
                 f"policies by layer are written LAYER=POLICY;...;*=POLICY, got {part!r}"
             )
+        layer = layer if layer == "*" else str(int(layer))
         if layer in named:
             raise UserError(f"layer {layer} is named twice in {text!r}; name it once")
         named[layer] = _parse_one(rest)
@@ -93,7 +94,7 @@ def by_layer(
     return tuple(Window(w) if i in too_far else chosen for i, w in enumerate(own))
 
 
-def reach(chosen: Policy, tokens: int | None = None) -> float:
+def reach(chosen: Policy, tokens: int | None = None) -> int | float:
     """The most tokens back that a policy lets a query look, in a text of so many tokens.
 
     A policy that says nothing of it may look back to the beginning. tokens None: no end.
@@ -143,7 +144,7 @@ def _type_name(kind: type, field: str) -> str:
 
 
 def _parse_one(text: str) -> Policy:
-    name, _, fields = text.strip().partition(":")
+    name, _, fields = (piece.strip() for piece in text.partition(":"))
     if name not in POLICIES:
         raise UserError(f"unknown policy {name!r}{_nearest(name, POLICIES)}")
     kind = POLICIES[name]

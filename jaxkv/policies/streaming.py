@@ -46,7 +46,7 @@ class Streaming:
         return self.positions == "cache"
 
     @property
-    def reach(self) -> float:
+    def reach(self) -> int | float:
         return self.sinks + self.window if self.by_rank else math.inf
 
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:

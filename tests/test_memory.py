@@ -1,0 +1,72 @@
+"""How much memory there is, and what is said before too much is asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv import memory
+from jaxkv.errors import UserError
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Call it, and the first device is of this platform and says this of its memory."""
+
+    def use(platform: str = "gpu", **stats: int | None) -> None:
+        told = stats or None
+        fake = SimpleNamespace(platform=platform, memory_stats=lambda: told)
+        monkeypatch.setattr(memory.jax, "local_devices", lambda: [fake])
+
+    return use
+
+
+def test_a_device_says_what_is_free(device):
+    device(bytes_limit=100, bytes_in_use=30)
+    assert memory.available() == 70
+    device(bytes_limit=100)
+    assert memory.available() == 100
+
+
+@pytest.mark.parametrize("stats", [{}, {"bytes_in_use": 5}])
+def test_a_device_that_cannot_tell_is_trusted(stats, device):
+    device(**stats)
+    assert memory.available() is None
+    memory.check(10**18, "a cache")
+
+
+def test_the_host(device, monkeypatch):
+    free = memory.available()
+    assert 2**20 < free < 2**50
+    device("cpu", bytes_limit=5)  # which a CPU's device does not know
+    assert memory.available() == pytest.approx(free, rel=0.5)
+    monkeypatch.setattr(Path, "exists", lambda self: False)  # no /proc: macOS
+    assert memory.available() > free / 2
+    monkeypatch.delattr("os.sysconf")  # nor sysconf: Windows
+    assert memory.available() is None
+
+
+def test_check(device):
+    device(bytes_limit=4 * 2**30, bytes_in_use=2**31)
+    memory.check(2**31, "the caches")
+    with pytest.raises(UserError, match=r"the caches take\(s\) 2.0 GiB and only 2.0 GiB are free"):
+        memory.check(2**31 + 1, "the caches")
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 * 2**20, "5.0 MiB"),
+        (3.2 * 2**30, "3.2 GiB"),
+        (2**40, "1.0 TiB"),
+        (2**52, "4096.0 TiB"),
+    ],
+)
+def test_show(count, shown):
+    assert memory.show(count) == shown

@@ -1,0 +1,197 @@
+"""Policies as text and back, one a layer, and their bytes before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import rows
+from jaxkv.errors import UserError
+from jaxkv.policies import POLICIES, Full, Streaming, Window
+from jaxkv.rotary import rotary
+from jaxkv.stack import by_layer, describe, policy, reach, spell, state_bytes
+
+SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(Window):
+    """Every type of field that a policy may have."""
+
+    window: int = 3
+    rate: float = 0.5
+    exact: bool = False
+    kind: Literal["one", "two"] = "one"
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    monkeypatch.setitem(POLICIES, "odd", Odd)
+
+
+def drawn(rng) -> object:
+    """A policy with values of its own."""
+    return [
+        lambda: Full(max=int(rng.integers(1, 10**9)), start=int(rng.integers(1, 999))),
+        lambda: Window(int(rng.integers(1, 10**9))),
+        lambda: Streaming(
+            int(rng.integers(0, 99)),
+            int(rng.integers(1, 10**6)),
+            str(rng.choice(["cache", "absolute"])),
+        ),
+        lambda: Odd(
+            int(rng.integers(1, 9)),
+            float(rng.choice([1e-9, 0.1, 1 / 3, 2.0, 1e30])),
+            bool(rng.integers(2)),
+            str(rng.choice(["one", "two"])),
+        ),
+    ][rng.integers(4)]()
+
+
+def test_parsing_and_printing_are_inverse(rng, odd):
+    for _ in range(300):
+        chosen = drawn(rng)
+        assert policy(spell(chosen)) == chosen
+        assert policy(f" {spell(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ") == chosen
+
+
+def test_layers_too(rng, odd):
+    for _ in range(300):
+        few = [drawn(rng) for _ in range(rng.integers(1, 4))]
+        layers = tuple(few[i] for i in rng.integers(0, len(few), rng.integers(1, 12)))
+        assert by_layer(spell(layers), len(layers)) == layers
+        assert spell(by_layer(spell(layers), len(layers))) == spell(layers)
+
+
+def test_what_strings_say():
+    assert policy("full") == Full() and policy("window:window=7") == Window(7)
+    assert policy("streaming") == Streaming(4, 252, "cache")
+    assert policy("streaming:window=9,sinks=0") == Streaming(0, 9)
+    assert policy("streaming:positions=absolute") == Streaming(positions="absolute")
+    assert policy("0=full;1=window") == (Full(), Window())
+    mixed = (Full(), Window(8), Full(start=9), Window(8))
+    assert policy("0=full;*=window:window=8;2=full:start=9", 4) == mixed
+    assert spell(Window(7)) == "window:window=7"
+    assert spell((Window(7), Window(7))) == "window:window=7"
+    assert spell((Window(7), Window(8), Window(7))) == "1=window:window=8;*=window:window=7"
+    # Full spellings: what is printed does not change its meaning with a default.
+    assert spell(Streaming()) == "streaming:sinks=4,window=252,positions=cache"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unknown policy ''"),
+        ("streming", "unknown policy 'streming'; did you mean 'streaming'.*there are full, window"),
+        ("Window", "did you mean 'window'"),
+        ("zzz", r"unknown policy 'zzz' \(there are full, window, streaming"),
+        ("streaming:sink=3", r"streaming has no field 'sink'; did you mean 'sinks'"),
+        ("streaming:x=3", r"has no field 'x' \(there are sinks, window, positions\)"),
+        ("streaming:sinks", "fields are written field=value, got 'sinks'"),
+        ("streaming:sinks=1,sinks=2", "sinks is given twice"),
+        ("streaming:sinks=", "sinks must be a whole number, got ''"),
+        ("streaming:sinks=2.5", "sinks must be a whole number, got '2.5'"),
+        ("streaming:sinks=4=5", "sinks must be a whole number, got '4=5'"),
+        ("streaming:sinks=-1", "sinks must be 0 or more, got -1"),
+        ("streaming:window=0", "window must be at least 1, got 0"),
+        ("window:window=-3", "window must be at least 1, got -3"),
+        ("full:max=0", "max and start must be at least 1"),
+        ("streaming:positions=rank", "positions must be cache or absolute, got 'rank'"),
+        ("odd:exact=yes", "exact must be true or false, got 'yes'"),
+        ("odd:rate=fast", "rate must be a number, got 'fast'"),
+        ("odd:kind=three", "kind must be one or two, got 'three'"),
+        ("0=full;x=full", "are written LAYER=POLICY;...;.*got 'x=full'"),
+        ("0=full;window", "got 'window'"),
+        ("-1=full", "got '-1=full'"),
+        ("0=full;0=window", "layer 0 is named twice"),
+        ("0=full;00=window", "layer 0 is named twice"),
+        ("0=full;2=full", "layer 1 has no policy .* add .*=POLICY"),
+        ("0=full;*=window", "speaks of all other layers: give layers="),
+        ("0=;1=full", "unknown policy ''"),
+    ],
+)
+def test_what_is_refused(text, message, odd):
+    with pytest.raises(UserError, match=message):
+        policy(text)
+
+
+def test_layers_that_do_not_exist():
+    with pytest.raises(UserError, match="layer 4 does not exist: the model has layers 0 to 3"):
+        policy("4=full;*=window", 4)
+    with pytest.raises(UserError, match="layer 1 has no policy"):
+        policy("0=full", 2)
+    with pytest.raises(UserError, match="one policy a layer: got 2 for 3 layers"):
+        by_layer([Full(), Full()], 3)
+
+
+def test_numbers_may_have_zeros_in_front():
+    assert policy("00=full;01=window") == (Full(), Window())
+
+
+def test_the_models_own_windows():
+    own = (None, 24, None, 24)
+    assert by_layer("full", 4, own) == (Full(), Window(24), Full(), Window(24))
+    assert by_layer(Window(24), 4, own) == (Window(24),) * 4
+    assert by_layer("window:window=10", 4, own) == (Window(10),) * 4
+    assert by_layer("streaming:sinks=4,window=20", 4, own) == (Streaming(4, 20),) * 4
+    with pytest.warns(UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"):
+        found = by_layer("streaming:sinks=4,window=21", 4, own)
+    assert found == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
+    # Layers that are named, or given one by one, are as they are named.
+    assert by_layer("1=window:window=99;*=full", 4, own) == (Full(), Window(99), Full(), Full())
+    assert by_layer([Full()] * 4, 4, own) == (Full(),) * 4
+    assert by_layer("full", 3) == (Full(),) * 3
+
+
+def test_reach():
+    assert reach(Full()) == float("inf") and reach(Full(), 100) == 100
+    assert reach(Window(9)) == 9 and reach(Window(9), 4) == 4
+    assert reach(Streaming(4, 9)) == 13
+    assert reach(Streaming(4, 9, "absolute")) == float("inf")  # sinks fall ever further behind
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [0, 70, 300])
+def test_bytes_are_what_is_allocated(tokens, batch, dtype):
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    policies = (Full(start=32, max=400), Window(9), Streaming(2, 5), Window(9))
+    before = len(jax.live_arrays())
+    promised = state_bytes(policies, spec, batch, tokens)
+    assert len(jax.live_arrays()) == before, "nothing is allocated to find out"
+    real = 0
+    for chosen in policies:
+        state = chosen.init(spec, batch, jax.random.key(0))
+        if hasattr(chosen, "reserve"):
+            state = chosen.reserve(spec, state, tokens)
+        real += rows.nbytes(state)
+        assert rows.nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert promised == real
+
+
+def test_bytes_of_too_much():
+    with pytest.raises(UserError, match="at most max=10 tokens and 11 are needed"):
+        state_bytes((Full(max=10),), SPEC, 1, 11)
+    size = 10**12
+    assert state_bytes((Window(size),), SPEC, 1) == size * (2 * 2 * 8 * 4 + 4) + 4
+
+
+def test_describe():
+    table = {entry["name"]: entry for entry in describe()}
+    assert list(table) == list(POLICIES)
+    for name, entry in table.items():
+        assert entry["summary"] and entry["source"] and entry["bytes_per_row_and_layer"]
+        text = ",".join(f"{field}={v['default']}" for field, v in entry["fields"].items())
+        assert policy(f"{name}:{text}") == POLICIES[name]()
+    assert table["streaming"]["fields"]["positions"] == {
+        "type": "cache|absolute",
+        "default": "cache",
+    }
+    sizes = {"sinks": 4, "window": 252, "K": 2, "H": 8, "itemsize": np.dtype("f4").itemsize}
+    promised = eval(table["streaming"]["bytes_per_row_and_layer"], {}, sizes)
+    assert promised == state_bytes((Streaming(),), SPEC, 1)
