@@ -1,0 +1,138 @@
+"""Compilations are kept from one start to the next, where the user wants them, and are timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from models import compilation
+from models.compilation import VARIABLE, clock, keep_compilations
+from tests.tiny import write_tiny
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+START = """
+import collections, json, sys, jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+import models
+llm = models.load(sys.argv[1])
+answer = models.generate(llm, "Hi", "streaming:sinks=1,window=3", 5, ignore_eos=True)
+print(json.dumps({
+    "tokens": answer.tokens,
+    "seconds": answer.compile_seconds,
+    "found": events["/jax/compilation_cache/cache_hits"],
+    "missed": events["/jax/compilation_cache/cache_misses"],
+}))
+"""
+
+
+@pytest.fixture
+def config():
+    """JAX's settings as a fresh start has them; put back behind the test."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield jax.config
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def start(folder: Path, cache: str) -> dict:
+    result = subprocess.run(
+        [sys.executable, "-c", START, folder],
+        cwd=ROOT,
+        env=os.environ | {VARIABLE: cache, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "new" / "cache"
+    first = start(folder, str(cache))
+    kept = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
+    assert len(kept) == first["missed"] > 2
+    second = start(folder, str(cache))
+    assert (second["missed"], second["found"]) == (0, first["missed"] + first["found"])
+    assert second["tokens"] == first["tokens"] and second["seconds"] < first["seconds"]
+    again = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
+    assert again == kept
+
+
+def test_where_they_are_kept(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "chosen"))
+    keep_compilations()
+    assert config.jax_compilation_cache_dir == str(tmp_path / "chosen")
+    assert (tmp_path / "chosen").is_dir()
+    # JAX's own thresholds would keep none of our small programs.
+    assert config.jax_persistent_cache_min_compile_time_secs == 0
+    assert config.jax_persistent_cache_min_entry_size_bytes == -1
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "inside"),
+    [
+        ("linux", "XDG_CACHE_HOME", "jaxkv/compilations"),
+        ("linux", "HOME", ".cache/jaxkv/compilations"),
+        ("darwin", "HOME", "Library/Caches/jaxkv/compilations"),
+        ("win32", "LOCALAPPDATA", "jaxkv/compilations"),
+    ],
+)
+def test_the_users_cache_folder(platform, variable, inside, config, tmp_path, monkeypatch):
+    for name in (VARIABLE, "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compilation.sys, "platform", platform)
+    monkeypatch.setenv(variable, str(tmp_path))
+    keep_compilations()
+    assert config.jax_compilation_cache_dir == str(tmp_path / inside)
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "false"])
+def test_off(word, config, monkeypatch):
+    monkeypatch.setenv(VARIABLE, word)
+    keep_compilations()
+    assert config.jax_compilation_cache_dir is None
+
+
+def test_what_the_user_has_set_up_stays(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
+    config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    keep_compilations()
+    assert config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_told(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
+    keep_compilations()
+    assert config.jax_compilation_cache_dir is None
+    told = capsys.readouterr()
+    assert told.err.startswith("jaxkv: compilations are not kept: ") and told.out == ""
+
+
+def test_the_clock_counts_compiling_and_nothing_else():
+    watch, work = clock(), jax.jit(lambda x: (x @ x).sum())
+    assert clock() is watch
+    x = np.ones((500, 500), np.float32)
+    before = watch.seconds
+    work(x).block_until_ready()
+    compiled = watch.seconds
+    assert before < compiled < before + 60
+    for _ in range(5):
+        work(x).block_until_ready()
+    assert watch.seconds == compiled

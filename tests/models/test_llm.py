@@ -1,0 +1,143 @@
+"""Loading a whole model: what comes back, and one clear error for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import models
+from jaxkv.errors import UserError
+from models.sampling import Sampling
+from tests.models.folders import write_json
+from tests.tiny import write_tiny
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def test_what_comes_back(tiny, tiny_folder):
+    assert tiny.folder == tiny_folder and tiny.mesh is None
+    assert tiny.eos == (1, 7), "of the config, then of the tokenizer, each once"
+    assert tiny.tokenizer.decode(tiny.tokenizer.encode("Hello, 東京")) == "Hello, 東京"
+    assert tiny.spec == jaxkv.Spec(
+        kv_heads=4, head_dim=4, scale=0.5, encoding=tiny.config.encoding, dtype="float32"
+    )
+    assert tiny.policies("window:window=3") == (jaxkv.Window(3),) * 2
+    assert tiny.policies("0=full;1=window") == (jaxkv.Full(), jaxkv.Window())
+
+
+def test_the_module_is_the_model(tiny):
+    """`decoder` is an nnx module over the same weights, for people with a loop of their own."""
+    from flax import nnx
+
+    ids = np.array([[0, 65, 66, 67]], np.int32)
+    policies = tiny.policies("full:start=8")
+    states = [p.init(tiny.spec, 1, jax.random.key(0)) for p in policies]
+    positions, valid = np.arange(4, dtype=np.uint32)[None], np.ones((1, 4), bool)
+    hidden, states = tiny.decoder(ids, positions, valid, policies, states)
+    logits = tiny.decoder.logits(hidden)[:, 0, -1]
+    stream = models.Stream(tiny, "full:start=8")
+    stream.read([ids[0].tolist()])
+    np.testing.assert_allclose(logits, stream.decoding.logits[0], atol=1e-5)
+    assert int(states[1].count[0]) == 4
+    leaves = jax.tree.leaves(nnx.state(tiny.decoder, nnx.Param))
+    assert len(leaves) == len(tiny.weights)
+    assert sum(leaf.size for leaf in leaves) == sum(w.size for w in tiny.weights.values())
+
+
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+def test_dtype(published, tmp_path, monkeypatch):
+    folder = write_tiny(tmp_path, num_hidden_layers=1, torch_dtype=published)
+
+    def dtypes(**options):
+        llm = models.load(folder, **options)
+        return llm.dtype, {str(w.dtype) for w in llm.weights.values()}, llm.spec.dtype
+
+    # A CPU's bfloat16 products are ten times slower, so it takes float32 unless told.
+    assert dtypes() == ("float32", {"float32"}, "float32")
+    for asked in ("float32", "bfloat16", "float16"):
+        assert dtypes(dtype=asked) == (asked, {asked}, asked)
+    monkeypatch.setattr("models.llm.jax.default_backend", lambda: "tpu")
+    assert dtypes() == (published, {published}, published)
+
+
+def test_progress(tiny_folder):
+    seen: list[tuple[int, int]] = []
+    llm = models.load(tiny_folder, dtype="float32", progress=lambda *step: seen.append(step))
+    total = sum(w.nbytes for w in llm.weights.values())
+    assert seen == sorted(seen) and seen[-1] == (total, total) and len(seen) > 3
+
+
+def test_a_name_and_a_path_are_the_same(tiny, tiny_folder):
+    llm = models.load(str(tiny_folder))
+    assert llm.folder == tiny.folder and llm.config == tiny.config
+
+
+def corrupt_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def no(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def config(**fields):
+    def change(folder: Path) -> None:
+        where = folder / "config.json"
+        write_json(where, json.loads(where.read_text(encoding="utf-8")) | fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (no("config.json"), "no config.json in"),
+        (no("model.safetensors"), "no .*safetensors"),
+        (no("tokenizer.json"), "no tokenizer in"),
+        (corrupt_weights, "model.safetensors"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is corrupt"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json"),
+        (lambda f: (f / "tokenizer_config.json").write_bytes(b"\xff{}"), "tokenizer_config.json"),
+        (config(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "LlamaForCausalLM"),
+        (config(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic.*linear"),
+        (config(intermediate_size=50), r"\(?\[?48.*50|50.*48"),
+        (config(num_hidden_layers=3), r"layers\.2"),
+        (config(num_hidden_layers=1), r"layers\.1"),
+    ],
+)
+def test_what_is_wrong_with_a_folder(folder, spoil, message):
+    spoil(folder)
+    with pytest.raises(UserError, match=message) as told:
+        models.load(folder)
+    assert "\n" not in str(told.value), "one line"
+
+
+def test_an_unknown_dtype(tiny_folder):
+    with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16, got 'f"):
+        models.load(tiny_folder, dtype="fp8")
+
+
+def test_weights_of_another_head(tiny):
+    """Two heads over one body: an Llm is data, and may be put together anew."""
+    turned = replace(tiny, weights=tiny.weights | {"head": -tiny.weights["head"]})
+    streams = [models.Stream(llm, "window:window=8") for llm in (tiny, turned)]
+    for stream in streams:
+        stream.read([[65, 66, 67]])
+    one, other = (np.asarray(stream.decoding.logits) for stream in streams)
+    np.testing.assert_allclose(one, -other, atol=1e-6)
+    assert streams[0].write(Sampling(), 1, ())[0][0, 0] == one.argmax() == (-other).argmax()
+    assert jnp.dtype(one.dtype) == jnp.float32
