@@ -135,6 +135,11 @@ def rotary(
     kind = scaling.get("kind", "default")
     if kind not in KINDS:
         raise UserError(f"rope scaling must be one of {', '.join(KINDS)}, got {kind!r}")
+    for field, value in scaling.items():
+        if isinstance(value, int | float) and not 0 < value < math.inf and value is not False:
+            raise UserError(f"rope scaling needs {field} above 0 and finite, got {value!r}")
+    if scaling.get("low_freq_factor", 0) == scaling.get("high_freq_factor", 1):
+        raise UserError("rope scaling llama3 needs low_freq_factor below high_freq_factor")
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

@@ -69,6 +69,9 @@ BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
 }
 QK_NORM = {"qwen3"}
 
+# No model is near these; a file that says more is damaged, and must not exhaust the memory.
+MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
+
 # For each rope kind: the fields it cannot do without, and those it may have.
 ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -260,7 +263,7 @@ def _encoding(raw: Mapping[str, Any], head_dim: int, context: int, where: Path) 
             raise UserError(f"{where}: rope parameters that differ between layers: not supported")
         rope = nested[0]
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise UserError(
             f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(ROPE_KINDS)}"
         )
@@ -298,7 +301,7 @@ def _ids(
     value = raw[key] if generation.get(key) is None else generation[key]
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise UserError(f"{where}: {key} must be a token id or a list of them, got {value!r}")
     return tuple(ids)
 
@@ -309,15 +312,21 @@ def _get(value: object, key: str, default: str) -> object:
 
 def _int(raw: Mapping[str, Any], key: str, where: Path, least: int = 1) -> int:
     value = _required(raw, key, where)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{where}: {key} must be a whole number from {least} on, got {value!r}")
+    most = MOST.get(key, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UserError(
+            f"{where}: {key} must be a whole number from {least} to {most}, got {value!r}; "
+            "download the file again"
+        )
     return value
 
 
 def _float(raw: Mapping[str, Any], key: str, where: Path) -> float:
     value = _required(raw, key, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"{where}: {key} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise UserError(
+            f"{where}: {key} must be a positive number, got {value!r}; download the file again"
+        )
     return float(value)
 
 

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError
 from models.decoding import DEFAULT_POLICY, Decoding, Stream
 from models.llm import Llm
 from models.sampling import Sampling
-from models.text import Row, warn_beyond_context
+from models.text import Row, warn_beyond_context, whole
 from models.tokenizer import Pieces
 
 
@@ -46,8 +45,7 @@ class Conversation:
         ignore_eos: bool = False,
     ) -> Iterator[str]:
         """The answer to a message as it comes; exhaust it, or call `interrupt`, before the next."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        whole("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
         row = self.row = Row(self.llm, eos, stop)
         self._interrupted = False

@@ -85,13 +85,12 @@ def _read(
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
     last = jnp.take_along_axis(hidden, place[None, :, None], axis=2)
     logits = _by_row(decoder, last)
-    rows = jnp.arange(tokens.shape[0])[:, None]
     return decoding._replace(
         states=states,
         logits=jnp.where((new > 0)[:, None], logits, decoding.logits),
         position=decoding.position + new.astype(jnp.uint32),
         done=decoding.done & (new == 0),
-        seen=decoding.seen.at[rows, tokens].max(valid),
+        seen=_mark(decoding.seen, tokens, valid),
     )
 
 
@@ -131,7 +130,7 @@ def _write(
         )
         seen = d.seen
         if filters.repetition:
-            seen = seen.at[jnp.arange(rows), token].max(fed)
+            seen = _mark(seen, token[:, None], fed[:, None])
         d = Decoding(
             states=states,
             logits=_by_row(decoder, hidden),
@@ -145,9 +144,13 @@ def _write(
     start = (_fold(static, decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
     end, count, out = jax.lax.while_loop(go_on, write_one, start)
     if not filters.repetition:  # nobody asked on the way: mark the whole block at once
-        seen = end.seen.at[jnp.arange(rows)[:, None], out].max(out >= 0)
-        end = end._replace(seen=seen)
+        end = end._replace(seen=_mark(end.seen, out, out >= 0))
     return _unfold(static, end, decoding.states), out, count
+
+
+def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
+    """seen [B,V] with the valid tokens [B,T] marked; row by row, so that shards need not talk."""
+    return jax.vmap(lambda row, ids, real: row.at[ids].max(real))(seen, tokens, valid)
 
 
 def _fold(static: Static, decoding: Decoding) -> Decoding:
@@ -240,6 +243,8 @@ class Stream:
             sharding.check(llm.mesh, rows, llm.config.kv_heads)
         self._rows, self._checked = rows, -1
         self._check(tokens)
+        if not isinstance(seed, Integral | Sequence) or isinstance(seed, str):
+            raise UserError(f"a seed is a whole number, or one a row, got {seed!r}")
         seeds = [int(seed)] * rows if isinstance(seed, Integral) else list(map(int, seed))
         if len(seeds) != rows:
             raise UserError(f"one seed, or one a row: got {len(seeds)} seeds for {rows} rows")

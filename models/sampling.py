@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+
+MOST = 1e38  # beyond it float32 overflows
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,17 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kinds = Integral if name == "top_k" else Real
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                what = "a whole number" if name == "top_k" else "a number"
+                raise UserError(f"{name} must be {what}, got {value!r}")
         rules = (
-            (0 <= self.temperature < float("inf"), "temperature must be 0 or more and finite"),
+            (0 <= self.temperature <= MOST, "temperature must be 0 or more and finite"),
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p must be from 0 to 1"),
-            (0 < self.repetition_penalty < float("inf"), "repetition_penalty must be above 0"),
+            (0 < self.repetition_penalty <= MOST, "repetition_penalty must be above 0"),
         )
         for holds, rule in rules:
             if not holds:

@@ -7,9 +7,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import jax
+import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError
@@ -124,7 +125,7 @@ def generate(
     seed: one for all rows or one a row. stop: strings that end a row, left out of its text.
     chunk: prompt tokens read at a time. Raises UserError for anything the caller can mend.
     """
-    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Integral))
+    single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
     # A whole answer has nobody waiting for its first words: take full blocks from the start.
@@ -161,10 +162,21 @@ def stream(
             yield pieces[0]
 
 
+def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a prompt, and not a batch of them."""
+    if isinstance(prompt, np.ndarray | jax.Array):
+        return prompt.ndim == 1
+    return isinstance(prompt, str | bytes) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Real)
+    )
+
+
 def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of each prompt, with the BOS that the model expects before a text."""
-    if len(prompts) == 0:
-        raise UserError("no prompt was given; give a text, or a list of texts")
+    if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
+        raise UserError(
+            f"no prompt was given; give a text, or a list of texts, not {prompts!r:.60}"
+        )
     rows, vocab = [], llm.config.vocab
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -172,13 +184,28 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
                 raise UserError("the prompt is empty; give at least one character")
             ids = llm.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _token_ids(prompt)
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise UserError(f"token ids must be from 0 to {vocab - 1}, got {min(ids)}..{max(ids)}")
         rows.append(ids)
     return rows
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    array = None if isinstance(prompt, bytes) else np.asarray(prompt)
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}")
+    return array.tolist()
+
+
+def whole(name: str, value: int) -> None:
+    """Raise UserError unless value is a whole number of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise UserError(f"{name} must be at least 1, got {value}")
 
 
 class Run:
@@ -197,10 +224,9 @@ class Run:
         ignore_eos: bool = False,
         chunk: int = CHUNK,
     ):
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if chunk < 1:
-            raise UserError(f"chunk must be at least 1, got {chunk}")
+        if max_new_tokens is not None:
+            whole("max_new_tokens", max_new_tokens)
+        whole("chunk", chunk)
         self.sampling = _sampling(sampling, knobs or {})
         self.prompts, self.chunk = prompts, chunk
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
@@ -290,7 +316,10 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
     tokens: how long the text will be; None where it has no end.
     """
     for policy in dict.fromkeys(policies):
-        furthest = reach(policy, tokens)
+        if not hasattr(policy, "reach"):
+            continue
+        # A cache that grows reaches as far as the text is long; others will in time.
+        furthest = reach(policy, tokens if hasattr(policy, "reserve") else None)
         if furthest > llm.config.context:
             far = "without end" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(

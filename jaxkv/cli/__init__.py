@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -42,6 +43,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        _say("error", "standard output is closed; give it a place, such as /dev/null")
+        return 2
     try:
         with on_interrupt(leave), _warnings_as_lines():
             args = _parser(argv).parse_args(argv)
@@ -54,15 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("error", error)
         return 2
     except ModuleNotFoundError as error:
-        if error.name != "flax":
+        if error.name not in ("flax", "jax"):
             raise
-        _say("error", "models need the package flax; pip install 'jaxkv[models]'")
+        _say("error", f"models need the package {error.name}; pip install 'jaxkv[models]'")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
         return CLOSED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        _drop_stdout()
+        _say("error", f"standard output cannot be written: {error.strerror}; write elsewhere")
+        return 2
 
 
 def _parser(argv: Sequence[str]) -> Parser:

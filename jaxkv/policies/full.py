@@ -36,6 +36,10 @@ class Full:
         if self.max < 1 or self.start < 1:
             raise UserError(f"max and start must be at least 1, got {self.max} and {self.start}")
 
+    @property
+    def reach(self) -> int:
+        return self.max
+
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
         return slots.init(spec, rows, min(self.start, self.max))
 

@@ -60,6 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); download it again") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested without end; download it again") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}; download it again"

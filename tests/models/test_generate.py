@@ -56,7 +56,8 @@ def test_an_answer_and_its_figures(llm, alone):
         assert answer.state_bytes == jaxkv.state_bytes(llm.policies(SMALL), llm.spec, 1)
         assert min(answer.prefill_seconds, answer.decode_seconds, answer.compile_seconds) >= 0
         assert answer.tokens_per_second > 0
-    assert alone[0].compile_seconds > 0, "the first had to compile"
+    fresh = models.generate(llm, PROMPTS[0], "streaming:sinks=3,window=29", 2)
+    assert fresh.compile_seconds > 0, "a policy that no other test has must be compiled"
     assert len({tuple(answer.tokens) for answer in alone}) == len(PROMPTS)
 
 
@@ -296,6 +297,7 @@ def test_a_policy_that_seals(shallow):
     assert together[0].state_bytes > 2 * run.state_bytes // 3  # the sealed state, and its tail
 
 
+@pytest.mark.filterwarnings("ignore:.*reaches back without end")  # the toy has no bound
 def test_a_policy_that_samples(shallow):
     """What is remembered depends on a row's own seed, not on its neighbours."""
     sampling = toys.Sampling(sinks=1, window=3, sample=2)

@@ -45,10 +45,16 @@ def test_the_module_is_the_model(tiny):
     policies = tiny.policies("full:start=8")
     states = [p.init(tiny.spec, 1, jax.random.key(0)) for p in policies]
     positions, valid = np.arange(4, dtype=np.uint32)[None], np.ones((1, 4), bool)
-    hidden, states = tiny.decoder(ids, positions, valid, policies, states)
-    logits = tiny.decoder.logits(hidden)[:, 0, -1]
+
+    @jax.jit
+    def own_loop(ids, states):
+        decoder = tiny.decoder
+        hidden, states = decoder(ids, positions, valid, policies, states)
+        return decoder.logits(hidden)[:, 0, -1], states
+
+    logits, states = own_loop(ids, states)
     stream = models.Stream(tiny, "full:start=8")
-    stream.read([ids[0].tolist()])
+    stream.read([ids[0].tolist()], 16)
     np.testing.assert_allclose(logits, stream.decoding.logits[0], atol=1e-5)
     assert int(states[1].count[0]) == 4
     leaves = jax.tree.leaves(nnx.state(tiny.decoder, nnx.Param))

@@ -17,7 +17,7 @@ from models.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
 WARM = Sampling(temperature=0.9, top_k=50)
-MESHES = ["data=2", "model=2", "data=2,model=4", "data=8"]
+MESHES = ["model=2", "data=2,model=4", "data=8"]
 PROMPTS = [[60 + i] * (3 * i + 1) for i in range(8)]
 COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("

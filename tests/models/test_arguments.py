@@ -1,0 +1,49 @@
+"""What a caller can get wrong is told in one sentence, and nothing hangs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+
+
+@pytest.mark.parametrize("prompt", [None, 5, "", b"hi", [], [[]], [1.5, 2.0], [1, "a"], [[1.5]]])
+def test_prompts_that_are_none(tiny, prompt):
+    with pytest.raises(UserError, match="prompt"):
+        models.generate(tiny, prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": "5"},
+        {"max_new_tokens": True},
+        {"chunk": 0},
+        {"temperature": "hot"},
+        {"temperature": 1e300},
+        {"top_k": 1.5},
+        {"repetition_penalty": 1e300},
+        {"seed": None},
+        {"seed": "x"},
+        {"policy": None},
+        {"policy": 5},
+        {"warmth": 1.0},
+    ],
+)
+def test_arguments_of_the_wrong_kind(tiny, fields):
+    with pytest.raises(UserError, match=next(iter(fields))):
+        models.generate(tiny, "a", **({"max_new_tokens": 2} | fields))
+
+
+def test_arrays_of_token_ids_are_prompts(tiny):
+    import jax.numpy as jnp
+
+    ids = [3, 4, 5]
+    answers = [
+        models.generate(tiny, given, "streaming:sinks=2,window=30", 3, ignore_eos=True).tokens
+        for given in (ids, np.array(ids), jnp.array(ids))
+    ]
+    assert answers[0] == answers[1] == answers[2]
