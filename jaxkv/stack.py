@@ -83,8 +83,6 @@ def by_layer(
         if len(chosen) != layers:
             raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
         return tuple(chosen)
-    if not hasattr(chosen, "attend"):
-        raise UserError(f"a policy is a string or a value such as Streaming(), got {chosen!r}")
     own = [*windows, *[None] * (layers - len(windows))]
     too_far = [i for i, width in enumerate(own) if width is not None and reach(chosen) > width]
     if too_far and not isinstance(chosen, Full):

@@ -52,6 +52,9 @@ class Llm:
 
     def policies(self, chosen: str | Policy | Sequence[Policy]) -> tuple[Policy, ...]:
         """One cache policy a layer."""
+        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            if not (isinstance(one, str) or hasattr(one, "attend")):
+                raise UserError(f"a policy is a string or a value such as Streaming(), got {one!r}")
         return by_layer(chosen, self.config.layers, self.config.windows)
 
 

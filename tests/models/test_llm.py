@@ -44,7 +44,7 @@ def test_the_module_is_the_model(tiny):
     ids = np.array([[0, 65, 66, 67]], np.int32)
     policies = tiny.policies("full:start=8")
     states = [p.init(tiny.spec, 1, jax.random.key(0)) for p in policies]
-    positions, valid = np.arange(4, dtype=np.uint32)[None], np.ones((1, 4), bool)
+    positions, valid = jnp.arange(4, dtype=jnp.uint32)[None], jnp.ones((1, 4), bool)
 
     @jax.jit
     def own_loop(ids, states):
