@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import memory, sharding
 from jaxkv.contract import Policy, Spec, State
@@ -261,14 +261,18 @@ class Stream:
             _init(policy, llm.spec, llm.mesh, _of_layer(of_policies, layer))
             for layer, policy in enumerate(self.policies)
         )
-        return Decoding(
-            states=states,
+        begun = Decoding(
+            states=(),
             logits=jnp.zeros((rows, vocab), jnp.float32),
             position=jnp.zeros((rows,), jnp.uint32),
             done=jnp.ones((rows,), bool),
             seen=jnp.zeros((rows, vocab), bool),
             keys=jax.random.key_data(of_tokens),
         )
+        if llm.mesh is not None:  # where the compiled calls leave them, or they compile twice
+            by_row = PartitionSpec(*filter(None, sharding.axes_in(llm.mesh)[:1]))
+            begun = jax.device_put(begun, NamedSharding(llm.mesh, by_row))
+        return begun._replace(states=states)
 
     @property
     def state_bytes(self) -> int:

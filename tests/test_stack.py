@@ -29,6 +29,14 @@ class Odd(Window):
     kind: Literal["one", "two"] = "one"
 
 
+class Untold(Window):
+    """A policy that does not say how far it reaches."""
+
+    @property
+    def reach(self):
+        raise AttributeError("reach")
+
+
 @pytest.fixture
 def odd(monkeypatch):
     monkeypatch.setitem(POLICIES, "odd", Odd)
@@ -149,7 +157,8 @@ def test_the_models_own_windows():
 
 
 def test_reach():
-    assert reach(Full()) == float("inf") and reach(Full(), 100) == 100
+    assert reach(Full(max=500)) == 500 and reach(Full(max=500), 100) == 100
+    assert reach(Untold()) == float("inf") and reach(Untold(), 100) == 100
     assert reach(Window(9)) == 9 and reach(Window(9), 4) == 4
     assert reach(Streaming(4, 9)) == 13
     assert reach(Streaming(4, 9, "absolute")) == float("inf")  # sinks fall ever further behind

@@ -12,39 +12,43 @@ import pytest
 import models
 from jaxkv.errors import UserError
 from jaxkv.sharding import mesh_of
-from models.decoding import Stream, writer
+from models.decoding import Stream, _read, writer
 from models.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
 WARM = Sampling(temperature=0.9, top_k=50)
-MESHES = ["model=2", "data=2,model=4", "data=8"]
+MESHES = ["data=2,model=4", "model=2", "data=8"]
 PROMPTS = [[60 + i] * (3 * i + 1) for i in range(8)]
 COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
 
 
-def begin(llm: models.Llm, policy: str = SMALL) -> Stream:
+def begin(llm: models.Llm, policy: str = SMALL, read: bool = True) -> Stream:
+    """Eight rows that have read their prompts, or that begin with any token at all."""
     stream = Stream(llm, policy, rows=8, seed=range(8))
-    stream.read(PROMPTS, chunk=16)
+    if read:
+        stream.read(PROMPTS, chunk=16)
+    else:
+        stream.decoding = stream.decoding._replace(done=~stream.decoding.done)
     return stream
 
 
-@pytest.fixture(scope="module")
-def alone(tiny):
-    """What one device writes."""
-    return begin(tiny).write(WARM, 100, ())[0]
-
-
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_same_tokens(tiny_folder, alone, mesh):
+def test_the_same_tokens(tiny, tiny_folder, mesh):
+    read = mesh == MESHES[0]  # reading is compiled for one mesh, writing for all
+    alone = begin(tiny, read=read).write(WARM, 100, ())[0]
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
     rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
-    stream = begin(llm)
+    stream = begin(llm, read=read)
     before = writer()._cache_size()
     np.testing.assert_array_equal(stream.write(WARM, 60, ())[0], alone[:, :60])
     np.testing.assert_array_equal(stream.write(WARM, 40, ())[0], alone[:, 60:])
     assert writer()._cache_size() == before + 1
+    if read:
+        before = _read._cache_size()
+        stream.read(PROMPTS, chunk=16)
+        assert _read._cache_size() == before, "what a call gives back, the next takes as it is"
 
     # Each device holds its rows and heads of every cache, and its part of the projections.
     for state in stream.decoding.states:
@@ -61,7 +65,7 @@ def test_the_same_tokens(tiny_folder, alone, mesh):
 def test_nothing_but_sums_travels(tiny_folder, mesh):
     """Between devices: the sums of two projections a layer, and whether all rows are done."""
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
-    stream = begin(llm)
+    stream = begin(llm, read=mesh == MESHES[0])
     program = writer().lower(
         stream._static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
     )
