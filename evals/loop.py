@@ -44,9 +44,9 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
     nnx = ratio(seconds["without nnx"], seconds["loop"])
     sinks = ratio(seconds["absolute"], seconds["loop"])
     stream = streams["loop"]
-    text = compiled_text(models.decoding, stream)
+    program = lowered(models.decoding, stream)
     sizes = {leaf.size for state in stream.decoding.states for leaf in state if leaf.ndim == 4}
-    copies = copies_in_loops(text, sizes)
+    copies = copies_in_loops(program.compile().as_text(), sizes)
     errors = {name: far_error(chunk) for name, chunk in (("decode", 1), ("chunks", 64))}
     return {
         "microseconds_per_token": {
@@ -54,7 +54,8 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
         },
         "cache_copies": copies,
         # Where the two programs are one, a ratio of their times shows how still the machine was.
-        "same_program_without_nnx": text == compiled_text(plain, streams["without nnx"]),
+        "same_program_without_nnx": program.as_text()
+        == lowered(plain, streams["without nnx"]).as_text(),
         "error_at": FAR,
         "error": errors,
         "bars": [
@@ -111,12 +112,11 @@ def copies_in_loops(text: str, sizes: set[int]) -> list[str]:
     ]
 
 
-def compiled_text(decoding: ModuleType, stream: models.Stream) -> str:
-    """What XLA made of one call of `write`, without the names of source files."""
+def lowered(decoding: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
+    """One call of `write` as XLA receives it; its text names no source file."""
     sampling = models.Sampling()
-    lowered = decoding.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
-                                    stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
-    return re.sub(r",? ?metadata=\{[^}]*\}", "", lowered.compile().as_text())
+    return decoding.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
+                                   stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
 
 
 def computation(text: str, name: str) -> list[str]:
