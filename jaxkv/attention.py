@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.typing import Array, Bool, Float, Float32
+
+Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None
 
 # Logits of more than this many elements a row and head are computed a block of slots at a time.
 _BLOCK_SLOTS = 1024
@@ -19,30 +23,29 @@ def slot_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    bias: Float32[Array, "#B #K #G #T #S"] | None,
+    bias: Bias,
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
     """Softmax attention of q over slots k, v; the one primitive behind every policy.
 
-    q and k are already turned to their positions. bias is added after scale and softcap: mask
-    (-inf), importance weight, hash probability and ALiBi are all this one argument. Query heads
-    n*G .. n*G+G-1 share kv head n. Memory is linear in T and S: many slots go in blocks.
+    q and k are already turned to their positions. bias [#B,#K,#G,#T,#S] is added after scale and
+    softcap: mask (-inf), importance weight, hash probability and ALiBi are all this one argument;
+    a function of (first slot, how many) in place of an array is asked for a block at a time.
+    Query heads n*G .. n*G+G-1 share kv head n. Memory is linear in T and S: many slots go in
+    blocks.
     """
     queries, slots = q.shape[1], k.shape[2]
     whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
-        return _attend(q, k, v, bias, scale, softcap)
+        return _attend(q, k, v, _cut_bias(bias, 0, slots), scale, softcap)
 
     def attend_block(so_far: Partial, start: Array) -> tuple[Partial, None]:
-        def cut(a: Array, axis: int) -> Array:
-            return jax.lax.dynamic_slice_in_dim(a, start, _BLOCK_SLOTS, axis)
-
-        here = bias if bias is None or bias.shape[-1] == 1 else cut(bias, 4)
+        here = _cut_bias(bias, start, _BLOCK_SLOTS)
 
         def seen() -> Partial:
-            part = _attend(q, cut(k, 2), cut(v, 2), here, scale, softcap)
-            return merge(so_far, part)
+            cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, _BLOCK_SLOTS, 2)  # noqa: E731
+            return merge(so_far, _attend(q, cut(k), cut(v), here, scale, softcap))
 
         if here is None:
             return seen(), None
@@ -56,8 +59,16 @@ def slot_attention(
     blocks, _ = jax.lax.scan(attend_block, none, jnp.arange(0, whole, _BLOCK_SLOTS))
     if whole == slots:
         return blocks
-    rest = bias if bias is None or bias.shape[-1] == 1 else bias[..., whole:]
+    rest = _cut_bias(bias, whole, slots - whole)
     return merge(blocks, _attend(q, k[:, :, whole:], v[:, :, whole:], rest, scale, softcap))
+
+
+def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
+    if callable(bias):
+        return bias(start, size)
+    if bias is None or bias.shape[-1] == 1:
+        return bias
+    return jax.lax.dynamic_slice_in_dim(bias, start, size, 4)
 
 
 def _attend(q, k, v, bias, scale, softcap) -> Partial:

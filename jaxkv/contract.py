@@ -26,8 +26,9 @@ index a finished prompt do it in `seal` and attend exactly before; methods that 
 have none. Rows of one batch are brought to one size before they are sealed.
 
 A policy that scores tokens by attention sets `needs_scores = True`; its `attend` then returns
-(Partial, scores) and its `extend` receives `scores=`. Nobody else pays for it. What it keeps
-depends on the scores of earlier queries, so law 5 is asked of it token by token only.
+(Partial, scores) and its `extend` receives `scores=`, in whatever shape the two agree on: the
+driver only hands them over, and nobody else pays for it. What it keeps depends on the scores of
+earlier queries, so law 5 is asked of it token by token only.
 
 Per-token semantics are the definition: after any chunking a query sees what it would have seen
 had the tokens come one at a time, the newest token among the kept. Methods whose sample changes

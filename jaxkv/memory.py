@@ -19,6 +19,11 @@ def available(device: jax.Device | None = None) -> int | None:
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
         return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    known = [free for free in (_host_free(), _group_free()) if free is not None]
+    return min(known, default=None)
+
+
+def _host_free() -> int | None:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -30,12 +35,34 @@ def available(device: jax.Device | None = None) -> int | None:
         return None
 
 
+# Where a container's limit, its use and the parts of that use stand: cgroup version 2, then 1.
+_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+
+
+def _group_free() -> int | None:
+    """Bytes that a container's limit leaves; None where there is no limit."""
+    for folder, most, used, prefix in _GROUPS:
+        try:
+            parts = dict(x.split() for x in Path(folder, "memory.stat").read_text().splitlines())
+            # Pages of files that were read count as used, and are given back when asked for.
+            files = sum(int(parts[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+            limit = int(Path(folder, most).read_text())
+            if limit < 2**60:  # version 1 writes no limit as the largest number it has
+                return limit - int(Path(folder, used).read_text()) + files
+        except (OSError, ValueError, KeyError):  # absent, or `max`: no limit
+            continue
+    return None
+
+
 def check(needed: int, what: str, device: jax.Device | None = None) -> None:
     """Raise UserError if `needed` bytes for `what` cannot fit."""
     free = available(device)
     if free is not None and needed > free:
         raise UserError(
-            f"{what} take(s) {show(needed)} and only {show(free)} are free; take fewer rows or "
+            f"{what} would take {show(needed)} and only {show(free)} is free; take fewer rows or "
             "tokens, a smaller window, or a policy with a fixed memory"
         )
 

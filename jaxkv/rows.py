@@ -30,17 +30,18 @@ Leaf = Any  # an array of jax or numpy, or its shape
 
 
 def take(state: State, rows: Rows) -> State:
-    """These rows, in this order."""
-    rows = _index(rows)
+    """These rows, in this order. Raises UserError for a row that does not exist."""
+    rows = _index(rows, state)
     return jax.tree.map(lambda leaf: leaf[rows], state)
 
 
 def put(state: State, rows: Rows, other: State) -> State:
     """The state with `other`'s rows at these places.
 
-    Raises UserError where the rows of `other` have another shape, as after another `reserve`.
+    Raises UserError for a row that does not exist, and where the rows of `other` have another
+    shape, as after another `reserve`.
     """
-    rows = _index(rows)
+    rows = _index(rows, state)
 
     def one(path: tuple, leaf: Leaf, new: Leaf) -> Array:
         wanted = (len(rows), *leaf.shape[1:])
@@ -57,7 +58,7 @@ def put(state: State, rows: Rows, other: State) -> State:
 
 def reset(state: State, rows: Rows, fresh: State) -> State:
     """The state with these rows as they began; fresh: as many new rows, or one for them all."""
-    rows = _index(rows)
+    rows = _index(rows, state)
     return put(
         state,
         rows,
@@ -82,14 +83,17 @@ def to_device(state: State, sharding: State | jax.sharding.Sharding | None = Non
     return jax.device_put(state, sharding)
 
 
-def save(path: str | os.PathLike, state: State) -> None:
+def save(path: str | os.PathLike, state: State, identity: str = "") -> None:
     """Write a snapshot: whole under its name, or not at all.
 
+    identity: what the state belongs to beyond its shapes, such as the policy's string and the
+    model's name; `load` refuses another.
     Raises UserError where the file cannot be written.
     """
     path = Path(path)
     leaves = {name: np.asarray(leaf) for name, leaf in _named(to_host(state)).items()}
-    header = {"format": FORMAT, "leaves": {n: _told(a.shape, a.dtype) for n, a in leaves.items()}}
+    told = {name: _told(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    header = {"format": FORMAT, "identity": identity, "leaves": told}
     # Raw bytes: npz forgets the name of every dtype that is not numpy's own, such as bfloat16.
     raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
     unfinished = None
@@ -111,10 +115,11 @@ def save(path: str | os.PathLike, state: State) -> None:
             Path(unfinished).unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike, like: State) -> State:
+def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
     """Read a snapshot as numpy arrays.
 
-    like: a state of the same shapes; those alone (jax.eval_shape of `init`) will do.
+    like: a state of the same shapes; those alone (jax.eval_shape of `init`) will do. identity:
+    as it was saved with.
     Raises UserError where the file is no snapshot or holds another state.
     """
     wanted = _named(like)
@@ -125,6 +130,11 @@ def load(path: str | os.PathLike, like: State) -> State:
                 raise UserError(
                     f"a snapshot must say {FORMAT!r}, {path} says {header['format']!r}; "
                     "read it with the version that wrote it"
+                )
+            if header["identity"] != identity:
+                raise UserError(
+                    f"a snapshot must belong to {identity!r}, {path} belongs to "
+                    f"{header['identity']!r}; load it with what it was saved for"
                 )
             _compare(path, header["leaves"], wanted)
             leaves = [
@@ -166,5 +176,10 @@ def _told(shape: tuple[int, ...], dtype: np.dtype) -> str:
     return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
 
 
-def _index(rows: Rows) -> np.ndarray | Array:
-    return rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
+def _index(rows: Rows, state: State) -> np.ndarray | Array:
+    if isinstance(rows, jax.core.Tracer):
+        return rows  # not known yet
+    rows, there = np.asarray(rows, np.int32), jax.tree.leaves(state)[0].shape[0]
+    if rows.size and not 0 <= rows.min() <= rows.max() < there:
+        raise UserError(f"rows must be from 0 to {there - 1}, got {rows.tolist()}")
+    return rows

@@ -174,17 +174,18 @@ def attend(
     """The sinks (those of this chunk too), the ring as it was before, and the chunk itself."""
     numbers = number(slots, chunk.valid)
     q = spec.encoding.rotate(chunk.q, chunk.positions)
-    size, kv_heads = slots.positions.shape[1], slots.k.shape[1]
-    held = jnp.arange(size)[None, :] < slots.count[:, None]
+    kv_heads = slots.k.shape[1]
 
-    ring = slots.positions[:, sinks:]
-    distance = (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32)
-    seen = held[:, None, sinks:] & chunk.valid[:, :, None]
-    if window is not None:
-        seen &= distance < window
-    bias = _bias(spec, seen, chunk.positions, ring, kv_heads)
+    def ring_bias(start: Array | int, size: int) -> Array:
+        ring = jax.lax.dynamic_slice_in_dim(slots.positions, sinks + start, size, 1)
+        held = sinks + start + jnp.arange(size)[None, :] < slots.count[:, None]
+        seen = held[:, None] & chunk.valid[:, :, None]
+        if window is not None:
+            seen &= (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32) < window
+        return _bias(spec, seen, chunk.positions, ring, kv_heads)
+
     parts = [
-        slot_attention(q, slots.k[:, :, sinks:], slots.v[:, :, sinks:], bias, spec.scale,
+        slot_attention(q, slots.k[:, :, sinks:], slots.v[:, :, sinks:], ring_bias, spec.scale,
                        spec.softcap)
     ]  # fmt: skip
     if sinks:

@@ -110,8 +110,8 @@ def _write(
     decoding: Decoding,
     knobs: Knobs,
     limit: Int32[Array, ""],
-) -> tuple[Decoding, Int32[Array, "B BLOCK"], Int32[Array, ""]]:
-    """Up to `limit` tokens a row, -1 after a row's end; and how many steps were taken."""
+) -> tuple[Decoding, Int32[Array, "B BLOCK"], Int32[Array, ""], Bool[Array, ""]]:
+    """Up to `limit` tokens a row, -1 after a row's end; how many steps; were all logits numbers."""
     rows = decoding.logits.shape[0]
 
     def go_on(carry: tuple) -> Array:
@@ -145,7 +145,13 @@ def _write(
     end, count, out = jax.lax.while_loop(go_on, write_one, start)
     if not filters.repetition:  # nobody asked on the way: mark the whole block at once
         end = end._replace(seen=_mark(end.seen, out, out >= 0))
-    return _unfold(static, end, decoding.states), out, count
+    # Nobody asks at every token: what is once no number stays none.
+    finite = _finite(decoding) & _finite(end)
+    return _unfold(static, end, decoding.states), out, count, finite
+
+
+def _finite(decoding: Decoding) -> Bool[Array, ""]:
+    return jnp.all(jnp.isfinite(decoding.logits) | decoding.done[:, None])
 
 
 def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
@@ -278,8 +284,16 @@ class Stream:
     def state_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.decoding.states))
 
-    def read(self, prompts: Sequence[Sequence[int]], chunk: int = CHUNK) -> None:
-        """Absorb token ids, one list a row, of any lengths (an empty one is left alone)."""
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        chunk: int = CHUNK,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Absorb token ids, one list a row, of any lengths (an empty one is left alone).
+
+        progress: called with (tokens of the longest row that are read, all of them).
+        """
         rows = self.decoding.position.shape[0]
         if len(prompts) != rows:
             raise UserError(f"one list of tokens a row: got {len(prompts)} for {rows} rows")
@@ -295,6 +309,9 @@ class Stream:
                 part = prompt[start : start + chunk]
                 tokens[row, : len(part)], valid[row, : len(part)] = part, True
             self.decoding = _read(self._static, self.llm.weights, self.decoding, tokens, valid)
+            if progress is not None:  # not of what is only asked for
+                jax.block_until_ready(self.decoding.position)
+                progress(min(start + chunk, longest), longest)
 
     def seal(self) -> None:
         """Tell policies that compress or index a finished prompt that it is complete; once."""
@@ -310,10 +327,13 @@ class Stream:
     def write(
         self, sampling: Sampling, limit: int, eos: tuple[int, ...]
     ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, " B"]]:
-        """At most `limit` (and BLOCK) new tokens a row, -1 behind a row's end; which rows ended."""
+        """At most `limit` (and BLOCK) new tokens a row, -1 behind a row's end; which rows ended.
+
+        Raises UserError where the model gives logits that are no numbers.
+        """
         limit = min(limit, BLOCK)
         self.reserve(limit)
-        self.decoding, out, count = writer()(
+        self.decoding, out, count, finite = writer()(
             self._static,
             sampling.filters,
             eos,
@@ -322,6 +342,11 @@ class Stream:
             sampling.knobs,
             np.int32(limit),
         )
+        if not finite:
+            raise UserError(
+                "the model gives logits that are not finite numbers: its weights hold some, or it "
+                f"overflows {self.llm.dtype}; check the weights, or load it with dtype float32"
+            )
         self.length += int(count) - limit  # rows that end early leave room
         return np.asarray(out)[:, : int(count)], np.asarray(self.decoding.done)
 

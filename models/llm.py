@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, Spec
@@ -60,7 +62,7 @@ class Llm:
 
 def load(
     folder_or_id: str | Path,
-    dtype: str | None = None,
+    dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llm:
@@ -76,6 +78,8 @@ def load(
     config = read_config(folder)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     tokenizer = read_tokenizer(folder)

@@ -82,6 +82,12 @@ def losses(
             f"{spell(sealing[0])} keeps everything until a prompt is sealed, and a text to score "
             "has none; read a prompt into a Stream, seal it, and give stream="
         )
+    return _read_out(llm, stream, ids, chunk)
+
+
+def _read_out(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
+) -> Iterator[Float[np.ndarray, " T"]]:
     static = Static(llm.config, stream.policies, llm.mesh)
     for begin in range(0, len(ids) - 1, chunk):
         size = min(chunk, len(ids) - 1 - begin)

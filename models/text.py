@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -157,9 +157,7 @@ def stream(
     prompts = encode(llm, [prompt])
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
     run.rows[0].keep = False
-    for pieces in run.blocks():
-        if pieces[0]:
-            yield pieces[0]
+    return (text for (text,) in run.blocks() if text)  # what is wrong was told by now, not at next
 
 
 def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
@@ -242,10 +240,13 @@ class Run:
         )
         self.prefill = self.decode = self.compiled = 0.0
 
-    def blocks(self) -> Iterator[list[str]]:
-        """New text of every row, block by block, until every row has ended."""
+    def blocks(self, progress: Callable[[int, int], None] | None = None) -> Iterator[list[str]]:
+        """New text of every row, block by block, until every row has ended.
+
+        progress: called with (prompt tokens read, of how many).
+        """
         with self._timed("prefill"):
-            self.stream.read(self.prompts, self.chunk)
+            self.stream.read(self.prompts, self.chunk, progress)
             self.stream.seal()
             jax.block_until_ready(self.stream.decoding.logits)
         blocks = self.stream.pieces(self.sampling, self.tokens, self.eos)

@@ -44,14 +44,36 @@ def test_the_host(device, monkeypatch):
     assert memory.available() == pytest.approx(free, rel=0.5)
     monkeypatch.setattr(Path, "exists", lambda self: False)  # no /proc: macOS
     assert memory.available() > free / 2
+    monkeypatch.setattr(memory, "_GROUPS", [])
     monkeypatch.delattr("os.sysconf")  # nor sysconf: Windows
     assert memory.available() is None
+
+
+def test_a_container(device, monkeypatch, tmp_path):
+    """Its limit counts, and what it has read from files does not."""
+    device("cpu")
+    host = memory.available()
+    for _, most, used, prefix in memory._GROUPS:
+        group = tmp_path / prefix
+        group.mkdir(exist_ok=True)
+        monkeypatch.setattr(memory, "_GROUPS", [(group, most, used, prefix)])
+        assert memory.available() == pytest.approx(host, rel=0.5)
+        (group / most).write_text("max\n")
+        (group / used).write_text("9000\n")
+        (group / "memory.stat").write_text(
+            f"anon 1\n{prefix}inactive_file 3000\n{prefix}active_file 500\n"
+        )
+        assert memory.available() == pytest.approx(host, rel=0.5)
+        (group / most).write_text(f"{2**63 - 4096}\n")
+        assert memory.available() == pytest.approx(host, rel=0.5)
+        (group / most).write_text("10000\n")
+        assert memory.available() == 4500
 
 
 def test_check(device):
     device(bytes_limit=4 * 2**30, bytes_in_use=2**31)
     memory.check(2**31, "the caches")
-    with pytest.raises(UserError, match=r"the caches take\(s\) 2.0 GiB and only 2.0 GiB are free"):
+    with pytest.raises(UserError, match=r"the caches would take 2.0 GiB and only 2.0 GiB is free"):
         memory.check(2**31 + 1, "the caches")
 
 

@@ -62,6 +62,15 @@ def test_rows_of_another_shape_are_refused(rng):
         rows.put(state_of(rng), [0], state_of(rng, batch=1, slots=6))
 
 
+@pytest.mark.parametrize("wrong", [[3], [0, -1], np.array([7])])
+def test_rows_that_do_not_exist_are_refused(rng, wrong):
+    state = state_of(rng)
+    with pytest.raises(UserError, match="rows must be from 0 to 2, got"):
+        rows.take(state, wrong)
+    with pytest.raises(UserError, match="rows must be from 0 to 2, got"):
+        rows.put(state, wrong, state)
+
+
 def test_bytes_of_arrays_and_of_shapes(rng):
     state = state_of(rng)
     assert rows.nbytes(state) == 3 * (2 * 4 * 5 * 2 + 2 * 2 * 4 + 4)
@@ -94,6 +103,16 @@ def test_snapshot_of_another_state_is_refused(tmp_path, rng):
         rows.load(path, state_of(rng, dtype=jnp.float32))
     with pytest.raises(UserError, match=r"\.k should be .*, is absent"):
         rows.load(path, state.part)
+
+
+def test_a_snapshot_says_what_it_belongs_to(tmp_path, rng):
+    path, state = tmp_path / "snapshot", state_of(rng)
+    rows.save(path, state, "window:window=4 of tiny")
+    same(rows.load(path, state, "window:window=4 of tiny"), state)
+    with pytest.raises(UserError, match=r"belong to 'full', .* belongs to 'window:window=4 of"):
+        rows.load(path, state, "full")
+    with pytest.raises(UserError, match="belong to ''"):
+        rows.load(path, state)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped", "npz", "npy"])

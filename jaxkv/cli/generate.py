@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     show = (lambda text: None) if args.json else _print
-    blocks = writing.blocks()
-    with Progress("compiling and reading the prompt"):
+    with Progress("compiling and reading the prompt") as progress:
+        blocks = writing.blocks(progress.at)
         (first,) = next(blocks)
     pressed = threading.Event()
     with on_interrupt(pressed.set):

@@ -34,9 +34,9 @@ FLAGS = {
     "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),
     "layer without policy": ("--policy 0=full", "layer 1 has no policy", "add *=POLICY"),
     "window beyond memory": (
-        "--policy window:window=1000000000000", "1 row(s)", "TiB", "are free", "smaller window",
+        "--policy window:window=1000000000000", "1 row(s)", "TiB", "is free", "smaller window",
     ),
-    "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "are free"),
+    "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "is free"),
     "full beyond memory": (
         "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "fixed memory",
     ),

@@ -233,7 +233,7 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
     with pytest.raises(UserError, match=r"at most max=80 tokens and 105 are needed"):
         models.generate(llm, "abcd", "full:max=80,start=16", 100)
     with pytest.raises(UserError, match=r"at most max=80 tokens and 105 are needed"):
-        next(models.stream(llm, "abcd", "full:max=80,start=16", 100))
+        models.stream(llm, "abcd", "full:max=80,start=16", 100)
 
 
 def test_rows_that_end_early_leave_room(llm):
@@ -333,7 +333,7 @@ def test_a_policy_that_samples(shallow):
         ("A", {"temprature": 1.0}, "unknown argument 'temprature'; sampling has temperature"),
         ("A", {"sampling": WARM, "top_k": 3}, "give sampling= or its fields"),
         ("A", {"policy": "streming"}, "did you mean 'streaming'"),
-        (["A", "B"], {"policy": "window:window=1000000000"}, r"caches of 2 row.*GiB are free"),
+        (["A", "B"], {"policy": "window:window=1000000000"}, r"caches of 2 row.*GiB is free"),
     ],
 )
 def test_what_is_refused(llm, prompt, options, message):
@@ -347,3 +347,22 @@ def test_a_text_without_tokens_is_refused(llm):
     silent = replace(llm, tokenizer=tokenizer)
     with pytest.raises(UserError, match="the prompt is empty; give at least one token"):
         models.generate(silent, " ", SMALL)
+
+
+@pytest.mark.parametrize("eos", [(), tuple(range(VOCAB))])
+def test_a_model_that_gives_no_numbers_is_told(shallow, eos):
+    spoilt = replace(shallow, weights=shallow.weights | {"norm": shallow.weights["norm"] * np.nan})
+    stream = Stream(spoilt, SMALL)
+    stream.read([[65, 66]])
+    with pytest.raises(
+        UserError, match=r"logits that are not finite numbers: .* with dtype float32"
+    ):
+        stream.write(Sampling(), 5, eos)
+
+
+def test_reading_says_how_far_it_has_come(shallow):
+    seen: list[tuple[int, int]] = []
+    Stream(shallow, SMALL, rows=2).read(
+        [[65] * 20, [66] * 45], chunk=16, progress=lambda *at: seen.append(at)
+    )
+    assert seen == [(16, 45), (32, 45), (45, 45)]

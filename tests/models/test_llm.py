@@ -73,7 +73,8 @@ def test_dtype(published, tmp_path, monkeypatch):
     # A CPU's bfloat16 products are ten times slower, so it takes float32 unless told.
     assert dtypes() == ("float32", {"float32"}, "float32")
     for asked in ("float32", "bfloat16", "float16"):
-        assert dtypes(dtype=asked) == (asked, {asked}, asked)
+        for same in (asked, getattr(jnp, asked), jnp.dtype(asked)):
+            assert dtypes(dtype=same) == (asked, {asked}, asked)
     monkeypatch.setattr("models.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
 

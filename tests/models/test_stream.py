@@ -50,7 +50,7 @@ def test_losses_go_on_where_a_stream_stands(tiny):
 
 def test_a_policy_that_seals_cannot_be_scored_unsealed(tiny):
     with pytest.raises(UserError, match="sealed"):
-        next(models.losses(tiny, [2, 3, 4, 5], Halving()))
+        models.losses(tiny, [2, 3, 4, 5], Halving())
 
 
 def test_tokens_written_without_a_penalty_are_punished_by_a_later_one(tiny):
