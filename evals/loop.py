@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
-import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 
 import models
 import models.decoding
+from evals.hlo import copies_in_loops
 from evals.record import spread
 from evals.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
 from jaxkv.contract import Spec
@@ -101,29 +100,11 @@ def again(name: str) -> ModuleType:
     return module
 
 
-def copies_in_loops(text: str, sizes: set[int]) -> list[str]:
-    """The instructions in the bodies of an HLO module's loops that copy so many elements."""
-    return [
-        line.strip()
-        for body in re.findall(r"body=%?([\w.-]+)", text)
-        for line in computation(text, body)
-        if (found := re.search(r"= \w+\[([\d,]+)\]\S* copy\(", line))
-        and math.prod(map(int, found[1].split(","))) in sizes
-    ]
-
-
 def lowered(decoding: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
     """One call of `write` as XLA receives it; its text names no source file."""
     sampling = models.Sampling()
     return decoding.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
                                    stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
-
-
-def computation(text: str, name: str) -> list[str]:
-    """The lines of one computation of an HLO module."""
-    lines = text.splitlines()
-    start = next(i for i, x in enumerate(lines) if re.match(rf"%?{re.escape(name)} \(", x))
-    return lines[start : next(i for i in range(start, len(lines)) if lines[i].startswith("}"))]
 
 
 def far_error(chunk: int) -> float:

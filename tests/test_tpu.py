@@ -20,6 +20,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from evals.hlo import copies_in_loops
 from jaxkv.contract import Chunk, Policy, State
 from jaxkv.stack import by_layer
 from models.config import Config, read_config
@@ -27,7 +28,6 @@ from models.decoder import spec_of
 from models.decoding import Decoding, Static, _write
 from models.hf.names import shapes
 from models.sampling import Sampling
-from tests.models.test_decoding import copies_in_loops
 
 ROOT = Path(__file__).parents[1]
 LLAMA_1B = {  # Llama 3.2 1B, as published
@@ -153,7 +153,7 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     # A copy-start stages what is about to be read in fast memory.
-    copies = copies_in_loops(compiled.as_text(), state.k.size)
+    copies = copies_in_loops(compiled.as_text(), {state.k.size})
     return {
         "policy": text,
         "seen": seen,

@@ -81,21 +81,6 @@ def test_a_ring_far_out_is_exact():
     assert loop.far_error(chunk=64) < 2e-6
 
 
-def test_a_copy_of_the_cache_in_a_loop_is_found():
-    text = """
-%inside (p: (f32[4,8])) -> (f32[4,8]) {
-  %a = f32[4,8]{1,0} copy(%p)
-  %b = f32[8]{0} copy(%q)
-}
-
-ENTRY %main (x: f32[4,8]) -> f32[4,8] {
-  %c = f32[4,8]{1,0} copy(%x)
-  %w = (f32[4,8]) while(%t), condition=%go_on, body=%inside
-}
-"""
-    assert loop.copies_in_loops(text, {32}) == ["%a = f32[4,8]{1,0} copy(%p)"]
-
-
 def test_every_state_of_a_stream_is_measured_from_its_own_start(thin):
     stream = loop.started(models.Stream(thin, loop.POLICY))
     before = int(stream.decoding.position[0])
