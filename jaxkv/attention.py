@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | 
 
 # Logits of more than this many elements a row and head are computed a block of slots at a time.
 _BLOCK_SLOTS = 1024
-_BLOCK_QUERIES = 256
+_BLOCK_QUERIES = 512
+_CACHED = 2**22  # logits of a block up to which a CPU takes all heads together
 _UNROLLED = 1024  # queries in a chunk up to which their blocks are unrolled
 
 
@@ -71,9 +73,41 @@ def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
     return jax.lax.dynamic_slice_in_dim(bias, start, size, 4)
 
 
-def _attend(q, k, v, bias, scale, softcap) -> Partial:
+def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, softcap) -> Partial:
+    """`slot_attention` of one block."""
+    if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _CACHED:
+        return _attend_together(q, k, v, bias, scale, softcap)
+    together = partial(_attend_together, scale=scale, softcap=softcap)
+    by_head = partial(_attend_by_head, scale=scale, softcap=softcap)
+    return jax.lax.platform_dependent(q, k, v, bias, cpu=by_head, default=together)
+
+
+def _attend_together(q: Array, k: Array, v: Array, bias: Array | None, scale, softcap) -> Partial:
     logits = scores(q, k, scale, softcap)
     return blend(logits if bias is None else logits + bias, v)
+
+
+def _attend_by_head(q: Array, k: Array, v: Array, bias: Array | None, scale, softcap) -> Partial:
+    """One kv head after another: its logits stay in the cache of a CPU."""
+    rows, queries, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    split = q.reshape(rows, queries, kv_heads, group, -1).transpose(0, 2, 1, 3, 4)
+
+    def one(at: Array) -> Partial:
+        row, head = at // kv_heads, at % kv_heads
+
+        def pick(a: Array) -> Array:  # [#B,#K,...] -> [1,1,...]
+            start = (row * (a.shape[0] > 1), head * (a.shape[1] > 1), *[0] * (a.ndim - 2))
+            return jax.lax.dynamic_slice(a, start, (1, 1, *a.shape[2:]))
+
+        here = None if bias is None else pick(bias)
+        return _attend_together(pick(split)[0], pick(k), pick(v), here, scale, softcap)
+
+    out, lse = jax.lax.map(one, jnp.arange(rows * kv_heads))  # [B*K,1,T,G,H]
+    out = out.reshape(rows, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
+    lse = lse.reshape(rows, kv_heads, queries, group).transpose(0, 2, 1, 3)
+    return Partial(out.reshape(rows, queries, heads, -1), lse.reshape(rows, queries, heads))
 
 
 def scores(

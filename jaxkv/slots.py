@@ -94,67 +94,83 @@ def extend(
 
     ring: tokens beyond the last slot go round; without it they are lost and `count` says so.
     """
-    if chunk.valid.shape[1] == 1:
+    tokens, size = chunk.valid.shape[1], slots.positions.shape[1]
+    if tokens == 1:
         return _extend_one(slots, spec, chunk, sinks, by_rank, ring)
     numbers = number(slots, chunk.valid)
     new = jnp.sum(chunk.valid.astype(jnp.int32), axis=1)
-    size = slots.positions.shape[1]
-    slot = jnp.arange(size)[None, :]
-    last = (slots.count + new - 1)[:, None]
-    # Of all numbers that land in a ring slot, the largest.
-    newest = last - (last - slot) % (size - sinks)
-    lands = jnp.where(slot < sinks, slot, newest) if ring else slot
-    offset = lands - slots.count[:, None]
-    hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
     # Valid tokens first, in order: the n-th new token then stands at place n.
     places = jnp.argsort(~chunk.valid, axis=1, stable=True)
-    source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
+    keys, values = turn_keys(spec, chunk, numbers, sinks, by_rank), chunk.v
 
-    def put(old: Array, fresh: Array) -> Array:  # [B,K,S,H], [B,T,K,H]
-        taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
-        taken = taken.transpose(0, 2, 1, 3).astype(old.dtype)
-        return jnp.where(hit[:, None, :, None], taken, old)
+    def write(into: Slots, start: Int32[Array, " B"], width: int) -> Slots:
+        """What lands in the slots start .. start+width-1 of each row."""
+        slot = start[:, None] + jnp.arange(width)[None, :]
+        last = (slots.count + new - 1)[:, None]
+        # Of all numbers that land in a ring slot, the largest.
+        newest = last - (last - slot) % (size - sinks)
+        lands = jnp.where(slot < sinks, slot, newest) if ring else slot
+        offset = lands - slots.count[:, None]
+        hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
+        source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
 
-    return Slots(
-        k=put(slots.k, turn_keys(spec, chunk, numbers, sinks, by_rank)),
-        v=put(slots.v, chunk.v),
-        positions=jnp.where(
-            hit, jnp.take_along_axis(chunk.positions, source, axis=1), slots.positions
-        ),
-        count=_advance(slots.count, new, sinks, size, ring),
-    )
+        def put(old: Array, fresh: Array) -> Array:  # [B,K,S,H], [B,T,K,H]
+            taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
+            return _put(old, taken.transpose(0, 2, 1, 3), start, hit)
+
+        positions = jnp.take_along_axis(chunk.positions, source, axis=1)
+        return into._replace(
+            k=put(into.k, keys),
+            v=put(into.v, values),
+            positions=_put(into.positions, positions, start, hit),
+        )
+
+    if tokens >= min(size // 2, size - sinks):
+        out = write(slots, jnp.zeros_like(slots.count), size)
+    else:  # only where something lands: behind the newest, and where the ring begins anew
+        out = write(slots, jnp.minimum(_next_slot(slots, sinks), size - tokens), tokens)
+        if ring:
+            out = write(out, jnp.full_like(slots.count, sinks), tokens)
+    return out._replace(count=_advance(slots.count, new, sinks, size, ring))
+
+
+def _next_slot(slots: Slots, sinks: int) -> Int32[Array, " B"]:
+    size = slots.positions.shape[1]
+    beyond = sinks + (slots.count - sinks) % (size - sinks)
+    return jnp.where(slots.count < size, slots.count, beyond)
+
+
+def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "B W"]) -> Array:
+    """old [B,K,S,H] or [B,S] with fresh ([B,K,W,H], [B,W]) from slot `start` on, where hit."""
+    axis, width = 0 if old.ndim == 2 else 1, hit.shape[1]
+    hit = hit if old.ndim == 2 else hit[:, None, :, None]
+    if width == old.shape[axis + 1]:
+        return jnp.where(hit, fresh.astype(old.dtype), old)
+
+    def one(old_row: Array, fresh_row: Array, at: Array, hit_row: Array) -> Array:
+        held = jax.lax.dynamic_slice_in_dim(old_row, at, width, axis)
+        fresh_row = jnp.where(hit_row, fresh_row.astype(old.dtype), held)
+        return jax.lax.dynamic_update_slice_in_dim(old_row, fresh_row, at, axis)
+
+    # One row is written as [K,S,H]: a 4-D write would be fused twice, and the cache copied.
+    if old.shape[0] == 1:
+        return one(old[0], fresh[0], start[0], hit[0])[None]
+    return jax.vmap(one)(old, fresh, start, hit)
 
 
 def _extend_one(
     slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool, ring: bool
 ) -> Slots:
-    """Absorb one token: a write of one slot, where the general form rewrites them all."""
-    numbers = number(slots, chunk.valid)
-    size = slots.positions.shape[1]
-    beyond = sinks + (slots.count - sinks) % (size - sinks)
-    slot = jnp.where(slots.count < size, slots.count, beyond)
-    valid = chunk.valid[:, 0]
-    kept = valid if ring else valid & (slots.count < size)
-
-    def put(old: Array, fresh: Array) -> Array:  # [B,*,S,*], [B,*,1,*]
-        axis = 0 if old.ndim == 2 else 1
-
-        def one(old_row: Array, fresh_row: Array, at: Array, keep: Array) -> Array:
-            held = jax.lax.dynamic_slice_in_dim(old_row, at, 1, axis)
-            fresh_row = jnp.where(keep, fresh_row.astype(old.dtype), held)
-            return jax.lax.dynamic_update_slice_in_dim(old_row, fresh_row, at, axis)
-
-        # One row is written as [K,S,H]: a 4-D write would be fused twice, and the cache copied.
-        if old.shape[0] == 1:
-            return one(old[0], fresh[0], slot[0], kept[0])[None]
-        return jax.vmap(one)(old, fresh, slot, kept)
-
-    keys = turn_keys(spec, chunk, numbers, sinks, by_rank)
+    """Absorb one token: no place to look for, no two that meet in a slot."""
+    size, slot = slots.positions.shape[1], _next_slot(slots, sinks)
+    kept = chunk.valid if ring else chunk.valid & (slots.count < size)[:, None]
+    keys = turn_keys(spec, chunk, number(slots, chunk.valid), sinks, by_rank)
+    new = chunk.valid[:, 0].astype(jnp.int32)
     return Slots(
-        k=put(slots.k, keys.transpose(0, 2, 1, 3)),
-        v=put(slots.v, chunk.v.transpose(0, 2, 1, 3)),
-        positions=put(slots.positions, chunk.positions),
-        count=_advance(slots.count, valid.astype(jnp.int32), sinks, size, ring),
+        k=_put(slots.k, keys.transpose(0, 2, 1, 3), slot, kept),
+        v=_put(slots.v, chunk.v.transpose(0, 2, 1, 3), slot, kept),
+        positions=_put(slots.positions, chunk.positions, slot, kept),
+        count=_advance(slots.count, new, sinks, size, ring),
     )
 
 
@@ -177,17 +193,15 @@ def attend(
     kv_heads = slots.k.shape[1]
 
     def ring_bias(start: Array | int, size: int) -> Array:
-        ring = jax.lax.dynamic_slice_in_dim(slots.positions, sinks + start, size, 1)
-        held = sinks + start + jnp.arange(size)[None, :] < slots.count[:, None]
-        seen = held[:, None] & chunk.valid[:, :, None]
+        ring = jax.lax.dynamic_slice_in_dim(slots.positions, start, size, 1)
+        slot = start + jnp.arange(size)[None, :]
+        # The sinks are masked here, for slicing them off would copy the ring.
+        seen = ((slot >= sinks) & (slot < slots.count[:, None]))[:, None] & chunk.valid[:, :, None]
         if window is not None:
             seen &= (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32) < window
         return _bias(spec, seen, chunk.positions, ring, kv_heads)
 
-    parts = [
-        slot_attention(q, slots.k[:, :, sinks:], slots.v[:, :, sinks:], ring_bias, spec.scale,
-                       spec.softcap)
-    ]  # fmt: skip
+    parts = [slot_attention(q, slots.k, slots.v, ring_bias, spec.scale, spec.softcap)]
     if sinks:
         first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],
                       slots.count)  # fmt: skip
