@@ -39,15 +39,15 @@ def slot_attention(
     """
     queries, slots = q.shape[1], k.shape[2]
     whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
+    attend = partial(_attend, scale=scale, softcap=softcap)
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
-        return _attend(q, k, v, _cut_bias(bias, 0, slots), scale, softcap)
+        return attend(q, k, v, _cut_bias(bias, 0, slots), 0, size=slots)
 
     def attend_block(so_far: Partial, start: Array) -> tuple[Partial, None]:
         here = _cut_bias(bias, start, _BLOCK_SLOTS)
 
         def seen() -> Partial:
-            cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, _BLOCK_SLOTS, 2)  # noqa: E731
-            return merge(so_far, _attend(q, cut(k), cut(v), here, scale, softcap))
+            return merge(so_far, attend(q, k, v, here, start, size=_BLOCK_SLOTS))
 
         if here is None:
             return seen(), None
@@ -62,7 +62,7 @@ def slot_attention(
     if whole == slots:
         return blocks
     rest = _cut_bias(bias, whole, slots - whole)
-    return merge(blocks, _attend(q, k[:, :, whole:], v[:, :, whole:], rest, scale, softcap))
+    return merge(blocks, attend(q, k, v, rest, whole, size=slots - whole))
 
 
 def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
@@ -73,21 +73,25 @@ def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
     return jax.lax.dynamic_slice_in_dim(bias, start, size, 4)
 
 
-def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, softcap) -> Partial:
-    """`slot_attention` of one block."""
-    if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _CACHED:
-        return _attend_together(q, k, v, bias, scale, softcap)
-    together = partial(_attend_together, scale=scale, softcap=softcap)
-    by_head = partial(_attend_by_head, scale=scale, softcap=softcap)
-    return jax.lax.platform_dependent(q, k, v, bias, cpu=by_head, default=together)
+def _attend(
+    q: Array, k: Array, v: Array, bias: Array | None, start: Array | int, *, size: int, **how
+) -> Partial:
+    """`slot_attention` over the slots start .. start+size-1; bias is theirs alone."""
+    together = partial(_attend_together, size=size, **how)
+    if q.shape[0] * q.shape[1] * q.shape[2] * size <= _CACHED:
+        return together(q, k, v, bias, start)
+    by_head = partial(_attend_by_head, size=size, **how)
+    return jax.lax.platform_dependent(q, k, v, bias, start, cpu=by_head, default=together)
 
 
-def _attend_together(q: Array, k: Array, v: Array, bias: Array | None, scale, softcap) -> Partial:
+def _attend_together(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
+    if size < k.shape[2]:
+        k, v = (jax.lax.dynamic_slice_in_dim(a, start, size, 2) for a in (k, v))
     logits = scores(q, k, scale, softcap)
     return blend(logits if bias is None else logits + bias, v)
 
 
-def _attend_by_head(q: Array, k: Array, v: Array, bias: Array | None, scale, softcap) -> Partial:
+def _attend_by_head(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
     """One kv head after another: its logits stay in the cache of a CPU."""
     rows, queries, heads, _ = q.shape
     kv_heads = k.shape[1]
@@ -97,12 +101,17 @@ def _attend_by_head(q: Array, k: Array, v: Array, bias: Array | None, scale, sof
     def one(at: Array) -> Partial:
         row, head = at // kv_heads, at % kv_heads
 
-        def pick(a: Array) -> Array:  # [#B,#K,...] -> [1,1,...]
-            start = (row * (a.shape[0] > 1), head * (a.shape[1] > 1), *[0] * (a.ndim - 2))
-            return jax.lax.dynamic_slice(a, start, (1, 1, *a.shape[2:]))
+        def pick(a: Array, first: Array | int = 0, count: int | None = None) -> Array:
+            """Of [#B,#K,X,...] this row and head, of X `count` from `first` on."""
+            at = (row * (a.shape[0] > 1), head * (a.shape[1] > 1), first, *[0] * (a.ndim - 3))
+            sizes = (1, 1, a.shape[2] if count is None else count, *a.shape[3:])
+            return jax.lax.dynamic_slice(a, at, sizes)
 
         here = None if bias is None else pick(bias)
-        return _attend_together(pick(split)[0], pick(k), pick(v), here, scale, softcap)
+        keys, values = pick(k, start, size), pick(v, start, size)
+        return _attend_together(
+            pick(split)[0], keys, values, here, 0, size=size, scale=scale, softcap=softcap
+        )
 
     out, lse = jax.lax.map(one, jnp.arange(rows * kv_heads))  # [B*K,1,T,G,H]
     out = out.reshape(rows, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)

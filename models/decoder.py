@@ -61,20 +61,31 @@ class Layer(nnx.Module):
         spec = spec_of(c, str(x.dtype))
         run = step if mesh is None else partial(sharded_step, mesh)
         out, state = run(policy, spec, state, q, k, v, positions, valid)
-        out = out.astype(x.dtype).transpose(2, 3, 0, 1).reshape(-1, *x.shape[1:])
-        x = x + self._linear(out, "o")
+        x = x + self._from_heads(out.astype(x.dtype))
         h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
         gate, up = self._linear(h, "gate"), self._linear(h, "up")
         return x + self._linear(jax.nn.silu(gate) * up, "down"), state
 
     def _linear(self, x: Float[Array, "I B T"], name: str) -> Float[Array, "O B T"]:
-        y = matmul(getattr(self, name)[...], x)
-        bias = getattr(self, f"{name}_bias", None)
-        return y if bias is None else y + bias[...].astype(y.dtype)[:, None, None]
+        return self._bias(matmul(getattr(self, name)[...], x), name, axis=0)
 
     def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
-        y = self._linear(x, name)
-        return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
+        if x.shape[2] == 1:
+            y = self._linear(x, name)
+            return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
+        # The product of a chunk may come out as heads want it; turning it takes as long again.
+        y = self._bias(dot(x, getattr(self, name)[...], (0, 1)), name, axis=2)
+        return y.reshape(*y.shape[:2], -1, self.config.head_dim)
+
+    def _from_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "D B T"]:
+        rows, tokens = out.shape[:2]
+        if tokens == 1:
+            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, rows, 1), "o")
+        return self._bias(dot(self.o[...], out.reshape(rows, tokens, -1), (1, 2)), "o", axis=0)
+
+    def _bias(self, y: Array, name: str, axis: int) -> Array:
+        bias = getattr(self, f"{name}_bias", None)
+        return y if bias is None else y + along(bias[...].astype(y.dtype), axis, y.ndim)
 
 
 class Decoder(nnx.Module):
@@ -115,22 +126,30 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=axis, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + np.float32(eps))).astype(x.dtype)
-    shape = [1] * x.ndim
-    shape[axis] = -1
-    return normed * weight.astype(x.dtype).reshape(shape)
+    return normed * along(weight.astype(x.dtype), axis, x.ndim)
+
+
+def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
+    """A vector that lies along one axis of an array of so many."""
+    return vector.reshape([-1 if i == axis % ndim else 1 for i in range(ndim)])
 
 
 def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return dot(weight, x, (1, 0), dtype)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
+    """The product over one axis of each, accumulated in float32; float32 stays float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     y = jax.lax.dot_general(
-        weight,
-        x,
-        (((1,), (0,)), ((), ())),
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return y.astype(dtype or x.dtype)
+    return y.astype(dtype or a.dtype)
 
 
 def _layer_weights(weights: Weights, layer: int) -> dict[str, Array]:

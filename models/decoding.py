@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import memory, sharding
+from jaxkv.carry import fold, share, unfold
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.stack import state_bytes
@@ -31,7 +32,7 @@ from models.llm import Llm
 from models.sampling import Filters, Knobs, Sampling, draw
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
-CHUNK = 512  # prompt tokens read at a time
+CHUNK = 1024  # prompt tokens read at a time
 BLOCK = 256  # tokens one call of `_write` can return
 PAUSE = 0.1  # seconds a stream may keep text back
 
@@ -79,7 +80,8 @@ def _read(
     """Absorb a chunk of prompt; rows that are all padding keep everything as it was."""
     offset = jnp.cumsum(valid.astype(jnp.uint32), axis=1) - valid.astype(jnp.uint32)
     positions = decoding.position[:, None] + offset
-    decoder, hidden, states = _decode(static, weights, tokens, positions, valid, decoding.states)
+    states = share(static.policies, decoding.states)
+    decoder, hidden, states = _decode(static, weights, tokens, positions, valid, states)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # The last valid place of each row: the head is applied there and nowhere else.
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
@@ -114,12 +116,18 @@ def _write(
     """Up to `limit` tokens a row, -1 after a row's end; how many steps; were all logits numbers."""
     rows = decoding.logits.shape[0]
 
+    def folded(d: Decoding) -> Decoding:
+        return d._replace(states=fold(static.policies, d.states, static.mesh is not None))
+
+    def whole(d: Decoding) -> Decoding:
+        return d._replace(states=unfold(static.policies, d.states, decoding.states))
+
     def go_on(carry: tuple) -> Array:
         done, count, _ = carry[0].done, carry[1], carry[2]
         return (count < limit) & ~jnp.all(done)
 
     def write_one(carry: tuple) -> tuple:
-        d, count, out = _unfold(static, carry[0], decoding.states), carry[1], carry[2]
+        d, count, out = whole(carry[0]), carry[1], carry[2]
         token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
         ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
         emitted = jnp.where(d.done, -1, token)
@@ -139,15 +147,15 @@ def _write(
             seen=seen,
             keys=d.keys,
         )
-        return _fold(static, d), count + 1, out
+        return folded(d), count + 1, out
 
-    start = (_fold(static, decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
+    start = (folded(decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
     end, count, out = jax.lax.while_loop(go_on, write_one, start)
     if not filters.repetition:  # nobody asked on the way: mark the whole block at once
         end = end._replace(seen=_mark(end.seen, out, out >= 0))
     # Nobody asks at every token: what is once no number stays none.
     finite = _finite(decoding) & _finite(end)
-    return _unfold(static, end, decoding.states), out, count, finite
+    return whole(end), out, count, finite
 
 
 def _finite(decoding: Decoding) -> Bool[Array, ""]:
@@ -157,45 +165,6 @@ def _finite(decoding: Decoding) -> Bool[Array, ""]:
 def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
     """seen [B,V] with the valid tokens [B,T] marked; row by row, so that shards need not talk."""
     return jax.vmap(lambda row, ids, real: row.at[ids].max(real))(seen, tokens, valid)
-
-
-def _fold(static: Static, decoding: Decoding) -> Decoding:
-    """The states as the loop carries them.
-
-    Leaves that are the same in every layer of a policy are carried once, and rows and kv heads
-    of 4-D leaves are merged, for XLA copies carried 4-D caches whole (not over a mesh, where each
-    is sharded by itself).
-    """
-    first = _first_layers(static)
-    states = []
-    for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
-        if static.mesh is None:
-            state = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a, state)
-        if first[layer] != layer:
-            state = state._replace(**dict.fromkeys(_shared(policy)))
-        states.append(state)
-    return decoding._replace(states=tuple(states))
-
-
-def _unfold(static: Static, decoding: Decoding, like: Sequence[State]) -> Decoding:
-    """What `_fold` was given; like: states of the same shapes."""
-    first = _first_layers(static)
-    states: list[State] = []
-    for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
-        if first[layer] != layer:
-            known = {name: getattr(states[first[layer]], name) for name in _shared(policy)}
-            state = state._replace(**known)
-        states.append(jax.tree.map(lambda a, old: a.reshape(old.shape), state, like[layer]))
-    return decoding._replace(states=tuple(states))
-
-
-def _first_layers(static: Static) -> list[int]:
-    """For each layer the first one with an equal policy."""
-    return [static.policies.index(policy) for policy in static.policies]
-
-
-def _shared(policy: Policy) -> tuple[str, ...]:
-    return getattr(policy, "shared", ())
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

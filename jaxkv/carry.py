@@ -1,0 +1,58 @@
+"""The states of all layers as a compiled call carries them: what is equal only once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxkv.contract import Policy, State
+
+
+def share(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, ...]:
+    """The same states, with one array for what is equal in every layer of a policy.
+
+    What layers compute from it, such as masks, XLA then computes once.
+    """
+    shared = []
+    for policy, state, first in zip(policies, states, _first_layers(policies), strict=True):
+        known = {name: getattr(states[first], name) for name in _names(policy)}
+        shared.append(state._replace(**known))
+    return tuple(shared)
+
+
+def fold(policies: Sequence[Policy], states: Sequence[State], sharded: bool) -> tuple[State, ...]:
+    """The states for a loop to carry: shared leaves once, rows and kv heads of 4-D leaves merged.
+
+    XLA copies a cache that is carried as 4-D whole. sharded: over a mesh, where rows and kv heads
+    are split each by itself, they stay apart.
+    """
+    folded = []
+    for layer, (policy, state, first) in enumerate(
+        zip(policies, states, _first_layers(policies), strict=True)
+    ):
+        if not sharded:
+            state = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a, state)
+        if first != layer:
+            state = state._replace(**dict.fromkeys(_names(policy)))
+        folded.append(state)
+    return tuple(folded)
+
+
+def unfold(
+    policies: Sequence[Policy], states: Sequence[State], like: Sequence[State]
+) -> tuple[State, ...]:
+    """What `fold` was given; like: states of the same shapes."""
+    return tuple(
+        jax.tree.map(lambda a, old: a.reshape(old.shape), state, whole)
+        for state, whole in zip(share(policies, states), like, strict=True)
+    )
+
+
+def _first_layers(policies: Sequence[Policy]) -> list[int]:
+    """For each layer the first one with an equal policy."""
+    return [list(policies).index(policy) for policy in policies]
+
+
+def _names(policy: Policy) -> tuple[str, ...]:
+    return getattr(policy, "shared", ())
