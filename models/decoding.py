@@ -112,8 +112,8 @@ def _write(
     decoding: Decoding,
     knobs: Knobs,
     limit: Int32[Array, ""],
-) -> tuple[Decoding, Int32[Array, "B BLOCK"], Int32[Array, ""], Bool[Array, ""]]:
-    """Up to `limit` tokens a row, -1 after a row's end; how many steps; were all logits numbers."""
+) -> tuple[Decoding, Int32[Array, "B BLOCK"], Int32[Array, ""], Bool[Array, " B"]]:
+    """Up to `limit` tokens a row, -1 after a row's end; how many steps; which rows had numbers."""
     rows = decoding.logits.shape[0]
 
     def folded(d: Decoding) -> Decoding:
@@ -158,8 +158,8 @@ def _write(
     return whole(end), out, count, finite
 
 
-def _finite(decoding: Decoding) -> Bool[Array, ""]:
-    return jnp.all(jnp.isfinite(decoding.logits) | decoding.done[:, None])
+def _finite(decoding: Decoding) -> Bool[Array, " B"]:
+    return decoding.done | jnp.all(jnp.isfinite(decoding.logits), axis=1)
 
 
 def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
@@ -311,7 +311,7 @@ class Stream:
             sampling.knobs,
             np.int32(limit),
         )
-        if not finite:
+        if not np.asarray(finite).all():
             raise UserError(
                 "the model gives logits that are not finite numbers: its weights hold some, or it "
                 f"overflows {self.llm.dtype}; check the weights, or load it with dtype float32"
