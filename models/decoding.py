@@ -363,4 +363,4 @@ class Stream:
 
 def bucket(tokens: int, chunk: int) -> int:
     """The padded length of a chunk: few lengths, so that few are compiled."""
-    return min(chunk, next(size for size in (16, 64, 256, 2**30) if tokens <= size))
+    return min(chunk, next(size for size in (16, 64, 256, 512, 2**30) if tokens <= size))
