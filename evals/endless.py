@@ -87,17 +87,16 @@ def read(
     llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, start: int, name: str
 ) -> list[dict[str, Any]]:
     """One text through one cache whose first token stands at `start`: a line for each block."""
-    stream = models.Stream(llm, policy, tokens=len(ids))
+    stream = models.Stream(llm, policy, tokens=len(ids), start=start)
     lines = []
     for at in range(0, len(ids) - 1, block):
         begun = time.perf_counter()
-        part = models.losses(
-            llm, ids[at : at + block + 1], chunk=chunk, start=start + at, stream=stream
-        )
+        part = models.losses(llm, ids[at : at + block + 1], chunk=chunk, stream=stream)
         loss = np.concatenate(list(part)).astype(np.float64)
         seconds = time.perf_counter() - begun
         line = {
             "tokens": at + len(loss),
+            "position": int(stream.decoding.position[0]),
             "loss": loss.mean(),
             "standard_error": loss.std() / len(loss) ** 0.5,
             "not_finite": int(np.sum(~np.isfinite(loss))),

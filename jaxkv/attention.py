@@ -14,8 +14,7 @@ from jaxkv.typing import Array, Bool, Float, Float32
 
 Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None
 
-# Logits of more than this many elements a row and head are computed a block of slots at a time.
-_BLOCK_SLOTS = 1024
+_BLOCK_SLOTS = 1024  # slots taken at a time, where there are more than twice as many
 _BLOCK_QUERIES = 512
 _CACHED = 2**22  # logits of a block up to which a CPU takes all heads together
 _UNROLLED = 1024  # queries in a chunk up to which their blocks are unrolled
@@ -103,9 +102,9 @@ def _attend_by_head(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
 
         def pick(a: Array, first: Array | int = 0, count: int | None = None) -> Array:
             """Of [#B,#K,X,...] this row and head, of X `count` from `first` on."""
-            at = (row * (a.shape[0] > 1), head * (a.shape[1] > 1), first, *[0] * (a.ndim - 3))
+            of = (row if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
             sizes = (1, 1, a.shape[2] if count is None else count, *a.shape[3:])
-            return jax.lax.dynamic_slice(a, at, sizes)
+            return jax.lax.dynamic_slice(a, (*of, first, *[0] * (a.ndim - 3)), sizes)
 
         here = None if bias is None else pick(bias)
         keys, values = pick(k, start, size), pick(v, start, size)

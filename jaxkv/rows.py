@@ -42,6 +42,8 @@ def put(state: State, rows: Rows, other: State) -> State:
     shape, as after another `reserve`.
     """
     rows = _index(rows, state)
+    if isinstance(rows, np.ndarray) and len(set(rows.tolist())) < len(rows):
+        raise UserError(f"each row can be put once, got {rows.tolist()}; name it once")
 
     def one(path: tuple, leaf: Leaf, new: Leaf) -> Array:
         wanted = (len(rows), *leaf.shape[1:])
@@ -133,8 +135,8 @@ def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
                 )
             if header["identity"] != identity:
                 raise UserError(
-                    f"a snapshot must belong to {identity!r}, {path} belongs to "
-                    f"{header['identity']!r}; load it with what it was saved for"
+                    f"a snapshot is of what it was saved with: {path} is of "
+                    f"{header['identity']!r}, and {identity!r} was asked for; give its own identity"
                 )
             _compare(path, header["leaves"], wanted)
             leaves = [
@@ -179,7 +181,10 @@ def _told(shape: tuple[int, ...], dtype: np.dtype) -> str:
 def _index(rows: Rows, state: State) -> np.ndarray | Array:
     if isinstance(rows, jax.core.Tracer):
         return rows  # not known yet
-    rows, there = np.asarray(rows, np.int32), jax.tree.leaves(state)[0].shape[0]
-    if rows.size and not 0 <= rows.min() <= rows.max() < there:
-        raise UserError(f"rows must be from 0 to {there - 1}, got {rows.tolist()}")
-    return rows
+    rows, there = np.asarray(rows), jax.tree.leaves(state)[0].shape[0]
+    whole = rows.dtype.kind in "iu" or not rows.size
+    if not whole or (rows.size and not 0 <= rows.min() <= rows.max() < there):
+        raise UserError(
+            f"rows must be numbers from 0 to {there - 1}, got {rows.tolist()}; name those there are"
+        )
+    return rows.astype(np.int32)

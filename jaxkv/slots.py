@@ -31,7 +31,7 @@ class Slots(NamedTuple):
 AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
 # These follow from positions and valid alone: the same in every layer with this policy.
 SHARED = ("positions", "count")
-_WHOLE_MASK = 2**24  # elements
+_WHOLE_MASK = 2**24  # elements of a mask that may stand in memory at once: 64 MiB
 # The count of a row without a ring that was given more tokens than it had slots.
 OVERFULL = 2**31 - 1
 
@@ -204,7 +204,8 @@ def attend(
 
     size = slots.positions.shape[1]
     # A mask of moderate size is made once for all layers, a larger one block by block.
-    bias = ring_bias(0, size) if numbers.size * size <= _WHOLE_MASK else ring_bias
+    wide = jax.eval_shape(lambda: ring_bias(0, size)).size
+    bias = ring_bias(0, size) if wide <= _WHOLE_MASK else ring_bias
     parts = [slot_attention(q, slots.k, slots.v, bias, spec.scale, spec.softcap)]
     if sinks:
         first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],

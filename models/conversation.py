@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Policy
+from jaxkv.errors import whole
 from models.decoding import DEFAULT_POLICY, Decoding, Stream
 from models.llm import Llm
 from models.sampling import Sampling
-from models.text import Row, warn_beyond_context, whole
+from models.text import Row, warn_beyond_context
 from models.tokenizer import Pieces
 
 
@@ -47,16 +48,21 @@ class Conversation:
         """The answer to a message as it comes; exhaust it, or call `interrupt`, before the next."""
         whole("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
-        row = self.row = Row(self.llm, eos, stop)
+        self.row = Row(self.llm, eos, stop)
+        return self._answer(self.row, text, sampling or Sampling(), max_new_tokens, eos)
+
+    def _answer(
+        self, row: Row, text: str, sampling: Sampling, tokens: int, eos: Sequence[int]
+    ) -> Iterator[str]:
         self._interrupted = False
         self.stream.read([self._turn(text)])
         self.stream.seal()
         # Where a stop string is given the answer is cut, and so must the cache be: go back here.
-        held = jax.tree.map(jnp.copy, self.stream.decoding) if stop else None
+        held = jax.tree.map(jnp.copy, self.stream.decoding) if row.stops else None
         length = self.stream.length
         self.messages += [{"role": "user", "content": text}]
         try:
-            for block in self.stream.pieces(sampling or Sampling(), max_new_tokens, eos):
+            for block in self.stream.pieces(sampling, tokens, eos):
                 if piece := "".join(map(row.push, map(int, block[0]))):
                     yield piece
                 if row.reason or self._interrupted:

@@ -8,6 +8,7 @@ limits, so they share one compilation and give the same text.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv import memory, sharding
 from jaxkv.carry import fold, share, unfold
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
 from jaxkv.stack import state_bytes
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 from models.compilation import clock, small_steps
@@ -38,7 +39,7 @@ PAUSE = 0.1  # seconds a stream may keep text back
 
 
 class Decoding(NamedTuple):
-    """A batch in progress. The states have absorbed every token emitted so far."""
+    """A batch in progress. The states have absorbed every token emitted so far but an eos."""
 
     states: tuple[State, ...]
     logits: Float32[Array, "B V"]  # of the token that comes next
@@ -119,16 +120,19 @@ def _write(
     def folded(d: Decoding) -> Decoding:
         return d._replace(states=fold(static.policies, d.states, static.mesh is not None))
 
-    def whole(d: Decoding) -> Decoding:
+    def unfolded(d: Decoding) -> Decoding:
         return d._replace(states=unfold(static.policies, d.states, decoding.states))
 
     def go_on(carry: tuple) -> Array:
-        done, count, _ = carry[0].done, carry[1], carry[2]
+        done, count = carry[0].done, carry[1]
         return (count < limit) & ~jnp.all(done)
 
     def write_one(carry: tuple) -> tuple:
-        d, count, out = whole(carry[0]), carry[1], carry[2]
+        d, (count, out, sound) = unfolded(carry[0]), carry[1:]
         token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
+        # Where a logit is NaN, a NaN is the largest: the one drawn tells of all.
+        drawn = jnp.take_along_axis(d.logits, token[:, None], axis=1)[:, 0]
+        sound &= d.done | jnp.isfinite(drawn)
         ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
         emitted = jnp.where(d.done, -1, token)
         out = jax.lax.dynamic_update_slice(out, emitted[:, None], (0, count))
@@ -147,19 +151,14 @@ def _write(
             seen=seen,
             keys=d.keys,
         )
-        return folded(d), count + 1, out
+        return folded(d), count + 1, out, sound
 
-    start = (folded(decoding), jnp.int32(0), jnp.full((rows, BLOCK), -1, jnp.int32))
-    end, count, out = jax.lax.while_loop(go_on, write_one, start)
+    out, sound = jnp.full((rows, BLOCK), -1, jnp.int32), jnp.ones((rows,), bool)
+    start = (folded(decoding), jnp.int32(0), out, sound)
+    end, count, out, sound = jax.lax.while_loop(go_on, write_one, start)
     if not filters.repetition:  # nobody asked on the way: mark the whole block at once
         end = end._replace(seen=_mark(end.seen, out, out >= 0))
-    # Nobody asks at every token: what is once no number stays none.
-    finite = _finite(decoding) & _finite(end)
-    return whole(end), out, count, finite
-
-
-def _finite(decoding: Decoding) -> Bool[Array, " B"]:
-    return decoding.done | jnp.all(jnp.isfinite(decoding.logits), axis=1)
+    return unfolded(end), out, count, sound
 
 
 def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
@@ -197,6 +196,7 @@ class Stream:
     llm, policy: what runs. rows: B. seed: one for all rows or one a row; a row's draws depend on
     its own seed and positions alone. tokens: how many a row will hold in the end, if known, so
     that a policy which grows can refuse, and memory can be counted, before anything is allocated.
+    start: the position of the first token, up to 2^32 - 1.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Stream:
         rows: int = 1,
         seed: int | Sequence[int] = 0,
         tokens: int = 0,
+        start: int = 0,
     ):
         self.llm = llm
         self.policies = llm.policies(policy)
@@ -218,16 +219,18 @@ class Stream:
             sharding.check(llm.mesh, rows, llm.config.kv_heads)
         self._rows, self._checked = rows, -1
         self._check(tokens)
-        if not isinstance(seed, Integral | Sequence) or isinstance(seed, str):
-            raise UserError(f"a seed is a whole number, or one a row, got {seed!r}")
-        seeds = [int(seed)] * rows if isinstance(seed, Integral) else list(map(int, seed))
+        seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * rows
+        if not all(isinstance(s, Integral) for s in seeds):
+            raise UserError(f"a seed is a whole number, or one a row, got {seed!r}; give 0")
         if len(seeds) != rows:
             raise UserError(f"one seed, or one a row: got {len(seeds)} seeds for {rows} rows")
         if not all(0 <= s < 2**32 for s in seeds):
             raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}")
-        self.decoding = self._start(rows, seeds)
+        if not isinstance(start, Integral) or not 0 <= start < 2**32:
+            raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
+        self.decoding = self._begin(rows, seeds, start)
 
-    def _start(self, rows: int, seeds: Sequence[int]) -> Decoding:
+    def _begin(self, rows: int, seeds: Sequence[int], start: int) -> Decoding:
         llm, vocab = self.llm, self.llm.config.vocab
         # What policies draw and what tokens are drawn by never share a key.
         keys = jnp.stack([jax.random.key(seed) for seed in seeds])
@@ -239,7 +242,7 @@ class Stream:
         begun = Decoding(
             states=(),
             logits=jnp.zeros((rows, vocab), jnp.float32),
-            position=jnp.zeros((rows,), jnp.uint32),
+            position=jnp.full((rows,), start, jnp.uint32),
             done=jnp.ones((rows,), bool),
             seen=jnp.zeros((rows, vocab), bool),
             keys=jax.random.key_data(of_tokens),
@@ -263,6 +266,7 @@ class Stream:
 
         progress: called with (tokens of the longest row that are read, all of them).
         """
+        whole("chunk", chunk)
         rows = self.decoding.position.shape[0]
         if len(prompts) != rows:
             raise UserError(f"one list of tokens a row: got {len(prompts)} for {rows} rows")
@@ -302,7 +306,7 @@ class Stream:
         """
         limit = min(limit, BLOCK)
         self.reserve(limit)
-        self.decoding, out, count, finite = writer()(
+        self.decoding, out, count, sound = writer()(
             self._static,
             sampling.filters,
             eos,
@@ -311,11 +315,8 @@ class Stream:
             sampling.knobs,
             np.int32(limit),
         )
-        if not np.asarray(finite).all():
-            raise UserError(
-                "the model gives logits that are not finite numbers: its weights hold some, or it "
-                f"overflows {self.llm.dtype}; check the weights, or load it with dtype float32"
-            )
+        if not np.asarray(sound).all():
+            raise no_numbers(self.llm)
         self.length += int(count) - limit  # rows that end early leave room
         return np.asarray(out)[:, : int(count)], np.asarray(self.decoding.done)
 
@@ -354,11 +355,20 @@ class Stream:
         if tokens > self._checked:
             caches = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
             logits = 5 * self._rows * self.llm.config.vocab  # float32 logits and a bool a token
-            parts = 1 if self.llm.mesh is None else self.llm.mesh.size
-            memory.check(
-                (caches + logits) // parts, f"the caches of {self._rows} row(s) of {tokens} tokens"
-            )
+            mesh = self.llm.mesh
+            # The devices of a CPU are one memory.
+            apart = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
+            each = caches // math.prod(apart.values()) + logits // apart.get("data", 1)
+            length = f" of {tokens} tokens" if tokens else ""
+            memory.check(each, f"the caches of {self._rows} row(s){length}")
             self._checked = tokens
+
+
+def no_numbers(llm: Llm) -> UserError:
+    return UserError(
+        "the model gives logits that are not finite numbers: its weights hold some, or it "
+        f"overflows {llm.dtype}; check the weights, or load it with dtype float32"
+    )
 
 
 def bucket(tokens: int, chunk: int) -> int:

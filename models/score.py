@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.carry import share
 from jaxkv.contract import Policy, State
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
 from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.compilation import clock
 from models.decoder import Decoder, Weights
-from models.decoding import CHUNK, DEFAULT_POLICY, Static, Stream, bucket
+from models.decoding import CHUNK, DEFAULT_POLICY, Static, Stream, bucket, no_numbers
 from models.llm import Llm
 from models.text import warn_beyond_context
 
@@ -37,6 +38,7 @@ def _score(
 ) -> tuple[tuple[State, ...], Array]:
     decoder = Decoder(static.config, weights, static.mesh)
     positions = position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
+    states = share(static.policies, states)
     hidden, states = decoder(tokens, positions, valid, static.policies, states)
     losses = []
     for start in range(0, tokens.shape[1], _TOKENS_OF_LOGITS):
@@ -59,23 +61,23 @@ def losses(
 
     tokens: the text with its BOS in front; chunk: tokens read at a time, which changes nothing
     but the speed. start: the position of the first token, up to 2^32 - 1. stream: states to go
-    on with in place of fresh ones (they know where they stand, and start is not used).
+    on with in place of fresh ones, which know where they stand.
     Raises UserError if there is nothing to predict, or for a policy that seals a prompt: which
     part of a text would be its prompt is not said.
     """
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
-    if chunk < 1:
-        raise UserError(f"chunk must be at least 1, got {chunk}")
+    whole("chunk", chunk)
     if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
         raise UserError(
             f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
             "the tokenizer is that of another model"
         )
     if stream is None:
-        stream = Stream(llm, policy, tokens=len(ids))
-        stream.decoding = stream.decoding._replace(position=np.full(1, start, np.uint32))
+        stream = Stream(llm, policy, tokens=len(ids), start=start)
+    elif start:
+        raise UserError(f"a stream knows where it stands: start must be left out, got {start}")
     sealing = [p for p in stream.policies if hasattr(p, "seal")]
     if sealing and not stream.sealed:
         raise UserError(
@@ -157,6 +159,8 @@ def score(
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     warn_beyond_context(llm, stream.policies, len(tokens))
     found, seconds, compiling = gather(losses(llm, tokens, chunk=chunk, stream=stream), progress)
+    if not np.isfinite(found).all():
+        raise no_numbers(llm)
     return Score(found, stream.state_bytes, seconds, compiling)
 
 

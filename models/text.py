@@ -7,13 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 
 import jax
 import numpy as np
 
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
 from jaxkv.stack import reach, spell
 from models.compilation import clock
 from models.decoding import BLOCK, CHUNK, DEFAULT_POLICY, Stream
@@ -50,14 +50,17 @@ class Row:
     keep: hold the tokens and the text for afterwards; a text without end is not held.
     """
 
-    def __init__(self, llm: Llm, eos: Sequence[int], stops: Sequence[str], keep: bool = True):
-        if any(not stop for stop in stops):
+    def __init__(self, llm: Llm, eos: Sequence[int], stops: str | Sequence[str], keep: bool = True):
+        stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
+            raise UserError(f"stop must be a text or several, got {stops!r}; leave it out for none")
+        if not all(stops):
             raise UserError("a stop string must not be empty; leave it out to never stop")
         self.tokens: list[int] = []
         self.count, self.reason, self.keep = 0, "", keep
         self._shown: list[str] = []
         self._pieces = Pieces(llm.tokenizer, start=False)
-        self._eos, self._stops, self._held = frozenset(eos), tuple(stops), ""
+        self._eos, self.stops, self._held = frozenset(eos), tuple(stops), ""
 
     @property
     def text(self) -> str:
@@ -85,7 +88,7 @@ class Row:
 
     def _release(self, new: str, last: bool = False) -> str:
         text = self._held + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.reason, cut = "stop", min(found)
         else:
@@ -97,9 +100,9 @@ class Row:
 
     def _doubtful(self, text: str) -> int:
         """How many last characters may be the beginning of a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = max(map(len, self.stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
                 return size
         return 0
 
@@ -198,14 +201,6 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return array.tolist()
 
 
-def whole(name: str, value: int) -> None:
-    """Raise UserError unless value is a whole number of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise UserError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise UserError(f"{name} must be at least 1, got {value}")
-
-
 class Run:
     """One call of `generate` or `stream`: its `blocks` of text as they come, then its `answers`."""
 
@@ -229,8 +224,7 @@ class Run:
         self.prompts, self.chunk = prompts, chunk
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
-        stops = [stop] if isinstance(stop, str) else stop
-        self.rows = [Row(llm, self.eos, stops) for _ in prompts]
+        self.rows = [Row(llm, self.eos, stop) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         warn_beyond_context(
@@ -303,6 +297,10 @@ def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling
     if sampling is not None and knobs:
         raise UserError(f"give sampling= or its fields ({', '.join(knobs)}), not both")
     if sampling is not None:
+        if not isinstance(sampling, Sampling):
+            raise UserError(
+                f"sampling must be a models.Sampling, got {sampling!r}; give its fields"
+            )
         return sampling
     unknown = [name for name in knobs if name not in Sampling.__dataclass_fields__]
     if unknown:

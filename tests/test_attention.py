@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import attention
 from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.rotary import Alibi, NoPosition
@@ -54,6 +55,41 @@ def test_many_slots_go_in_blocks(rng, slots, wide):
     bias = bias.at[..., 1024:2048].set(-jnp.inf)  # a block that nobody sees
     bias = bias if wide else bias[..., :1] * np.float32(0)
     assert_partial(attend(q, k, v, bias, 0.5), oracle.softmax_attention(q, k, v, bias, 0.5))
+
+
+@pytest.mark.parametrize("slots", [10, 2560])
+@pytest.mark.parametrize("like", [(2, 2, 3, 3, 1), (2, 1, 1, 3, 1), (1, 1, 1, 1, 1), None])
+def test_heads_one_at_a_time(rng, monkeypatch, slots, like):
+    """As a CPU takes them where their logits are many: the same values and the same gradients."""
+    q, k, v, bias = problem(rng, slots=slots)
+    bias = None if like is None else bias[tuple(slice(0, n) for n in like[:4])]
+
+    def loss(q, k, v):
+        part = slot_attention(q, k, v, bias, 0.5)
+        return jnp.sum(part.out**2) + jnp.sum(part.lse), part
+
+    run = lambda: jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)  # noqa: E731
+    (_, together), gradients = run()
+    monkeypatch.setattr(attention, "_CACHED", 0)
+    (_, apart), same = run()
+    assert "platform_index" in str(jax.make_jaxpr(loss)(q, k, v))
+    assert_partial(apart, together)
+    for one, other in zip(gradients, same, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    both = jax.vmap(lambda q: slot_attention(q, k, v, bias, 0.5))(jnp.stack([q, 2 * q]))
+    assert_partial([leaf[0] for leaf in both], together)
+
+
+def test_a_bias_may_be_made_block_by_block(rng):
+    q, k, v, bias = problem(rng, slots=2560)
+    asked = []
+
+    def made(start, size):
+        asked.append(size)
+        return jax.lax.dynamic_slice_in_dim(bias, start, size, 4)
+
+    assert_partial(slot_attention(q, k, v, made, 0.5), slot_attention(q, k, v, bias, 0.5))
+    assert set(asked) == {1024, 512}
 
 
 def test_nothing_in_view(rng):

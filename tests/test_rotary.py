@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.rotary import Alibi, NoPosition, Rotary, rotary
+from jaxkv.rotary import Alibi, NoPosition, Rotary, _sine, rotary
 from tests import oracle
 
 # A rope scaling in Hugging Face's field names, and its frequencies and amplitude by definition.
@@ -115,6 +115,20 @@ def test_exact_at_any_position(position):
     assert worst_logit(exact, position) <= 2e-6
     if position in (4_000_000, 2**32 - 10):
         assert worst_logit(float_angles, position) > 0.01
+
+
+def test_sines_of_integer_phases():
+    around = [n * 2**30 + d for n in range(4) for d in (-1, 0, 1)]
+    drawn = np.random.default_rng(0).integers(0, 2**32, 200_000)
+    phase = (np.concatenate([around, drawn]) % 2**32).astype(np.uint32)
+    wanted = np.sin(phase * (2 * np.pi / 2**32))
+    np.testing.assert_allclose(_sine(jnp.asarray(phase)), wanted, rtol=0, atol=2.5e-7)
+
+
+def test_position_0_turns_nothing(rng):
+    x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32)
+    turned = rotary(8, 1e4).rotate(x, jnp.zeros((1, 3), jnp.uint32))
+    np.testing.assert_array_equal(turned, x)
 
 
 def test_no_drift():

@@ -62,13 +62,21 @@ def test_rows_of_another_shape_are_refused(rng):
         rows.put(state_of(rng), [0], state_of(rng, batch=1, slots=6))
 
 
-@pytest.mark.parametrize("wrong", [[3], [0, -1], np.array([7])])
+@pytest.mark.parametrize(
+    "wrong", [[3], [0, -1], np.array([7]), np.array([0.5]), np.array([True, False])]
+)
 def test_rows_that_do_not_exist_are_refused(rng, wrong):
     state = state_of(rng)
-    with pytest.raises(UserError, match="rows must be from 0 to 2, got"):
+    with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
         rows.take(state, wrong)
-    with pytest.raises(UserError, match="rows must be from 0 to 2, got"):
+    with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
         rows.put(state, wrong, state)
+
+
+def test_a_row_is_put_once(rng):
+    state = state_of(rng)
+    with pytest.raises(UserError, match=r"put once, got \[1, 1\]"):
+        rows.put(state, [1, 1], rows.take(state, [0, 2]))
 
 
 def test_bytes_of_arrays_and_of_shapes(rng):
@@ -109,9 +117,9 @@ def test_a_snapshot_says_what_it_belongs_to(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
     rows.save(path, state, "window:window=4 of tiny")
     same(rows.load(path, state, "window:window=4 of tiny"), state)
-    with pytest.raises(UserError, match=r"belong to 'full', .* belongs to 'window:window=4 of"):
+    with pytest.raises(UserError, match="4 of tiny', and 'full' was asked"):
         rows.load(path, state, "full")
-    with pytest.raises(UserError, match="belong to ''"):
+    with pytest.raises(UserError, match="and '' was asked for; give its own identity"):
         rows.load(path, state)
 
 

@@ -84,8 +84,8 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
 
     blocks = Run.blocks
 
-    def interrupted(self):
-        for number, block in enumerate(blocks(self)):
+    def interrupted(self, progress):
+        for number, block in enumerate(blocks(self, progress)):
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield block

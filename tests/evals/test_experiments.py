@@ -35,6 +35,9 @@ def test_a_long_stream_and_its_blocks_read_afresh(thin, ids):
     # The first block of the stream is a fresh one, whatever its first position.
     assert found["endless"][0]["loss"] == found["fresh"][0]["loss"]
     assert found["summary"]["worst_change_wrapped_to_endless"] < 1e-5
+    assert [block["position"] for block in found["endless"]] == [128, 256, 384, 512]
+    wrapped = [block["position"] for block in found["wrapped"]]
+    assert wrapped == [(endless.BEFORE_WRAP + n) % 2**32 for n in (128, 256, 384, 512)]
     assert found["summary"]["not_finite"] == 0
     assert found["compilations_later"] == Counter()
     assert len(found["summary"]["state_bytes"]) == 1

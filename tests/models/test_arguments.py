@@ -28,6 +28,10 @@ def test_prompts_that_are_none(tiny, prompt):
         {"repetition_penalty": 1e300},
         {"seed": None},
         {"seed": "x"},
+        {"seed": [0.5]},
+        {"stop": 5},
+        {"stop": [5]},
+        {"sampling": "hot"},
         {"policy": None},
         {"policy": 5},
         {"warmth": 1.0},
@@ -36,6 +40,19 @@ def test_prompts_that_are_none(tiny, prompt):
 def test_arguments_of_the_wrong_kind(tiny, fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         models.generate(tiny, "a", **({"max_new_tokens": 2} | fields))
+
+
+def test_a_stream_and_a_conversation_check_when_called(tiny):
+    with pytest.raises(UserError, match="chunk must be at least 1, got -5"):
+        models.Stream(tiny).read([[3, 4]], chunk=-5)
+    with pytest.raises(UserError, match="start must be a whole number"):
+        models.Stream(tiny, start=2**32)
+    talk = models.Conversation(tiny, "streaming:sinks=2,window=30")
+    with pytest.raises(UserError, match="max_new_tokens must be at least 1, got 0"):
+        talk.say("x", max_new_tokens=0)
+    with pytest.raises(UserError, match="a stop string must not be empty"):
+        talk.say("x", stop=[""])
+    assert talk.messages == []
 
 
 def test_arrays_of_token_ids_are_prompts(tiny):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -358,6 +359,20 @@ def test_a_model_that_gives_no_numbers_is_told(shallow, eos):
         UserError, match=r"logits that are not finite numbers: .* with dtype float32"
     ):
         stream.write(Sampling(), 5, eos)
+
+
+def test_a_number_that_is_none_for_one_token_is_told(shallow):
+    """Nor does it count as an end, though the first NaN stands where an eos may be."""
+    embed = np.array(shallow.weights["embed"])
+    stream = Stream(shallow, SMALL)
+    stream.read([[65, 66]])
+    first = int(np.argmax(stream.decoding.logits[0]))
+    embed[first] = np.nan  # the first new token spoils what comes after it
+    spoilt = replace(shallow, weights=shallow.weights | {"embed": jnp.asarray(embed)})
+    stream = Stream(spoilt, SMALL)
+    stream.read([[65, 66]])
+    with pytest.raises(UserError, match="not finite numbers"):
+        stream.write(Sampling(), 5, (0,))
 
 
 def test_reading_says_how_far_it_has_come(shallow):

@@ -107,7 +107,7 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_greedy_tokens(family, tmp_path):
+def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     folder = write_model(tmp_path, family)
     llm, theirs = untokenized(folder), reference(folder)
     random = np.random.default_rng(7)
@@ -119,27 +119,30 @@ def test_logits_and_greedy_tokens(family, tmp_path):
         expected = reference_logits(theirs, ids)
         assert ours[row].shape == expected.shape
         worst = max(worst, float(np.abs(ours[row] - expected).max()))
-    print(f"{family}: largest logit difference {worst:.1e}, std {expected.std():.2f}")
+    record_property("largest_logit_difference", worst)
+    record_property("logit_standard_deviation", float(expected.std()))
     assert worst < LIMIT
     for ids, tokens in zip(rows, greedy(stream, NEW), strict=True):
         assert tokens == reference_greedy(theirs, ids, NEW)
+    record_property("equal_greedy_tokens", NEW * len(rows))
 
 
 @pytest.mark.parity
-def test_stories(stories, shared):
+def test_stories(stories, shared, record_property):
     llm, theirs = models.load(stories), reference(stories)
     text = (shared / "text/tinystories/valid.txt").read_text(encoding="utf-8")[:1500]
     ids = llm.tokenizer.encode(text)[:430]
     stream = Stream(llm, FULL)
     ours = read(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
     worst = float(np.abs(ours - reference_logits(theirs, ids)).max())
-    print(f"stories260K: largest logit difference {worst:.1e}")
+    record_property("largest_logit_difference", worst)
     assert worst < LIMIT
     prompts = [ids[:n] for n in (210, 5, 77)]
     stream = Stream(llm, FULL, rows=3)
     stream.read(prompts, chunk=64)
     for prompt, tokens in zip(prompts, greedy(stream, NEW), strict=True):
         assert tokens == reference_greedy(theirs, prompt, NEW)
+    record_property("equal_greedy_tokens", NEW * len(prompts))
 
 
 def test_recorded_reference(stories):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,9 +66,11 @@ def test_one_token_at_a_time(stories, policy):
 @pytest.mark.parametrize("chunk", [1, 7, 256, 4096])
 @pytest.mark.filterwarnings("ignore:full.*falls apart")
 @pytest.mark.parametrize("policy, tokens", REFERENCE)
-def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk):
+def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, record_property):
     llm, ids = stories
     found = models.score(llm, ids[:tokens], policy, chunk)
+    record_property("perplexity", found.perplexity)
+    record_property("reference", REFERENCE[policy, tokens])
     assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
 
 
@@ -95,7 +98,17 @@ def test_the_mean_of_many_losses_is_exact():
     assert math.isclose(found.loss, float(np.float32(1.1)), rel_tol=1e-9)
 
 
+def test_losses_that_are_no_numbers_are_told(tiny):
+    spoilt = replace(tiny, weights=tiny.weights | {"norm": tiny.weights["norm"] * np.nan})
+    with pytest.raises(UserError, match="logits that are not finite numbers"):
+        models.score(spoilt, [2, 3, 4])
+
+
 def test_what_is_refused(tiny):
+    with pytest.raises(UserError, match="start must be left out, got 5"):
+        models.losses(tiny, [2, 3, 4], start=5, stream=models.Stream(tiny))
+    with pytest.raises(UserError, match=r"start must be a whole number .* 4294967295, got -1"):
+        models.losses(tiny, [2, 3, 4], start=-1)
     with pytest.raises(UserError, match="at least 2 tokens, got 1"):
         models.losses(tiny, [0])
     with pytest.raises(UserError, match=r"from 0 to 257, got 5\.\.300"):

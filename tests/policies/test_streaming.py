@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import attention, slots
 from jaxkv.contract import Chunk, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies import Streaming
-from jaxkv.rotary import rotary
+from jaxkv.rotary import Alibi, rotary
 from tests import oracle
 
 THETA = 100.0
@@ -94,3 +95,21 @@ def test_positions_differ_once_something_is_evicted(rng):
 def test_settings_that_mean_nothing(fields, told):
     with pytest.raises(UserError, match=told):
         Streaming(**fields)
+
+
+@pytest.mark.parametrize("encoding", [rotary(8, 100.0), Alibi.of(4)])
+def test_masks_by_block_are_the_mask(rng, monkeypatch, encoding):
+    """A mask too large to stand whole is made a block of slots at a time."""
+    policy = Streaming(3, 30)
+    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=encoding)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 45, n, 8)), jnp.float32) for n in (4, 2, 2))
+    positions = jnp.broadcast_to(jnp.arange(45, dtype=jnp.uint32), (2, 45))
+    valid = jnp.asarray(rng.random((2, 45)) < 0.9)
+    tokens = Chunk(q, k, v, positions, valid)
+    first, then = (jax.tree.map(lambda a, s=s: a[:, s], tokens) for s in (slice(38), slice(38, 45)))
+    state = policy.extend(spec, policy.init(spec, 2, jax.random.key(0)), first)
+    whole = policy.attend(spec, state, then)
+    monkeypatch.setattr(slots, "_WHOLE_MASK", 0)
+    monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)
+    for one, other in zip(policy.attend(spec, state, then), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,42 @@
+"""States as a compiled call carries them come back as they were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import Spec, policy
+from jaxkv.carry import fold, share, unfold
+from jaxkv.rotary import NoPosition
+from tests.laws.toys import Sampling
+
+SPEC = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
+POLICIES = (*policy("1=window:window=3;*=streaming:sinks=1,window=4", 4), Sampling(1, 3, 2))
+
+
+def states():
+    keys = jax.random.split(jax.random.key(0), len(POLICIES))
+    begun = [p.init(SPEC, 3, key) for p, key in zip(POLICIES, keys, strict=True)]
+    return tuple(
+        jax.tree.map(lambda a, n=n: a + jnp.ones_like(a) * n if a.ndim == 4 else a, state)
+        for n, state in enumerate(begun)
+    )
+
+
+def test_equal_layers_share_one_array():
+    shared = share(POLICIES, states())
+    assert shared[0].positions is shared[2].positions and shared[0].count is shared[3].count
+    assert shared[1].positions is not shared[0].positions
+    assert shared[0].k is not shared[2].k
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_unfold_is_the_inverse_of_fold(sharded):
+    given = states()
+    folded = fold(POLICIES, given, sharded)
+    assert len(jax.tree.leaves(folded)) == len(jax.tree.leaves(given)) - 2 * 2
+    assert folded[0].k.ndim == (4 if sharded else 3)
+    back = unfold(POLICIES, folded, given)
+    assert jax.tree.structure(back) == jax.tree.structure(given)
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True):
+        np.testing.assert_array_equal(one, other)
