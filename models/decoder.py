@@ -70,17 +70,16 @@ class Layer(nnx.Module):
         return self._bias(matmul(getattr(self, name)[...], x), name, axis=0)
 
     def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
-        if x.shape[2] == 1:
+        if not _turned(x, tokens=x.shape[2]):
             y = self._linear(x, name)
             return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
-        # The product of a chunk may come out as heads want it; turning it takes as long again.
         y = self._bias(dot(x, getattr(self, name)[...], (0, 1)), name, axis=2)
         return y.reshape(*y.shape[:2], -1, self.config.head_dim)
 
     def _from_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "D B T"]:
         rows, tokens = out.shape[:2]
-        if tokens == 1:
-            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, rows, 1), "o")
+        if not _turned(out, tokens):
+            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, rows, tokens), "o")
         return self._bias(dot(self.o[...], out.reshape(rows, tokens, -1), (1, 2)), "o", axis=0)
 
     def _bias(self, y: Array, name: str, axis: int) -> Array:
@@ -150,6 +149,14 @@ def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None =
         preferred_element_type=jnp.float32,
     )
     return y.astype(dtype or a.dtype)
+
+
+def _turned(x: Array, tokens: int) -> bool:
+    """Whether a product comes out as heads want it: turning that of a chunk takes as long again.
+
+    In half precision jax 0.7 has no such product on a CPU.
+    """
+    return tokens > 1 and x.dtype == jnp.float32
 
 
 def _layer_weights(weights: Weights, layer: int) -> dict[str, Array]:
