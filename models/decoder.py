@@ -152,7 +152,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None =
 
 
 def _turned(x: Array, tokens: int) -> bool:
-    """Whether a product comes out as heads want it: turning that of a chunk takes as long again.
+    """Whether a product comes out as heads want it, so that nobody has to turn it.
 
     In half precision jax 0.7 has no such product on a CPU.
     """
