@@ -66,13 +66,14 @@ def main() -> None:
     small = models.load(given.model), Rival.load(given.model)
     large = random_llama(scale.shape)
     results: dict[str, Any] = {"shape": scale.shape}
+    results["bars"] = []
     for part in given.only:
         results[part] = PARTS[part](small, large, scale)
-    bars = [line for part in given.only for line in results[part].pop("bars", [])]
-    results["bars"] = bars
-    for line in bars:
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g} {line['ask']}")
+        for line in results[part].pop("bars", []):
+            results["bars"].append(line)
+            value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+            met = "met    " if line["met"] else "NOT MET"
+            print(f"{met} {line['bar']}: {value:.4g} {line['ask']}")
     print("wrote", record.save(results).name)
     if not quick:
         from evals.figures import draw

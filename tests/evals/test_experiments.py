@@ -72,7 +72,7 @@ def test_losses_are_compared_prediction_by_prediction():
 
 
 def test_the_decoder_without_nnx_is_the_same_program(thin):
-    plain = loop.plain_decoding()
+    plain = loop.PLAIN
     texts = {
         loop.lowered(module, module.Stream(thin, loop.POLICY)).as_text()
         for module in (plain, models.decoding)
