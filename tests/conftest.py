@@ -5,6 +5,7 @@ A test marked `parity` or `tpu_check` is skipped, with the reason, where its ext
 """
 
 import os
+import signal
 from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,7 +31,14 @@ def set_environment():
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
+def hear_interrupts():
+    """A shell starts what it puts in the background deaf to Ctrl-C, which tests here send."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 set_environment()  # here, since a test module may import jax before any hook of pytest runs
+hear_interrupts()
 
 
 def pytest_addoption(parser):
