@@ -29,7 +29,12 @@ def defaults(context: int) -> list[str]:
 
 
 def compare(
-    llm: Llm, tokens: Sequence[int], policies: Sequence[str], chunk: int, seed: int, watch: Watch
+    llm: Llm,
+    tokens: Sequence[int],
+    policies: Sequence[str],
+    chunk: int | None,
+    seed: int,
+    watch: Watch,
 ) -> dict[str, Score]:
     """The score of every policy; raises UserError before the first runs if any cannot."""
     for policy in policies:

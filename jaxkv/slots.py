@@ -217,9 +217,19 @@ def attend(
         bias = _bias(spec, seen, view, rank if by_rank else first.positions, kv_heads)
         turned = spec.encoding.rotate(chunk.q, view)
         parts.append(slot_attention(turned, first.k, first.v, bias, spec.scale, spec.softcap))
-    hidden = (numbers < sinks) if sinks else None
+    hidden = _first_sinks(numbers, sinks) if sinks else None
     parts.append(local_attention(spec, chunk, window, hidden))
     return merge(*parts)
+
+
+def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]:
+    """The tokens that become sinks, with the padding before and between them.
+
+    They come first, so it takes one place a row to say which: XLA:CPU would otherwise put the sum
+    behind `numbers`, with all its arithmetic of places, into every element of a mask.
+    """
+    others = jnp.where(numbers < sinks, numbers.shape[1], jnp.arange(numbers.shape[1])[None])
+    return jnp.arange(numbers.shape[1])[None] < jnp.min(others, axis=1, keepdims=True)
 
 
 def extend_first(

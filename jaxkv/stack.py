@@ -29,6 +29,8 @@ def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
     layers: how many the model has; needed where `*` stands for the rest.
     Raises UserError for an unknown name, field or value.
     """
+    if not isinstance(text, str):
+        raise UserError(f"a policy is written as a string like streaming:sinks=4, got {text!r}")
     if "=" not in text.split(":")[0]:
         return _parse_one(text)
     named: dict[str, Policy] = {}
@@ -80,6 +82,7 @@ def by_layer(
     if isinstance(chosen, str):
         chosen = policy(chosen, layers)
     if isinstance(chosen, (tuple, list)):
+        chosen = [_parse_one(one) if isinstance(one, str) else one for one in chosen]
         if len(chosen) != layers:
             raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
         return tuple(chosen)
@@ -88,7 +91,7 @@ def by_layer(
     if too_far and not isinstance(chosen, Full):
         warnings.warn(
             f"{len(too_far)} layer(s) keep the model's own window of {own[too_far[0]]} tokens, as "
-            f"{spell(chosen)} reaches further; name layers, as in 0={spell(chosen)}, to force it",
+            f"{spell(chosen)} reaches further; name layers, as in *={spell(chosen)}, to force it",
             stacklevel=2,
         )
     return tuple(Window(w) if i in too_far else chosen for i, w in enumerate(own))

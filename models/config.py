@@ -192,6 +192,7 @@ def read_config(folder: Path) -> Config:
 def _family(given: Mapping[str, Any], where: Path) -> str:
     """The family named by `architectures`, else by `model_type`; raises for every other model."""
     names = given.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     kind = str(given.get("model_type", ""))
     named = str(names[0]) if isinstance(names, list) and names else kind
     if given.get("quantization_config"):

@@ -24,7 +24,7 @@ from jaxkv import memory, sharding
 from jaxkv.carry import fold, share, unfold
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError, whole
-from jaxkv.stack import state_bytes
+from jaxkv.stack import reach, state_bytes
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 from models.compilation import clock, small_steps
 from models.config import Config
@@ -33,7 +33,7 @@ from models.llm import Llm
 from models.sampling import Filters, Knobs, Sampling, draw
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
-CHUNK = 1024  # prompt tokens read at a time
+CHUNK = 1024  # prompt tokens read at a time, at most
 BLOCK = 256  # tokens one call of `_write` can return
 PAUSE = 0.1  # seconds a stream may keep text back
 
@@ -259,14 +259,15 @@ class Stream:
     def read(
         self,
         prompts: Sequence[Sequence[int]],
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Absorb token ids, one list a row, of any lengths (an empty one is left alone).
 
-        progress: called with (tokens of the longest row that are read, all of them).
+        chunk: tokens read at a time, None as many as suit the policies; it changes nothing but
+        the speed. progress: called with (tokens of the longest row that are read, all of them).
         """
-        whole("chunk", chunk)
+        chunk = self.chunk_of(chunk)
         rows = self.decoding.position.shape[0]
         if len(prompts) != rows:
             raise UserError(f"one list of tokens a row: got {len(prompts)} for {rows} rows")
@@ -285,6 +286,18 @@ class Stream:
             if progress is not None:  # not of what is only asked for
                 jax.block_until_ready(self.decoding.position)
                 progress(min(start + chunk, longest), longest)
+
+    def chunk_of(self, chosen: int | None) -> int:
+        """How many tokens to read at a time; raises UserError for a choice below 1.
+
+        Left open it is about what the policies let a query look back: in a longer chunk most of
+        the attention would be masked out.
+        """
+        if chosen is not None:
+            whole("chunk", chosen)
+            return chosen
+        farthest = min(max(map(reach, self.policies)), CHUNK)
+        return max(64, 1 << int(farthest).bit_length() - 1)
 
     def seal(self) -> None:
         """Tell policies that compress or index a finished prompt that it is complete; once."""
@@ -367,10 +380,12 @@ class Stream:
 def no_numbers(llm: Llm) -> UserError:
     return UserError(
         "the model gives logits that are not finite numbers: its weights hold some, or it "
-        f"overflows {llm.dtype}; check the weights, or load it with dtype float32"
+        f"overflows {llm.dtype}; check the weights"
+        + ("" if llm.dtype == "float32" else ", or load it with dtype float32")
     )
 
 
 def bucket(tokens: int, chunk: int) -> int:
     """The padded length of a chunk: few lengths, so that few are compiled."""
-    return min(chunk, next(size for size in (16, 64, 256, 512, 2**30) if tokens <= size))
+    sizes = (16, 64, 256, 1 << max(9, (tokens - 1).bit_length()))
+    return min(chunk, next(size for size in sizes if tokens <= size))

@@ -43,7 +43,7 @@ class Sampling:
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p must be from 0 to 1"),
-            (0 < self.repetition_penalty <= MOST, "repetition_penalty must be above 0"),
+            (0 < self.repetition_penalty <= MOST, "repetition_penalty must be above 0 and finite"),
         )
         for holds, rule in rules:
             if not holds:

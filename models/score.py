@@ -18,7 +18,7 @@ from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.compilation import clock
 from models.decoder import Decoder, Weights
-from models.decoding import CHUNK, DEFAULT_POLICY, Static, Stream, bucket, no_numbers
+from models.decoding import DEFAULT_POLICY, Static, Stream, bucket, no_numbers
 from models.llm import Llm
 from models.text import warn_beyond_context
 
@@ -53,22 +53,25 @@ def losses(
     llm: Llm,
     tokens: Sequence[int],
     policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     start: int = 0,
     stream: Stream | None = None,
 ) -> Iterator[np.ndarray]:
     """Natural-log losses of tokens 1..N-1 of one text, chunk by chunk, in a fixed memory.
 
-    tokens: the text with its BOS in front; chunk: tokens read at a time, which changes nothing
-    but the speed. start: the position of the first token, up to 2^32 - 1. stream: states to go
-    on with in place of fresh ones, which know where they stand.
+    tokens: the text with its BOS in front; chunk: tokens read at a time, None as many as suit the
+    policy; it changes nothing but the speed. start: the position of the first token, up to
+    2^32 - 1. stream: states to go on with in place of fresh ones, which know where they stand.
     Raises UserError if there is nothing to predict, or for a policy that seals a prompt: which
     part of a text would be its prompt is not said.
     """
+    if isinstance(tokens, str):
+        raise UserError(f"a text to score is a list of token ids, got {tokens!r:.60}; encode it")
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
-    whole("chunk", chunk)
+    if chunk is not None:
+        whole("chunk", chunk)
     if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
         raise UserError(
             f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
@@ -84,7 +87,7 @@ def losses(
             f"{spell(sealing[0])} keeps everything until a prompt is sealed, and a text to score "
             "has none; read a prompt into a Stream, seal it, and give stream="
         )
-    return _read_out(llm, stream, ids, chunk)
+    return _read_out(llm, stream, ids, stream.chunk_of(chunk))
 
 
 def _read_out(
@@ -151,7 +154,7 @@ def score(
     llm: Llm,
     tokens: Sequence[int],
     policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Score:

@@ -16,7 +16,7 @@ from jaxkv.contract import Policy
 from jaxkv.errors import UserError, whole
 from jaxkv.stack import reach, spell
 from models.compilation import clock
-from models.decoding import BLOCK, CHUNK, DEFAULT_POLICY, Stream
+from models.decoding import BLOCK, DEFAULT_POLICY, Stream
 from models.llm import Llm
 from models.sampling import Sampling
 from models.tokenizer import Pieces
@@ -117,7 +117,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     **knobs: float,
 ) -> Answer | list[Answer]:
     """Continue a prompt, or a batch of prompts of any lengths, and say what it took.
@@ -126,7 +126,8 @@ def generate(
     comes back). policy: what to remember, by string or value, for all layers or one a layer.
     sampling: how tokens are drawn, or its fields as keywords (temperature=0.8, top_k=40, ...).
     seed: one for all rows or one a row. stop: strings that end a row, left out of its text.
-    chunk: prompt tokens read at a time. Raises UserError for anything the caller can mend.
+    chunk: prompt tokens read at a time, None as suits the policy.
+    Raises UserError for anything the caller can mend.
     """
     single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
@@ -149,7 +150,7 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     **knobs: float,
 ) -> Iterator[str]:
     """The continuation of a prompt as it is made; the same text as `generate` gives.
@@ -174,6 +175,8 @@ def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of each prompt, with the BOS that the model expects before a text."""
+    if not isinstance(llm, Llm):
+        raise UserError(f"the model is what models.load returns, got {llm!r:.60}; load it first")
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
         raise UserError(
             f"no prompt was given; give a text, or a list of texts, not {prompts!r:.60}"
@@ -215,11 +218,12 @@ class Run:
         seed: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ):
         if max_new_tokens is not None:
             whole("max_new_tokens", max_new_tokens)
-        whole("chunk", chunk)
+        if chunk is not None:
+            whole("chunk", chunk)
         self.sampling = _sampling(sampling, knobs or {})
         self.prompts, self.chunk = prompts, chunk
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens

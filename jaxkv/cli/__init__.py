@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxkv import __version__
-from jaxkv.cli.interrupts import INTERRUPTED, leave, on_interrupt
+from jaxkv.cli.interrupts import INTERRUPTED, close_ears, leave, on_interrupt
 from jaxkv.errors import UserError
 
 COMMANDS = {
@@ -40,9 +40,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def program() -> int:
+    """`jaxkv` as a process of its own, which ends with its exit code however often one presses."""
+    code = main()
+    close_ears()
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     if sys.stdout is None:
         _say("error", "standard output is closed; give it a place, such as /dev/null")
         return 2
@@ -98,10 +107,17 @@ def _say(kind: str, message: object) -> None:
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """What the library warns of becomes one line, without the place in our code."""
+    """What the library warns of becomes one line, said once, without the place in our code."""
+    said = set()
+
+    def say(message: Warning, *_: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            _say("warning", message)
+
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: _say("warning", message)
+        warnings.showwarning = say
         yield
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxkv.cli import main
+from jaxkv.cli import program
 
-sys.exit(main())
+sys.exit(program())

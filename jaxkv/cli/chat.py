@@ -13,6 +13,7 @@ from jaxkv.cli import flags
 from jaxkv.cli.files import decode, print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from models import Conversation, Sampling
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(silent: bool) -> Iterator[str]:
     """What the user says, line by line, until the end or /exit; empty lines say nothing."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, nobody can say a line; pipe some in")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (arrow keys in `input`)
@@ -89,10 +92,12 @@ def answer(
         pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
         with Progress("compiling and reading"):
             first = next(pieces, "")
-        for piece in itertools.chain([first], pieces):
-            if not args.json:
-                print(piece, end="", flush=True)
-    _end_line(silent=args.json)
+        try:
+            for piece in itertools.chain([first], pieces):
+                if not args.json:
+                    print(piece, end="", flush=True)
+        finally:
+            _end_line(silent=args.json)
     row = talk.row
     return {"user": line, "text": row.text, "tokens": row.tokens, "finish_reason": row.reason}
 

@@ -17,6 +17,7 @@ from jaxkv.errors import UserError
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50
+FILES = ("compare.json", "compare.png")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="one to compare, may be repeated; also recompute:window=W, a fresh forward for every "
         "token (default: full, and a window and a streaming cache of 256 tokens)",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help="for compare.json and compare.png")
+    parser.add_argument("--out", metavar="DIR", help=f"for {' and '.join(FILES)}")
     flags.add_json(parser)
     flags.add_model(parser)
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         caption = f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} in a row"
         picture = compare.draw(results, llm.config.context, caption)
         file = json.dumps(finite(told), indent=1) + "\n"
-        write(out, {"compare.json": file.encode(), "compare.png": picture})
+        write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
     return 0
 
 
@@ -77,7 +78,7 @@ def _folder(path: str) -> Path:
             "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "
             "leave --out away"
         )
-    return check_folder(path)
+    return check_folder(path, FILES)
 
 
 def _watch(total: int) -> Callable[[str], contextlib.AbstractContextManager]:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxkv.errors import UserError
@@ -19,7 +19,9 @@ def read_text(path: str, what: str) -> str:
 
     Raises UserError where it cannot be read, is not UTF-8 or is empty.
     """
-    name = f"{what} " + ("on standard input" if path == "-" else path)
+    name = f"{what} " + ("on standard input" if path == "-" else path or "''")
+    if path == "-" and sys.stdin is None:
+        raise UserError(f"{name} cannot be read: it is closed; pipe some text in, or name a file")
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -36,7 +38,7 @@ def read_text(path: str, what: str) -> str:
 
 def decode(raw: bytes, name: str) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")  # an editor's mark in front is no text
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
@@ -56,9 +58,12 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_folder(path: str) -> Path:
-    """A folder that can be written to, or made; asked before hours of work, and not yet made."""
+def check_folder(path: str, files: Iterable[str]) -> Path:
+    """A folder these can be written to, or made; asked before hours of work, and not yet made."""
     folder = Path(path)
+    for file in files:
+        if (folder / file).is_dir():
+            raise UserError(f"{folder / file} is a folder where a file is to be; choose another")
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,16 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     with Progress("loading"):
         from models import Sampling
 
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty
+    )
+    if args.temperature == 0 and (args.top_k or args.top_p < 1 or args.min_p):
+        warnings.warn(
+            "without --temperature the likeliest token is taken: --top-k, --top-p and --min-p "
+            "change nothing",
+            stacklevel=2,
+        )
+    return sampling
 
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
@@ -95,12 +105,20 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     if not args.model:
         raise UserError("no model was named; give --model a model folder or a Hub id like org/name")
     with Progress("loading", unit="bytes") as progress:
+        import jax
+
         import models
         from jaxkv import sharding
         from jaxkv.stack import by_layer
         from models.config import read_config
         from models.hf.folder import find
 
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            raise UserError(
+                f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or leave it unset"
+            ) from None
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         folder = find(args.model)
         config = read_config(folder)

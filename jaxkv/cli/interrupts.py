@@ -43,5 +43,10 @@ def leave() -> None:
     os._exit(INTERRUPTED)
 
 
+def close_ears() -> None:
+    """Nothing is left to interrupt: Python takes itself down, and keeps the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def stop() -> None:
     raise KeyboardInterrupt

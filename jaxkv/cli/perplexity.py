@@ -29,8 +29,8 @@ def add_text(
         help=f"the first N tokens, a BOS in front among them (default: {told})",
     )  # fmt: skip
     parser.add_argument(
-        "--chunk", type=flags.whole(1), default=512, metavar="C",
-        help="tokens read at a time; changes nothing but the speed (default 512)",
+        "--chunk", type=flags.whole(1), metavar="C",
+        help="tokens read at a time; changes nothing but the speed (default: as suits the policy)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",

@@ -18,9 +18,9 @@ from jaxkv.slots import Slots
 class Full:
     """Keep everything: `start` slots, doubled by `reserve` as they fill, never beyond `max`.
 
-    Inside one compiled call the slots cannot grow. Whoever drives `step` calls `reserve` between
-    calls; a row that is given more tokens than it has slots answers NaN from then on, so that
-    lost tokens cannot go unseen.
+    Whoever drives `step` calls `reserve` between calls, for inside one the slots cannot grow. More
+    tokens than slots raise UserError; in a compiled call, where nothing can be raised, the row
+    answers NaN from then on, so that lost tokens cannot go unseen.
     """
 
     max: int = 131072
@@ -63,14 +63,28 @@ class Full:
         return _refuse(partial, state.count > state.positions.shape[1] - new)
 
     def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
+        _check_room(state, chunk)
         return slots.extend(state, spec, chunk, sinks=0, ring=False)
 
     def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
+        _check_room(state, chunk)
         partial, state = slots.decode(state, spec, chunk, sinks=0, ring=False)
         return _refuse(partial, state.count > state.positions.shape[1]), state
 
     def kept(self, spec: Spec, state: Slots) -> Kept:
         return slots.kept(state)
+
+
+def _check_room(state: Slots, chunk: Chunk) -> None:
+    """Raise UserError for tokens that do not fit, where nothing is compiled and one can look."""
+    if isinstance(state.count, jax.core.Tracer) or isinstance(chunk.valid, jax.core.Tracer):
+        return
+    most, size = int(jnp.max(state.count + jnp.sum(chunk.valid, axis=1))), state.k.shape[2]
+    if most > size:
+        raise UserError(
+            f"full has {size} slots a row and {most} are needed; make room first: "
+            f"state = policy.reserve(spec, state, {most})"
+        )
 
 
 def _refuse(partial: Partial, over: jax.Array) -> Partial:

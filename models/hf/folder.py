@@ -19,6 +19,8 @@ def find(folder_or_id: str | Path) -> Path:
 
     folder_or_id: an existing folder always wins over a Hub id of the same name.
     """
+    if not isinstance(folder_or_id, str | Path):
+        raise UserError(f"a model is a folder or a Hub id like org/name, got {folder_or_id!r}")
     path = Path(folder_or_id).expanduser()
     if path.is_dir():
         return path

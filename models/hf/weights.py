@@ -28,6 +28,7 @@ from models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LFS = b"version https://git-lfs"  # how the stand-in for a large file in a clone begins
 PIECE = 16 << 20  # bytes read at once where the dtype changes
 ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
 
@@ -85,7 +86,12 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file; raises where header and file size disagree."""
     size = file.stat().st_size
+    if size == 0:
+        raise _corrupt(file, "it is empty")
     with file.open("rb") as stream:
+        if stream.read(len(LFS)) == LFS:
+            raise UserError(f"{file} is a Git LFS pointer and not the weights; run git lfs pull")
+        stream.seek(0)
         length = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
             raise _corrupt(file, f"its header needs {length} bytes, the file has {size}")
@@ -161,11 +167,11 @@ def _files(folder: Path) -> list[Path]:
             raise UserError(f"{folder / INDEX} has no weight_map; download it again")
         files = [folder / name for name in sorted(set(shards.values()))]
     else:
-        files = [folder / SINGLE]
+        files, shards = [folder / SINGLE], None
     missing = [file.name for file in files if not file.is_file()]
     if not missing:
         return files
-    if len(files) > 1:
+    if shards is not None:
         raise UserError(f"{folder} lacks weight files: {_some(missing)}; download them again")
     others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
     if others:

@@ -69,6 +69,35 @@ def test_flags(run, model, name):
     refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
 
 
+def test_a_platform_that_is_not_there(run, model, monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr("jax.devices", devices)
+    refused(run("generate", "Hi", "--model", model), "no device", "'cuda'", "JAX_PLATFORMS=cpu")
+
+
+def test_filters_that_change_nothing_are_told_once(run, model):
+    ran = run("generate", "Hi", "--model", model, "--top-k", "5", "--max-new-tokens", "2")
+    assert ran.code == 0 and ran.err.count("--top-k") == 1 and "--temperature" in ran.err
+
+
+def test_a_mark_that_an_editor_put_in_front(run, model, tmp_path):
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_bytes(b"Once upon a time")
+    marked.write_bytes(b"\xef\xbb\xbfOnce upon a time")
+    words = ("--model", model, "--max-new-tokens", "4")
+    texts = {run("generate", "--prompt-file", file, *words).out for file in (plain, marked)}
+    assert len(texts) == 1
+
+
+def test_a_folder_where_the_picture_is_to_be(run, model, text, tmp_path):
+    (tmp_path / "out" / "compare.png").mkdir(parents=True)
+    words = ("--model", model, "--text", text, "--out", tmp_path / "out")
+    refused(run("compare", *words), "compare.png is a folder", "choose another")
+    assert not (tmp_path / "out" / "compare.json").exists()
+
+
 def test_an_empty_stop_string(run, model):
     refused(run("generate", "Hi", "--model", model, "--stop", ""), "must not be empty")
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,24 +17,15 @@ ENDLESS = ("--max-new-tokens", "1000000000", "--ignore-eos", "--policy", "window
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 
 
-# A shell starts what runs in the background with Ctrl-C switched off: switch it on.
-CODE = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxkv.cli import main
-sys.exit(main())
-"""
-
-
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """Starts `jaxkv` with these words; all processes of this file share their compilations."""
     kept = str(tmp_path_factory.mktemp("compilations"))
 
-    def start(*words: str, **streams) -> subprocess.Popen:
+    def start(*words: str, before: Sequence[str] = (), **streams) -> subprocess.Popen:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
         environment = os.environ | {"JAXKV_COMPILATION_CACHE": kept}
-        command = [sys.executable, "-c", CODE, *words]
+        command = [*before, sys.executable, "-m", "jaxkv.cli", *words]
         return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
 
     return start
@@ -46,6 +38,30 @@ def test_ctrl_c_keeps_the_text_so_far(start, model):
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert first and out.endswith(b"\n") and err == b""
+
+
+@pytest.mark.parametrize("pause", [0.01, 0.05, 0.15])
+def test_an_impatient_ctrl_c(start, model, pause):
+    """Pressed again and again, also while Python takes itself down: the same exit code."""
+    with start("generate", "Hello", "--model", model, *ENDLESS) as process:
+        process.stdout.read(1)
+        for _ in range(4):
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+
+
+@pytest.mark.parametrize("stream", [0, 2])
+def test_a_stream_that_is_closed(start, model, stream):
+    """Without standard error the text still comes; without standard input one line says so."""
+    words = ["generate", "-" if stream == 0 else "Hello", "--model", model]
+    with start(*words, before=["sh", "-c", f'exec "$@" {stream}>&-', "sh"]) as process:
+        out, err = process.communicate(timeout=60)
+    if stream == 0:
+        assert (process.returncode, out) == (2, b"") and err.count(b"\n") == 1 and b"closed" in err
+    else:
+        assert (process.returncode, err) == (0, b"") and out
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4, 0.8])

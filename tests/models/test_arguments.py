@@ -64,3 +64,35 @@ def test_arrays_of_token_ids_are_prompts(tiny):
         for given in (ids, np.array(ids), jnp.array(ids))
     ]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_the_first_mistakes(tiny):
+    with pytest.raises(UserError, match=r"the model is what models.load returns, got 'path'"):
+        models.generate("path", "a")
+    with pytest.raises(UserError, match="a model is a folder or a Hub id"):
+        models.load(None)
+    with pytest.raises(UserError, match="a list of token ids, got 'hello'"):
+        models.score(tiny, "hello", "window:window=9")
+
+
+def test_policies_by_layer_as_strings(tiny):
+    answers = [
+        models.generate(tiny, "a", policy, 3, ignore_eos=True).tokens
+        for policy in ("window:window=9", ["window:window=9"] * tiny.config.layers)
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "policy, tokens",
+    [("window:window=1", 64), ("window:window=300", 256), ("streaming:sinks=4,window=1020", 1024),
+     ("full", 1024)],
+)  # fmt: skip
+def test_as_many_tokens_at_a_time_as_suit_the_policy(tiny, policy, tokens):
+    assert models.Stream(tiny, policy).chunk_of(None) == tokens
+
+
+def test_a_chunk_longer_than_the_text_is_not_padded_to_its_length(tiny):
+    stream = models.Stream(tiny, "window:window=8")
+    stream.read([[3] * 600], chunk=10**12)
+    assert int(stream.decoding.position[0]) == 600

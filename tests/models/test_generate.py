@@ -355,9 +355,7 @@ def test_a_model_that_gives_no_numbers_is_told(shallow, eos):
     spoilt = replace(shallow, weights=shallow.weights | {"norm": shallow.weights["norm"] * np.nan})
     stream = Stream(spoilt, SMALL)
     stream.read([[65, 66]])
-    with pytest.raises(
-        UserError, match=r"logits that are not finite numbers: .* with dtype float32"
-    ):
+    with pytest.raises(UserError, match=r"logits that are not finite .* check the weights"):
         stream.write(Sampling(), 5, eos)
 
 

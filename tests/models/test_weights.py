@@ -199,6 +199,24 @@ def test_lost_shard(tmp_path):
         load(tmp_path)
 
 
+def test_lost_only_shard(tmp_path):
+    write_model(tmp_path, "llama2", shards=1)
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": "part.safetensors"}})
+    with pytest.raises(UserError, match=r"lacks weight files: part.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [(b"", "it is empty"), (b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull")],
+)
+def test_files_that_are_no_weights(content, words, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        read_header(tmp_path / "model.safetensors")
+
+
 MEASURE = """
 import re, sys
 from pathlib import Path
