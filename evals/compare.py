@@ -63,6 +63,7 @@ def result(llm: Llm, policy: str, found: Score, block: int) -> dict[str, Any]:
         "loss": found.loss,
         "predictions": len(found.losses),
         "state_bytes": found.state_bytes,
+        "chunk": found.chunk,
         "seconds": found.seconds,
         "compile_seconds": found.compile_seconds,
         "tokens_per_second": len(found.losses) / max(found.seconds, 1e-9),

@@ -15,7 +15,8 @@ and, where a method has them:
     policy.decode(spec, state, chunk)   -> Partial, state   one token, fused; the same result
     policy.reserve(spec, state, tokens) -> state     make room for `tokens` in all, or refuse
     policy.seal(spec, state)            -> state     the prompt is complete
-    policy.reach                        -> the most tokens back a query may look; absent: no limit
+    policy.reach                        -> the most tokens back a query may look, counting its
+                                           own; absent: no limit
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy
 

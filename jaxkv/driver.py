@@ -27,7 +27,7 @@ def step(
     False on padding, whose output is 0. sink: one learned sink logit a query head, added once.
     Raises UserError where shapes do not agree with each other, the spec or the state.
     """
-    _check(policy, spec, state, q, k, v, positions, valid)
+    check(policy, spec, state, q, k, v, positions, valid, sink)
     chunk = Chunk(q, k, v, positions, valid)
     if q.shape[1] == 1 and hasattr(policy, "decode"):
         partial, state = policy.decode(spec, state, chunk)
@@ -42,37 +42,45 @@ def step(
     return partial.out, state
 
 
-def _check(
-    policy: Policy, spec: Spec, state: State, q: Array, k: Array, v: Array, positions: Array,
+def check(
+    policy: Policy,
+    spec: Spec,
+    state: State,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
     valid: Array,
-) -> None:  # fmt: skip
-    """One line instead of an error from the depth; costs nothing once compiled."""
-    if not hasattr(policy, "attend"):
+    sink: Array | None = None,
+) -> None:
+    """Raise UserError for arguments of `step` that do not agree; costs nothing once compiled."""
+    if isinstance(policy, type) or not hasattr(policy, "attend"):
         raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
     if q.ndim != 4 or q.shape[1] < 1 or q.shape[2] % spec.kv_heads:
         raise UserError(
             f"q must be [B,T,N,H] with T at least 1 and N a multiple of the spec's kv_heads="
             f"{spec.kv_heads}, got {q.shape}"
         )
-    rows, tokens = q.shape[:2]
-    wanted = {
-        "q": (q, (rows, tokens, q.shape[2], spec.head_dim)),
-        "k": (k, (rows, tokens, spec.kv_heads, spec.head_dim)),
-        "v": (v, (rows, tokens, spec.kv_heads, spec.head_dim)),
-        "positions": (positions, (rows, tokens)),
-        "valid": (valid, (rows, tokens)),
-    }
-    for name, (array, shape) in wanted.items():
+    rows, tokens, heads = q.shape[:3]
+    sizes = {"B": rows, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
+    given = [("q", "BTNH", q), ("k", "BTKH", k), ("v", "BTKH", v), ("positions", "BT", positions),
+             ("valid", "BT", valid)]  # fmt: skip
+    for name, letters, array in given + ([] if sink is None else [("sink", "N", sink)]):
+        shape = tuple(sizes[letter] for letter in letters)
         if array.shape != shape:
             raise UserError(f"{name} must be {shape} beside q {q.shape}, got {array.shape}")
+    for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
+        if array.dtype != kind:
+            raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
+    remedy = f"begin with policy.init(spec, rows={rows}, key=...)"
+    wanted, got = type(policy.axes).__name__, type(state).__name__
     if type(state) is not type(policy.axes):
-        raise UserError(
-            f"the state must be one that this policy made, a {type(policy.axes).__name__}, got a "
-            f"{type(state).__name__}; begin with policy.init"
-        )
-    held = {leaf.shape[0] for leaf in jax.tree.leaves(state)}
-    if held - {rows}:
-        raise UserError(
-            f"the state must have as many rows as q: {rows}, got {sorted(held)}; begin with "
-            f"policy.init(spec, rows={rows}, key=...)"
-        )
+        raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
+    axes = jax.tree.leaves(policy.axes, is_leaf=lambda node: type(node) is tuple)
+    for leaf, letters in zip(jax.tree.leaves(state), axes, strict=True):
+        for size, letter in zip(leaf.shape, letters, strict=True):
+            if leaf.size and size != sizes.get(letter, size):
+                raise UserError(
+                    f"a state of this spec and these rows has {letter}={sizes[letter]}, got "
+                    f"{letter}={size}; {remedy}"
+                )

@@ -156,8 +156,12 @@ def rotary(
     for field, value in scaling.items():
         if isinstance(value, int | float) and not 0 < value < math.inf and value is not False:
             raise UserError(f"rope scaling needs {field} above 0 and finite, got {value!r}")
-    if scaling.get("low_freq_factor", 0) == scaling.get("high_freq_factor", 1):
-        raise UserError("rope scaling llama3 needs low_freq_factor below high_freq_factor")
+    low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", math.inf)
+    if low >= high:
+        raise UserError(
+            f"rope scaling needs low_freq_factor below high_freq_factor, got {low} and {high}; "
+            "download config.json again"
+        )
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

@@ -11,8 +11,8 @@ import dataclasses
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxkv import driver
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.rotary import Alibi
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
@@ -100,6 +100,7 @@ def sharded_step(
 
     Raises UserError where the mesh does not divide rows or kv heads evenly.
     """
+    driver.check(policy, spec, state, q, k, v, positions, valid, sink)
     rows, heads = axes_in(mesh)
     check(mesh, q.shape[0], spec.kv_heads)
     if heads is not None:
@@ -112,7 +113,7 @@ def sharded_step(
     by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, None, heads)
     held = specs(policy.axes, rows, heads)
     split = jax.shard_map(
-        lambda *args: step(policy, spec, *args),
+        lambda *args: driver.step(policy, spec, *args),
         mesh=mesh,
         in_specs=(held, by_head, by_head, by_head, by_row, by_row, PartitionSpec(heads)),
         out_specs=(by_head, held),

@@ -99,7 +99,7 @@ def extend(
     if tokens == 1:
         return _extend_one(slots, spec, chunk, sinks, by_rank, ring)
     numbers = number(slots, chunk.valid)
-    new = jnp.sum(chunk.valid.astype(jnp.int32), axis=1)
+    new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     # Valid tokens first, in order: the n-th new token then stands at place n.
     places = jnp.argsort(~chunk.valid, axis=1, stable=True)
     keys, values = turn_keys(spec, chunk, numbers, sinks, by_rank), chunk.v

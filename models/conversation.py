@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import whole
@@ -59,7 +60,7 @@ class Conversation:
         self.stream.seal()
         # Where a stop string is given the answer is cut, and so must the cache be: go back here.
         held = jax.tree.map(jnp.copy, self.stream.decoding) if row.stops else None
-        length = self.stream.length
+        lengths = self.stream.lengths
         self.messages += [{"role": "user", "content": text}]
         try:
             for block in self.stream.pieces(sampling, tokens, eos):
@@ -70,7 +71,7 @@ class Conversation:
             if piece := row.end("interrupted" if self._interrupted else "length"):
                 yield piece
             if held is not None and row.reason == "stop":
-                self._return_to(held, length, row)
+                self._return_to(held, lengths, row)
         finally:  # also where nobody listens to the end: the cache holds it all the same
             row.end("interrupted")
             self.messages += [{"role": "assistant", "content": row.text}]
@@ -88,7 +89,7 @@ class Conversation:
             return tokenizer.encode(f"\n{text}\n", bos=False)
         return tokenizer.encode("".join(m["content"] + "\n" for m in self.messages) + text + "\n")
 
-    def _return_to(self, held: Decoding, length: int, row: Row) -> None:
+    def _return_to(self, held: Decoding, lengths: np.ndarray, row: Row) -> None:
         """The cache as it was before the answer, and then what was shown of it."""
         pieces, text, kept, shown = Pieces(self.llm.tokenizer, start=False), "", 0, 0
         for number, token in enumerate(row.tokens, 1):
@@ -100,6 +101,6 @@ class Conversation:
         # Where the stop string begins within a token, the rest of the text is written anew.
         rest = self.llm.tokenizer.encode(row.text[shown:], bos=False)
         self.stream.decoding = held
-        self.stream.length = length
+        self.stream.lengths = lengths
         if answer := row.tokens[:kept] + rest:
             self.stream.read([answer])

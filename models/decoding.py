@@ -129,9 +129,7 @@ def _write(
 
     def write_one(carry: tuple) -> tuple:
         d, (count, out, sound) = unfolded(carry[0]), carry[1:]
-        token = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
-        # Where a logit is NaN, a NaN is the largest: the one drawn tells of all.
-        drawn = jnp.take_along_axis(d.logits, token[:, None], axis=1)[:, 0]
+        token, drawn = draw(filters, knobs, d.logits, d.seen, d.keys, d.position)
         sound &= d.done | jnp.isfinite(drawn)
         ends = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(d.done)
         emitted = jnp.where(d.done, -1, token)
@@ -157,7 +155,8 @@ def _write(
     start = (folded(decoding), jnp.int32(0), out, sound)
     end, count, out, sound = jax.lax.while_loop(go_on, write_one, start)
     if not filters.repetition:  # nobody asked on the way: mark the whole block at once
-        end = end._replace(seen=_mark(end.seen, out, out >= 0))
+        fed = (out >= 0) & ~jnp.isin(out, jnp.asarray(eos, jnp.int32))
+        end = end._replace(seen=_mark(end.seen, out, fed))
     return unfolded(end), out, count, sound
 
 
@@ -210,15 +209,16 @@ class Stream:
     ):
         self.llm = llm
         self.policies = llm.policies(policy)
-        self.length = 0  # of the longest row since it was made or sealed, for policies that grow
+        self.lengths = np.full(rows, 0)  # tokens of each row, for policies that grow
         self.sealed = False
+        self._sealed_at = self.lengths
         self.limit = 1
         self._static = Static(llm.config, self.policies, llm.mesh)
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, rows, llm.config.kv_heads)
         self._rows, self._checked = rows, -1
-        self._check(tokens)
+        self._check(tokens, held=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * rows
         if not all(isinstance(s, Integral) for s in seeds):
             raise UserError(f"a seed is a whole number, or one a row, got {seed!r}; give 0")
@@ -274,7 +274,7 @@ class Stream:
         longest, vocab = max(map(len, prompts)), self.llm.config.vocab
         if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
             raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
-        self.reserve(longest)
+        self.reserve(np.array(list(map(len, prompts))))
         for start in range(0, longest, chunk):
             width = bucket(min(chunk, longest - start), chunk)
             tokens = np.zeros((rows, width), np.int32)
@@ -297,13 +297,13 @@ class Stream:
             whole("chunk", chosen)
             return chosen
         farthest = min(max(map(reach, self.policies)), CHUNK)
-        return max(64, 1 << int(farthest).bit_length() - 1)
+        return 1 << max(6, int(farthest).bit_length() - 1)
 
     def seal(self) -> None:
         """Tell policies that compress or index a finished prompt that it is complete; once."""
         if self.sealed or not any(hasattr(policy, "seal") for policy in self.policies):
             return
-        self.sealed, self.length = True, 0
+        self.sealed, self._sealed_at = True, self.lengths
         states = tuple(
             _seal(policy, self.llm.spec, state) if hasattr(policy, "seal") else state
             for policy, state in zip(self.policies, self.decoding.states, strict=True)
@@ -317,7 +317,7 @@ class Stream:
 
         Raises UserError where the model gives logits that are no numbers.
         """
-        limit = min(limit, BLOCK)
+        limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit)
         self.decoding, out, count, sound = writer()(
             self._static,
@@ -330,8 +330,9 @@ class Stream:
         )
         if not np.asarray(sound).all():
             raise no_numbers(self.llm)
-        self.length += int(count) - limit  # rows that end early leave room
-        return np.asarray(out)[:, : int(count)], np.asarray(self.decoding.done)
+        out = np.asarray(out)[:, : int(count)]
+        self.lengths = before + (out >= 0).sum(axis=1)  # rows that end early leave room
+        return out, np.asarray(self.decoding.done)
 
     def pieces(
         self, sampling: Sampling, tokens: int, eos: tuple[int, ...], pause: float = PAUSE
@@ -349,24 +350,29 @@ class Stream:
             wanted = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
             self.limit = min(BLOCK, wanted, 4 * self.limit)
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for that many more tokens a row in policies that grow."""
-        length = self.length + tokens
+    def reserve(self, tokens: int | Int32[np.ndarray, " B"]) -> None:
+        """Make room for that many more tokens, of every row or one number a row, where it grows."""
+        lengths = self.lengths + tokens
         if any(hasattr(policy, "reserve") for policy in self.policies):
-            self._check(length)
-            states = tuple(
-                policy.reserve(self.llm.spec, state, length)
-                if hasattr(policy, "reserve")
-                else state
-                for policy, state in zip(self.policies, self.decoding.states, strict=True)
-            )
-            self.decoding = self.decoding._replace(states=states)
-        self.length = length  # only now: a refused request leaves the stream as it was
+            self._check(int(lengths.max()), self.state_bytes)
+            since_seal = lengths - self._sealed_at  # which is what a sealed policy counts
+            states = list(self.decoding.states)
+            for layer, policy in enumerate(self.policies):
+                if hasattr(policy, "reserve"):
+                    most = int((since_seal if hasattr(policy, "seal") else lengths).max())
+                    states[layer] = policy.reserve(self.llm.spec, states[layer], most)
+            self.decoding = self.decoding._replace(states=tuple(states))
+        self.lengths = lengths  # only now: a refused request leaves the stream as it was
 
-    def _check(self, tokens: int) -> None:
-        """Raise UserError if a policy refuses so many tokens a row, or they do not fit."""
+    def _check(self, tokens: int, held: int) -> None:
+        """Raise UserError if a policy refuses so many tokens a row, or they do not fit.
+
+        held: bytes of caches that are there already; what does not outgrow them asks for nothing.
+        """
         if tokens > self._checked:
             caches = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
+            if caches <= held:
+                return
             logits = 5 * self._rows * self.llm.config.vocab  # float32 logits and a bool a token
             mesh = self.llm.mesh
             # The devices of a CPU are one memory.

@@ -98,17 +98,22 @@ def draw(
     seen: Bool[Array, "B V"],
     keys: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
-) -> Int32[Array, " B"]:
-    """One token a row. The draw is a function of (row key, position) alone."""
+) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+    """One token a row, and what it was chosen by, which is finite where all logits are numbers.
+
+    The draw is a function of (row key, position) alone.
+    """
     logits = shape(filters, knobs, logits, seen)
-    if not filters.warm:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def noise(key: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
         return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
 
-    return jnp.argmax(logits + jax.vmap(noise)(keys, positions), axis=-1).astype(jnp.int32)
+    if filters.warm:
+        logits = logits + jax.vmap(noise)(keys, positions)
+    # Where a logit is NaN, a NaN is the largest: the one chosen tells of all.
+    token = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    return token[:, 0], jnp.take_along_axis(logits, token, axis=1)[:, 0]
 
 
 def shape(

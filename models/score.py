@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.carry import share
 from jaxkv.contract import Policy, State
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError
 from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.compilation import clock
@@ -70,8 +70,6 @@ def losses(
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
-    if chunk is not None:
-        whole("chunk", chunk)
     if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
         raise UserError(
             f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
@@ -122,12 +120,16 @@ def encode(llm: Llm, text: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The losses of tokens 1, 2, ... of a text, and what they took; seconds without compiling."""
+    """The losses of tokens 1, 2, ... of a text, and what they took; seconds without compiling.
+
+    chunk: tokens read at a time, None where no cache read them.
+    """
 
     losses: Float[np.ndarray, " N"]
     state_bytes: int
     seconds: float
     compile_seconds: float
+    chunk: int | None = None
 
     @property
     def loss(self) -> float:
@@ -160,11 +162,12 @@ def score(
 ) -> Score:
     """All losses of a text under a policy; progress is called with the predictions made so far."""
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
+    chunk = stream.chunk_of(chunk)
     warn_beyond_context(llm, stream.policies, len(tokens))
     found, seconds, compiling = gather(losses(llm, tokens, chunk=chunk, stream=stream), progress)
     if not np.isfinite(found).all():
         raise no_numbers(llm)
-    return Score(found, stream.state_bytes, seconds, compiling)
+    return Score(found, stream.state_bytes, seconds, compiling, chunk)
 
 
 def gather(

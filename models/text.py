@@ -222,15 +222,14 @@ class Run:
     ):
         if max_new_tokens is not None:
             whole("max_new_tokens", max_new_tokens)
-        if chunk is not None:
-            whole("chunk", chunk)
         self.sampling = _sampling(sampling, knobs or {})
-        self.prompts, self.chunk = prompts, chunk
+        self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
         self.rows = [Row(llm, self.eos, stop) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
+        self.chunk = self.stream.chunk_of(chunk)
         warn_beyond_context(
             llm,
             self.stream.policies,

@@ -1,6 +1,8 @@
 """`step` says what is wrong with what it is given, and not from the depth of a product."""
 
 import inspect
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ import pytest
 
 import jaxkv
 from jaxkv.driver import step
+from jaxkv.policies import Window
 from jaxkv.rotary import NoPosition
+from jaxkv.sharding import mesh_of, sharded_step
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=NoPosition())
 POLICY = jaxkv.policy("window:window=4")
@@ -40,7 +44,18 @@ BAD = {
     "one position": ({"positions": jnp.zeros((1, 1), jnp.uint32)}, r"positions must be \(1, 3\)"),
     "valid of a row": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
     "another state": ({"state": Other()}, "a Slots, got a Other; begin with policy.init"),
-    "other rows": ({"state": POLICY.init(SPEC, 2, jax.random.key(0))}, r"rows as q: 1, got \[2\]"),
+    "other rows": ({"state": POLICY.init(SPEC, 2, jax.random.key(0))}, "B=1, got B=2; begin with"),
+    "another head dim of the state": (
+        {"state": POLICY.init(replace(SPEC, head_dim=4), 1, jax.random.key(0))},
+        "H=8, got H=4",
+    ),
+    "positions as numbers": (
+        {"positions": jnp.zeros((1, 3))},
+        "positions must be uint32, got float32",
+    ),
+    "valid as numbers": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
+    "a sink for each kv head": ({"sink": jnp.zeros(2)}, r"sink must be \(4,\)"),
+    "the class of a policy": ({"policy": Window}, "a policy is a value"),
 }
 
 
@@ -53,5 +68,7 @@ def test_what_agrees_is_taken():
 def test_what_does_not_is_refused(name):
     changed, words = BAD[name]
     # Underneath the checks of types that the tests put around every function of jaxkv.
-    with pytest.raises(jaxkv.UserError, match=words):
-        inspect.unwrap(step)(**(given() | changed))
+    on_a_mesh = partial(inspect.unwrap(sharded_step), mesh_of("model=2"))
+    for call in (inspect.unwrap(step), on_a_mesh):
+        with pytest.raises(jaxkv.UserError, match=words):
+            call(**(given() | changed))

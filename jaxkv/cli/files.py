@@ -61,11 +61,13 @@ def finite(value: object) -> object:
 def check_folder(path: str, files: Iterable[str]) -> Path:
     """A folder these can be written to, or made; asked before hours of work, and not yet made."""
     folder = Path(path)
-    for file in files:
-        if (folder / file).is_dir():
-            raise UserError(f"{folder / file} is a folder where a file is to be; choose another")
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
+        for file in files:
+            if (folder / file).is_dir():
+                raise UserError(
+                    f"{folder / file} is a folder, a file is to be there; choose another"
+                )
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=there):
             return folder
     except OSError as error:

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "predictions": len(found.losses),
         "policy": spell(llm.policies(args.policy)),
         "state_bytes": found.state_bytes,
+        "chunk": found.chunk,
         "seconds": found.seconds,
         "compile_seconds": found.compile_seconds,
         "blocks": found.blocks(args.block or -(-len(found.losses) // BLOCKS)),

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import slots
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
-from jaxkv.slots import Slots
+from jaxkv.slots import OVERFULL, Slots
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Full:
 
     def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
         partial = slots.attend(state, spec, chunk, sinks=0, window=None)
-        new = jnp.sum(chunk.valid.astype(jnp.int32), axis=1)
+        new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
         return _refuse(partial, state.count > state.positions.shape[1] - new)
 
     def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
@@ -79,7 +80,14 @@ def _check_room(state: Slots, chunk: Chunk) -> None:
     """Raise UserError for tokens that do not fit, where nothing is compiled and one can look."""
     if isinstance(state.count, jax.core.Tracer) or isinstance(chunk.valid, jax.core.Tracer):
         return
-    most, size = int(jnp.max(state.count + jnp.sum(chunk.valid, axis=1))), state.k.shape[2]
+    # In numpy, for inside a trace jax would stage it, whatever the arrays are.
+    held, new = np.asarray(state.count, np.int64), np.asarray(chunk.valid).sum(axis=1)
+    most, size = int((held + new).max()), state.k.shape[2]
+    if most >= OVERFULL:
+        raise UserError(
+            f"a row was given more tokens than its {size} slots in a compiled call, and they are "
+            "lost; begin again with policy.init, and reserve before each call"
+        )
     if most > size:
         raise UserError(
             f"full has {size} slots a row and {most} are needed; make room first: "

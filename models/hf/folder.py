@@ -21,11 +21,15 @@ def find(folder_or_id: str | Path) -> Path:
     """
     if not isinstance(folder_or_id, str | Path):
         raise UserError(f"a model is a folder or a Hub id like org/name, got {folder_or_id!r}")
-    path = Path(folder_or_id).expanduser()
-    if path.is_dir():
-        return path
     text = str(folder_or_id)
-    if path.exists():
+    try:
+        path = Path(folder_or_id).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # no such user, a name too long, not ours to look into
+        raise UserError(f"no such folder: {text}: {error}; name a model folder") from None
+    if is_folder:
+        return path
+    if exists:
         raise UserError(f"a model is a folder, {text} is a file; name the folder that holds it")
     if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
         raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")

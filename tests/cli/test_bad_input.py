@@ -91,6 +91,14 @@ def test_a_mark_that_an_editor_put_in_front(run, model, tmp_path):
     assert len(texts) == 1
 
 
+def test_names_that_no_file_can_have(run, model, text):
+    long = "x" * 300
+    words = ("--model", model, "--text", text)
+    refused(run("compare", *words, "--out", long), "--out must be a folder", "too long")
+    refused(run("generate", "Hi", "--model", f"./{long}"), "no such folder", "too long")
+    refused(run("generate", "Hi", "--model", "~nobody-by-that-name/m"), "no such folder")
+
+
 def test_a_folder_where_the_picture_is_to_be(run, model, text, tmp_path):
     (tmp_path / "out" / "compare.png").mkdir(parents=True)
     words = ("--model", model, "--text", text, "--out", tmp_path / "out")

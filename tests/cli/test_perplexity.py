@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 FIELDS = {
-    "perplexity", "loss", "tokens", "predictions", "policy", "state_bytes", "seconds",
+    "perplexity", "loss", "tokens", "predictions", "policy", "state_bytes", "chunk", "seconds",
     "compile_seconds", "blocks", "seed", "versions",
 }  # fmt: skip
 

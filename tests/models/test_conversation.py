@@ -101,4 +101,4 @@ def test_a_growing_cache_counts_what_it_holds(llm):
     talk = models.Conversation(llm, "full:start=32,max=64")
     for _ in range(2):
         "".join(talk.say("Hello", max_new_tokens=8))
-    assert talk.stream.length == int(talk.stream.decoding.position[0]) < 64
+    assert talk.stream.lengths[0] == int(talk.stream.decoding.position[0]) < 64

@@ -244,7 +244,7 @@ def test_rows_that_end_early_leave_room(llm):
         stream.read([[65, 66]], chunk=16)
         block, done = stream.write(WARM, 50, eos=tuple(range(VOCAB)))
         assert block.shape == (1, 1) and done.all()
-    assert stream.length <= 15
+    assert stream.lengths.max() <= 15
 
 
 def test_past_the_trained_context(llm):
@@ -371,6 +371,16 @@ def test_a_number_that_is_none_for_one_token_is_told(shallow):
     stream.read([[65, 66]])
     with pytest.raises(UserError, match="not finite numbers"):
         stream.write(Sampling(), 5, (0,))
+
+
+@pytest.mark.parametrize("sampling", [WARM, Sampling(0.5, top_k=3), Sampling(1.0, top_p=0.5)])
+def test_one_logit_that_is_no_number_is_told_however_tokens_are_drawn(shallow, sampling):
+    stream = Stream(shallow, SMALL)
+    stream.read([[65, 66]])
+    spoilt = stream.decoding.logits.at[0, 5].set(jnp.nan)
+    stream.decoding = stream.decoding._replace(logits=spoilt)
+    with pytest.raises(UserError, match="not finite numbers"):
+        stream.write(sampling, 2, ())
 
 
 def test_reading_says_how_far_it_has_come(shallow):

@@ -20,7 +20,7 @@ SETTINGS = [
     )
 ]
 jitted_shape = jax.jit(shape, static_argnums=0)
-jitted_draw = jax.jit(draw, static_argnums=0)
+jitted_draw = jax.jit(lambda *given: draw(*given)[0], static_argnums=0)
 
 
 def odds(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:

@@ -21,8 +21,39 @@ def test_a_refused_read_leaves_the_stream_as_it_was(tiny):
     with pytest.raises(UserError, match="max=16"):
         stream.read([[3] * 50])
     stream.read([[4] * 10])
-    assert stream.length == 16
+    assert stream.lengths.max() == 16
     assert np.isfinite(stream.decoding.logits).all()
+
+
+def test_each_row_counts_its_own_tokens(tiny):
+    """Two rows of 15 fit a maximum of 15, in whatever order their tokens came."""
+    stream = Stream(tiny, "full:max=15,start=8", rows=2)
+    stream.read([[3] * 10, [3] * 5])
+    stream.read([[4] * 5, [4] * 10])
+    assert stream.lengths.tolist() == [15, 15]
+
+
+def test_layers_that_seal_and_layers_that_grow_count_apart(tiny):
+    """A cache that is not sealed goes on counting from the beginning."""
+    policies = (
+        Halving(sinks=2, start=8, tail=4),
+        *["full:max=64,start=8"] * (tiny.config.layers - 1),
+    )
+    stream = Stream(tiny, policies)
+    stream.read([list(range(2, 30))])
+    stream.seal()
+    for _ in range(3):
+        stream.write(Sampling(), 8, ())
+    assert stream.decoding.states[1].positions.shape[1] == 64 and stream.lengths[0] == 52
+    assert np.isfinite(stream.decoding.logits).all()
+
+
+def test_room_that_is_there_asks_for_no_memory(tiny, monkeypatch):
+    stream = Stream(tiny, "full:max=64,start=32")
+    monkeypatch.setattr("jaxkv.memory.available", lambda device=None: 100)
+    stream.read([[3] * 32])
+    with pytest.raises(UserError, match="only 100 bytes is free"):
+        stream.read([[3]])
 
 
 def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):

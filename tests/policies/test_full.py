@@ -85,3 +85,29 @@ def test_tokens_without_room_are_refused_where_nothing_is_compiled():
         _, state = step(POLICY, SPEC, state, *one)
     with pytest.raises(UserError, match="has 8 slots a row and 9 are needed"):
         step(POLICY, SPEC, state, *one)
+
+
+def test_a_state_that_is_closed_over_compiles():
+    state = POLICY.init(SPEC, 1, jax.random.key(0))
+    x, positions = jnp.ones((1, 3, 1, 8)), jnp.arange(3, dtype=jnp.uint32)[None]
+    valid = jnp.ones((1, 3), bool)
+    out = jax.jit(lambda x: step(POLICY, SPEC, state, x, x, x, positions, valid)[0])(x)
+    assert np.isfinite(out).all()
+
+
+def test_tokens_lost_in_a_compiled_call_are_told_by_the_next_that_is_not():
+    state = POLICY.init(SPEC, 1, jax.random.key(0))
+    _, state = read(state, 0, 5)
+    x = jnp.ones((1, 1, 1, 8))
+    for valid in (True, False):
+        with pytest.raises(UserError, match="they are lost; begin again"):
+            step(
+                POLICY,
+                SPEC,
+                state,
+                x,
+                x,
+                x,
+                jnp.full((1, 1), 5, jnp.uint32),
+                jnp.full((1, 1), valid),
+            )
