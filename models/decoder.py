@@ -22,6 +22,8 @@ from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.config import Config
 
 Weights = Mapping[str, Array]
+_PARTS = 8  # of the product of one token with a weight of at least _LARGE elements, on a CPU
+_LARGE = 2**18
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
@@ -135,7 +137,27 @@ def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
 
 def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
-    return dot(weight, x, (1, 0), dtype)
+    whole = partial(dot, contract=(1, 0), dtype=dtype)
+    one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
+    if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
+        return whole(weight, x)
+    in_parts = partial(_matmul_in_parts, dtype=dtype)
+    return jax.lax.platform_dependent(weight, x, cpu=in_parts, default=whole)
+
+
+def _matmul_in_parts(
+    weight: Float[Array, "O I"], x: Float[Array, "I 1 1"], dtype: jnp.dtype | None
+) -> Float[Array, "O 1 1"]:
+    """One token's product: left to itself XLA:CPU cuts it so that some cores get less to read."""
+    inputs = jnp.broadcast_to(x[:, 0, 0], (_PARTS, weight.shape[1]))
+    y = jax.lax.dot_general(
+        weight.reshape(_PARTS, -1, weight.shape[1]),
+        inputs,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return y.reshape(-1, 1, 1).astype(dtype or weight.dtype)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
