@@ -71,10 +71,11 @@ def spell(policies: Policy | Sequence[Policy]) -> str:
 
 
 def by_layer(
-    chosen: str | Policy | Sequence[Policy], layers: int, windows: Sequence[int | None] = ()
+    chosen: str | Policy | Sequence[Policy | str], layers: int, windows: Sequence[int | None] = ()
 ) -> tuple[Policy, ...]:
     """One policy a layer.
 
+    chosen: one for all, or one a layer, each as a string or a value.
     windows: the model's own sliding window of each layer, None where it has none. Such a layer
     keeps its window, which is all it was trained to see, unless the chosen policy holds less or
     the string names layers itself.

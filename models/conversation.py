@@ -27,7 +27,7 @@ class Conversation:
     def __init__(
         self,
         llm: Llm,
-        policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
         system: str | None = None,
         seed: int = 0,
     ):

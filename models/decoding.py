@@ -201,7 +201,7 @@ class Stream:
     def __init__(
         self,
         llm: Llm,
-        policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
         rows: int = 1,
         seed: int | Sequence[int] = 0,
         tokens: int = 0,

@@ -52,7 +52,7 @@ class Llm:
         """The nnx module over these weights."""
         return Decoder(self.config, self.weights, self.mesh)
 
-    def policies(self, chosen: str | Policy | Sequence[Policy]) -> tuple[Policy, ...]:
+    def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy a layer."""
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
             if not (isinstance(one, str) or hasattr(one, "attend")):

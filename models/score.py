@@ -52,7 +52,7 @@ def _score(
 def losses(
     llm: Llm,
     tokens: Sequence[int],
-    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     chunk: int | None = None,
     start: int = 0,
     stream: Stream | None = None,
@@ -155,7 +155,7 @@ class Score:
 def score(
     llm: Llm,
     tokens: Sequence[int],
-    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     chunk: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,

@@ -110,7 +110,7 @@ class Row:
 def generate(
     llm: Llm,
     prompt: Prompt | Sequence[Prompt],
-    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     max_new_tokens: int = 256,
     *,
     sampling: Sampling | None = None,
@@ -143,7 +143,7 @@ def generate(
 def stream(
     llm: Llm,
     prompt: Prompt,
-    policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     max_new_tokens: int | None = None,
     *,
     sampling: Sampling | None = None,
@@ -211,7 +211,7 @@ class Run:
         self,
         llm: Llm,
         prompts: Sequence[Sequence[int]],
-        policy: str | Policy | Sequence[Policy] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
         max_new_tokens: int | None = 256,
         sampling: Sampling | None = None,
         knobs: Mapping[str, float] | None = None,
