@@ -131,3 +131,8 @@ class Policy(Protocol):
     def extend(self, spec: Spec, state: State, chunk: Chunk) -> State: ...
 
     def kept(self, spec: Spec, state: State) -> Kept: ...
+
+
+def is_letters(node: object) -> bool:
+    """Whether this is the axis letters of one leaf, and not a state that holds such leaves."""
+    return type(node) is tuple and all(isinstance(letter, str) for letter in node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxkv.attention import merge, sink_logit
-from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.contract import Chunk, Policy, Spec, State, is_letters
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -76,7 +76,7 @@ def check(
     wanted, got = type(policy.axes).__name__, type(state).__name__
     if type(state) is not type(policy.axes):
         raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
-    axes = jax.tree.leaves(policy.axes, is_leaf=lambda node: type(node) is tuple)
+    axes = jax.tree.leaves(policy.axes, is_leaf=is_letters)
     for leaf, letters in zip(jax.tree.leaves(state), axes, strict=True):
         for size, letter in zip(leaf.shape, letters, strict=True):
             if leaf.size and size != sizes.get(letter, size):

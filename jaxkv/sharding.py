@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxkv import driver
-from jaxkv.contract import Policy, Spec, State
+from jaxkv.contract import Policy, Spec, State, is_letters
 from jaxkv.errors import UserError
 from jaxkv.rotary import Alibi
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
@@ -73,14 +73,10 @@ def specs(axes: State, rows: str | None = "data", heads: str | None = "model") -
     axes: a policy's `axes`. None instead of a name: that axis is not split.
     """
     names = {"B": rows, "K": heads}
-
-    def is_leaf(node: object) -> bool:
-        return type(node) is tuple and all(isinstance(letter, str) for letter in node)
-
     return jax.tree.map(
         lambda letters: PartitionSpec(*(names.get(letter) for letter in letters)),
         axes,
-        is_leaf=is_leaf,
+        is_leaf=is_letters,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import rows
-from jaxkv.contract import Chunk, Policy
+from jaxkv.contract import Chunk, Policy, is_letters
 from jaxkv.driver import step
 from jaxkv.sharding import mesh_of, sharded_step
 from jaxkv.slots import Slots
@@ -87,7 +87,6 @@ def test_the_state_is_what_its_axes_say(case):
     assert hash(case.policy) == hash(dataclasses.replace(case.policy))
     state = jax.eval_shape(lambda: begin(case, rows=3))
     known = {"B": 3, "K": case.spec.kv_heads, "H": case.spec.head_dim}
-    is_letters = lambda node: type(node) is tuple and isinstance(node[0], str)  # noqa: E731
     letters = jax.tree.leaves(case.policy.axes, is_leaf=is_letters)
     for axes, leaf in zip(letters, jax.tree.leaves(state), strict=True):
         assert len(axes) == len(leaf.shape) and axes[0] == "B"
