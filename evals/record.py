@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv import files
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs: for trying things out, never for a claim
@@ -58,9 +60,7 @@ class Record:
         self.about["cpu"]["load_at_end"] = _load()
         text = json.dumps(self.about | {"results": plain(results)}, indent=1, allow_nan=False)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        unfinished.replace(self.file)
+        files.write({self.file: (text + "\n").encode()})
         return self.file
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 
 from jaxkv.contract import State
 from jaxkv.errors import UserError
+from jaxkv.files import whole_file
 from jaxkv.typing import Array
 
 FORMAT = "jaxkv rows 1"
@@ -92,29 +91,19 @@ def save(path: str | os.PathLike, state: State, identity: str = "") -> None:
     model's name; `load` refuses another.
     Raises UserError where the file cannot be written.
     """
-    path = Path(path)
     leaves = {name: np.asarray(leaf) for name, leaf in _named(to_host(state)).items()}
     told = {name: _told(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     header = {"format": FORMAT, "identity": identity, "leaves": told}
     # Raw bytes: npz forgets the name of every dtype that is not numpy's own, such as bfloat16.
     raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
-    unfinished = None
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with whole_file(path) as file:
             np.savez(file, header=np.array(json.dumps(header)), **raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        unfinished = None
     except OSError as error:
         raise UserError(
             f"a snapshot needs a file that can be written: {path}: {error.strerror}; "
             "choose another place"
         ) from None
-    finally:
-        if unfinished is not None:
-            Path(unfinished).unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike, like: State, identity: str = "") -> State:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from jaxkv import files
 from jaxkv.errors import UserError
 
 
@@ -58,14 +57,14 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_folder(path: str, files: Iterable[str]) -> Path:
+def check_folder(path: str, names: Iterable[str]) -> Path:
     """A folder these can be written to, or made; asked before hours of work, and not yet made."""
     folder = Path(path)
     try:
-        for file in files:
-            if (folder / file).is_dir():
+        for name in names:
+            if (folder / name).is_dir():
                 raise UserError(
-                    f"{folder / file} is a folder, a file is to be there; choose another"
+                    f"{folder / name} is a folder, a file is to be there; choose another"
                 )
         there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -74,34 +73,16 @@ def check_folder(path: str, files: Iterable[str]) -> Path:
         raise _unwritable(folder, error) from None
 
 
-def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write all files or none: each under a temporary name, renamed when all are complete."""
-    unfinished: dict[Path, Path] = {}
+def write(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write all files or none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            unfinished[folder / name] = Path(temporary)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                os.fchmod(handle, 0o666 & ~_umask())
-        for path, temporary in unfinished.items():
-            os.replace(temporary, path)
+        files.write({folder / name: content for name, content in contents.items()})
     except OSError as error:
         raise _unwritable(folder, error) from None
-    finally:
-        for temporary in unfinished.values():
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"--out must be a folder that can be written to: {folder}: {error.strerror}; choose another"
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

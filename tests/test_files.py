@@ -1,0 +1,33 @@
+"""Files that are there whole or not at all."""
+
+import os
+
+import pytest
+
+from jaxkv import files
+
+
+def test_a_file_takes_its_name_when_it_is_complete(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with files.whole_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_goes_wrong_leaves_nothing_behind(tmp_path):
+    (tmp_path / "one").write_bytes(b"old")
+    with pytest.raises(OSError):
+        files.write({tmp_path / "one": b"new", tmp_path / "no such folder" / "two": b"new"})
+    assert os.listdir(tmp_path) == ["one"]
+    assert (tmp_path / "one").read_bytes() == b"old"
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
