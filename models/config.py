@@ -17,11 +17,15 @@ from jaxkv.rotary import Rotary, rotary
 from models.hf.folder import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Llama with a sink logit in every head's softmax: a name of our own, so that no other library
+# loads such a model and leaves the logits out in silence.
+SINK_LLAMA = "SinkLlamaForCausalLM"
 ARCHITECTURES = {
     name + suffix: name.lower()
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
     for suffix in ("ForCausalLM", "Model")
-}
+} | {SINK_LLAMA: "llama"}
+SINK_LOGITS = ("none", "zero", "learned")
 SUPPORTED = ", ".join(name for name in ARCHITECTURES if name.endswith("LM"))
 
 COMMON: dict[str, Any] = {
@@ -38,6 +42,7 @@ COMMON: dict[str, Any] = {
     "max_window_layers": 28,
     "bos_token_id": None,
     "eos_token_id": None,
+    "sink_logit": "none",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -105,7 +110,9 @@ class Config:
     """A decoder of the Llama family; equal descriptions hash alike.
 
     windows: the model's own sliding window of each layer, None for full attention; a query
-    sees that many keys, itself among them. dtype: what the weights were published in.
+    sees that many keys, itself among them. dtype: what the weights were published in. sink_logit:
+    what every softmax has in its sum besides the keys: nothing, exp(0), or exp of a learned logit
+    of each head.
     """
 
     family: str
@@ -128,6 +135,12 @@ class Config:
     dtype: str
     bos: int | None
     eos: tuple[int, ...]
+    sink_logit: str = "none"
+
+    @property
+    def learned_sinks(self) -> bool:
+        """Whether every head has a sink logit of its own."""
+        return self.sink_logit == "learned"
 
     @property
     def own_head(self) -> bool:
@@ -186,6 +199,7 @@ def read_config(folder: Path) -> Config:
         dtype=_dtype(raw, where),
         bos=next(iter(_ids("bos_token_id", generation, raw, where)), None),
         eos=_ids("eos_token_id", generation, raw, where),
+        sink_logit=_sink_logit(raw, where),
     )
 
 
@@ -293,6 +307,16 @@ def _dtype(raw: Mapping[str, Any], where: Path) -> str:
     if name not in DTYPES:
         raise UserError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {name}")
     return name
+
+
+def _sink_logit(raw: Mapping[str, Any], where: Path) -> str:
+    value = raw["sink_logit"]
+    if value not in SINK_LOGITS:
+        raise UserError(
+            f"{where}: sink_logit must be one of {', '.join(SINK_LOGITS)}, got {value!r}; "
+            "download the file again"
+        )
+    return value
 
 
 def _ids(

@@ -6,7 +6,7 @@ Activations are feature-major, [D, B, T], and weights stand as published, (out, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -52,7 +52,7 @@ class Layer(nnx.Module):
         state: State,
         positions: UInt32[Array, "B T"],
         valid: Bool[Array, "B T"],
-        mesh: Mesh | None,
+        run: Callable,
     ) -> tuple[Float[Array, "D B T"], State]:
         c = self.config
         h = rms_norm(x, self.attn_norm[...], c.norm_eps)
@@ -61,12 +61,16 @@ class Layer(nnx.Module):
             q = rms_norm(q, self.q_norm[...], c.norm_eps, axis=-1)
             k = rms_norm(k, self.k_norm[...], c.norm_eps, axis=-1)
         spec = spec_of(c, str(x.dtype))
-        run = step if mesh is None else partial(sharded_step, mesh)
-        out, state = run(policy, spec, state, q, k, v, positions, valid)
+        out, state = run(policy, spec, state, q, k, v, positions, valid, self._sink())
         x = x + self._from_heads(out.astype(x.dtype))
         h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
         gate, up = self._linear(h, "gate"), self._linear(h, "up")
         return x + self._linear(jax.nn.silu(gate) * up, "down"), state
+
+    def _sink(self) -> Float[Array, " N"] | None:
+        if self.config.sink_logit == "none":
+            return None
+        return self.sinks[...] if self.config.learned_sinks else np.zeros(self.config.heads, "f4")
 
     def _linear(self, x: Float[Array, "I B T"], name: str) -> Float[Array, "O B T"]:
         return self._bias(matmul(getattr(self, name)[...], x), name, axis=0)
@@ -90,10 +94,21 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens in, hidden states and new cache states out; `logits` reads the hidden states."""
+    """Tokens in, hidden states and new cache states out; `logits` reads the hidden states.
 
-    def __init__(self, config: Config, weights: Weights, mesh: Mesh | None = None):
-        self.config, self.mesh = config, mesh
+    run: what stands between the projections of a layer, of the signature of `jaxkv.step`, which it
+    is by default, over the mesh where there is one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Weights,
+        mesh: Mesh | None = None,
+        run: Callable | None = None,
+    ):
+        self.config = config
+        self.run = run or (step if mesh is None else partial(sharded_step, mesh))
         self.embed = nnx.Param(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
         self.head = None if config.tied else nnx.Param(weights["head"])
@@ -112,7 +127,7 @@ class Decoder(nnx.Module):
         x = jnp.take(self.embed[...], tokens, axis=0).transpose(2, 0, 1)
         new = []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            x, state = layer(x, policy, state, positions, valid, self.mesh)
+            x, state = layer(x, policy, state, positions, valid, self.run)
             new.append(state)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 
@@ -137,7 +152,7 @@ def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
 
 def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
-    whole = partial(dot, contract=(1, 0), dtype=dtype)
+    whole = lambda weight, x: dot(weight, x, (1, 0), dtype)  # noqa: E731
     one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
     if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
         return whole(weight, x)
@@ -160,8 +175,13 @@ def _matmul_in_parts(
     return y.reshape(-1, 1, 1).astype(dtype or weight.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
-    """The product over one axis of each, accumulated in float32; float32 stays float32."""
+    """The product over one axis of each, the first or the last, accumulated in float32.
+
+    Gradients come out in the order of axes that their arrays have, so that nothing is turned; JAX's
+    own rule turns activations, for which XLA:CPU takes longer than for the product itself.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     y = jax.lax.dot_general(
         a,
@@ -171,6 +191,35 @@ def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None =
         preferred_element_type=jnp.float32,
     )
     return y.astype(dtype or a.dtype)
+
+
+def _dot_forward(
+    a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return dot(a, b, contract, dtype), (a, b)
+
+
+def _dot_backward(
+    contract: tuple[int, int], _: jnp.dtype | None, arrays: tuple[Array, Array], ct: Array
+) -> tuple[Array, Array]:
+    # As matrices: the axis that was summed over, and all others as one.
+    a, b = (
+        x.reshape(x.shape[0], -1) if axis == 0 else x.reshape(-1, x.shape[-1])
+        for x, axis in zip(arrays, contract, strict=True)
+    )
+    ct = ct.astype(a.dtype).reshape(a.size // arrays[0].shape[contract[0]], -1)
+
+    def gradient(of: int, other: Array, other_free: int) -> Array:
+        first, second = (other, other_free), (ct, 1 - of)
+        if contract[of] != 0:
+            first, second = second, first
+        found = dot(first[0], second[0], (first[1], second[1]))
+        return found.reshape(arrays[of].shape)
+
+    return gradient(0, b, int(contract[1] == 0)), gradient(1, a, int(contract[0] == 0))
+
+
+dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _turned(x: Array, tokens: int) -> bool:

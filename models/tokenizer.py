@@ -29,9 +29,9 @@ SPACE = "\u2581"  # SentencePiece's mark for a space
 class Tokenizer:
     """A tokenizer of one model.
 
-    table: the bytes of each id. special: ids that decode to nothing. adds_bos: whether the model
-    expects a BOS in front. strip: how many spaces a decoded text loses at its very beginning
-    (SentencePiece puts one there when it encodes).
+    table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
+    expects before a text, most often its BOS. strip: how many spaces a decoded text loses at its
+    very beginning (SentencePiece puts one there when it encodes).
     """
 
     ids_of: Callable[[str], list[int]] = field(repr=False)
@@ -39,8 +39,13 @@ class Tokenizer:
     special: frozenset[int] = field(repr=False)
     bos: int | None
     eos: tuple[int, ...]
-    adds_bos: bool
+    front: tuple[int, ...] = ()
     strip: int = 0
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model expects something in front of a text."""
+        return bool(self.front)
 
     @property
     def vocab(self) -> int:
@@ -50,7 +55,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
         """The ids of a text, of any length, encoded as one string.
 
-        bos: put the BOS in front (if the tokenizer has one); None does what the model expects.
+        bos: put in front what the model expects there, or else the BOS, if there is one; None
+        puts there what the model expects and no more.
         Special tokens written out in the text become their ids, as in a chat template.
         """
         try:
@@ -60,9 +66,9 @@ class Tokenizer:
                 f"text must be valid Unicode, got a lone surrogate at character {error.start}; "
                 "save it as UTF-8"
             ) from None
-        front = self.adds_bos if bos is None else bos
-        head = [self.bos] if front and self.bos is not None else []
-        return head + (self.ids_of(text) if text else [])
+        begin = () if self.bos is None else (self.bos,)
+        head = self.front if bos is None else (self.front or begin) if bos else ()
+        return [*head, *(self.ids_of(text) if text else ())]
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of ids.
@@ -137,15 +143,16 @@ def _from_json(folder: Path) -> Tokenizer:
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
     plain, full = (backend.encode("a", add_special_tokens=flag).ids for flag in (False, True))
-    adds_bos = full[:1] != plain[:1]
+    # What is behind the text, such as an EOS that some put there, is no part of a prompt.
+    front = next((full[:n] for n in range(len(full)) if full[n : n + len(plain)] == plain), [])
     bos, eos = _specials(folder, backend.token_to_id)
     return Tokenizer(
         ids_of=ids_of,
         table=_table(tokens, _byte_level if "ByteLevel" in steps else _spelled(steps)),
         special=frozenset(i for i, token in added.items() if token.special),
-        bos=full[0] if adds_bos else bos,
+        bos=front[0] if front else bos,
         eos=eos,
-        adds_bos=adds_bos,
+        front=tuple(front),
         strip=_strip(steps),
     )
 
@@ -176,14 +183,14 @@ def _from_sentencepiece(folder: Path) -> Tokenizer:
 
     bos, eos = _specials(folder, lambda token: named.get(token))
     bos = bos if bos is not None or backend.bos_id() < 0 else backend.bos_id()
+    expects = read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False
     return Tokenizer(
         ids_of=ids_of,
         table=_table(pieces | {i: token for token, i in added.items()}, _spelled(SENTENCEPIECE)),
         special=frozenset(silent),
         bos=bos,
         eos=eos or tuple(i for i in [backend.eos_id()] if i >= 0),
-        adds_bos=bos is not None
-        and read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False,
+        front=(bos,) if expects and bos is not None else (),
         strip=1,
     )
 

@@ -29,6 +29,8 @@ COMMANDS = {
     "perplexity": "how well a model predicts a text under a cache policy",
     "compare": "several policies on one text: a table and a picture of loss by position",
     "policies": "the cache policies with their fields, memory and source",
+    "data": "texts to token shards, for pretrain",
+    "pretrain": "train a model, with or without attention sinks",
 }
 CLOSED = 141
 

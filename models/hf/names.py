@@ -29,6 +29,7 @@ LAYER = (
     ("o_bias", "self_attn.o_proj.bias", "D", "out_bias"),
     ("q_norm", "self_attn.q_norm.weight", "H", "qk_norm"),
     ("k_norm", "self_attn.k_norm.weight", "H", "qk_norm"),
+    ("sinks", "self_attn.sinks", "N", "learned_sinks"),
     ("mlp_norm", "post_attention_layernorm.weight", "D", ""),
     ("gate", "mlp.gate_proj.weight", "F D", ""),
     ("up", "mlp.up_proj.weight", "F D", ""),

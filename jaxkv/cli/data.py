@@ -1,0 +1,75 @@
+"""`jaxkv data`: texts to token shards that `jaxkv pretrain` reads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxkv.cli import flags
+from jaxkv.cli.files import check_folder, print_json
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", nargs="+", required=True, metavar="FILES_OR_FOLDER",
+        help="UTF-8 texts, each a document; of a folder every *.txt",
+    )  # fmt: skip
+    parser.add_argument(
+        "--valid", nargs="+", default=[], metavar="FILES_OR_FOLDER",
+        help="texts of the valid split (default: --valid-share of the others, by their hash)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--valid-share", type=flags.number, default=0.02, metavar="F",
+        help="of the documents, held back from training (default 0.02)",
+    )  # fmt: skip
+    coder = parser.add_mutually_exclusive_group(required=True)
+    coder.add_argument(
+        "--vocab-size", type=flags.whole(1), metavar="N",
+        help="train a byte-level BPE of N tokens on the training texts",
+    )  # fmt: skip
+    coder.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to take instead")
+    parser.add_argument(
+        "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
+        help="of the shards (default: the smaller that holds every id)",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, metavar="DIR", help="for shards and manifest.json")
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    out = check_folder(args.out, ())
+    with Progress("reading", unit="bytes") as progress:
+        from models import data
+
+        try:
+            tokens = data.prepare(
+                [Path(text) for text in args.text],
+                out,
+                args.vocab_size,
+                None if args.tokenizer is None else Path(args.tokenizer),
+                [Path(text) for text in args.valid],
+                args.valid_share,
+                args.token_dtype,
+                progress.at,
+            )
+        except OSError as error:
+            raise UserError(
+                f"--out must be a folder that can be written to: {out}: {error.strerror}; "
+                "choose another"
+            ) from None
+    told = {
+        "vocab": tokens.vocab,
+        "dtype": tokens.manifest["dtype"],
+        "documents": len(tokens.manifest["documents"]),
+        **{f"{split}_tokens": tokens.count(split) for split in data.SPLITS},
+    }
+    if args.json:
+        print_json(told)
+        return 0
+    print(
+        f"{told['documents']} documents, {told['train_tokens']:,} tokens to train on, "
+        f"{told['valid_tokens']:,} held back; {told['vocab']:,} kinds of token in {told['dtype']}"
+    )
+    return 0

@@ -1,0 +1,65 @@
+"""`jaxkv pretrain`: train a model, with or without attention sinks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.progress import Progress
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset", required=True, help="the recipe to begin from: tiny, small or 160m"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
+        help="one field of the recipe, may be repeated: sinks=none|zero|token|two_tokens|logit, "
+        "steps, lr, ... (models/recipes.py lists them)",
+    )  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DIR", help="as `jaxkv data` made it")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR",
+        help="for this run alone; the same command again goes on with it",
+    )  # fmt: skip
+    parser.add_argument("--mesh", help="devices to split samples and weights over, as data=8")
+    parser.add_argument(
+        "--distributed", action="store_true",
+        help="this is one process of several (jax.distributed.initialize)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write OUT/tensorboard (tensorboardX)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    with Progress("loading"):
+        import jax
+
+        if args.distributed:
+            jax.distributed.initialize()
+        from jaxkv import sharding
+        from models import data
+        from models.pretrain import pretrain
+        from models.recipes import read_recipe
+
+        recipe = read_recipe(args.preset, args.settings)
+        mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
+        tokens = data.read(Path(args.data))
+
+    def tell(line: str) -> None:
+        if jax.process_index() == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    pressed: list[bool] = []
+    with on_interrupt(lambda: pressed.append(True)):
+        model = pretrain(
+            recipe, tokens, Path(args.out), mesh, tell, lambda: bool(pressed), args.tensorboard
+        )
+    if model is None:
+        return INTERRUPTED
+    if jax.process_index() == 0:
+        print(model)
+    return 0

@@ -1,0 +1,95 @@
+"""A trained model as a Hugging Face folder: `models.load` reads it, and transformers does.
+
+A model with sink logits has an architecture name of its own, so that no other library loads it
+and leaves them out in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from jaxkv import files
+from models.config import SINK_LLAMA, Config
+from models.hf.names import shapes
+from models.recipes import THETA
+
+
+def export(
+    folder: Path,
+    config: Config,
+    weights: Mapping[str, Any],
+    tokenizer: Path,
+    front: Sequence[int] = (),
+    dtype: str = "float32",
+) -> Path:
+    """Write the folder, all of it or nothing; the folder.
+
+    weights: by our names. tokenizer: the tokenizer.json that the model was trained with. front:
+    sink tokens, which the written tokenizer then puts before every text.
+    """
+    stored = jnp.dtype(dtype)
+    tensors = {
+        theirs: np.asarray(weights[ours]).astype(stored)
+        for ours, (theirs, _) in shapes(config).items()
+    }
+    coder = Tokenizer.from_file(str(tokenizer))
+    tokens = [coder.id_to_token(i) for i in front]
+    if tokens:
+        special = list(zip(tokens, front, strict=True))
+        coder.post_processor = TemplateProcessing(" ".join([*tokens, "$A"]), special_tokens=special)
+    begin = {"bos_token": tokens[0]} if tokens else {}
+    ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
+    told = {
+        "config.json": described(config, dtype) | ids,
+        "generation_config.json": ids,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": coder.id_to_token(config.eos[0]),
+            "model_max_length": config.context,
+            "clean_up_tokenization_spaces": False,
+            **begin,
+        },
+    }
+    contents = {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in told.items()}
+    contents["tokenizer.json"] = coder.to_str(pretty=True).encode()
+    contents["model.safetensors"] = save(tensors, metadata={"format": "pt"})
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write({folder / name: content for name, content in contents.items()})
+    return folder
+
+
+def described(config: Config, dtype: str) -> dict[str, Any]:
+    """config.json of a Llama without biases or scaled positions, in the dialect all versions read.
+
+    What `models.config.read_config` makes of it is the same description again.
+    """
+    sinks = {} if config.sink_logit == "none" else {"sink_logit": config.sink_logit}
+    return {
+        "architectures": [SINK_LLAMA if sinks else "LlamaForCausalLM"],
+        "model_type": "sink_llama" if sinks else "llama",
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.context,
+        "rope_theta": THETA,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": dtype,
+        **sinks,
+    }

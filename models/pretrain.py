@@ -1,0 +1,310 @@
+"""Pretraining, with and without learnable sinks (StreamingLLM, section 3.3).
+
+    jaxkv data --text BOOKS --vocab-size 4096 --out data
+    jaxkv pretrain --preset tiny --data data --out run --set sinks=token
+
+The same command again goes on where the last one stopped, and ends with the weights that it would
+have had without stopping, bit for bit. This file is the run, from top to bottom; the step itself is
+in training.py, recipes are in recipes.py.
+
+    OUT/log.jsonl    an object for every logged step
+    OUT/curves.png   the same as a picture
+    OUT/last, best   checkpoints; OUT/run.json says of what run
+    OUT/hf           the trained model, as a Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxkv import files
+from jaxkv.errors import UserError
+from jaxkv.typing import Array
+from models import curves, data, training
+from models.chat import Chat
+from models.checkpoint import Checkpoints, own
+from models.compilation import clock, keep_compilations
+from models.data import Tokens
+from models.hf.export import export
+from models.llm import Llm
+from models.recipes import SEEN, Recipe, config_of
+from models.sampling import Sampling
+from models.text import generate
+from models.tokenizer import read_tokenizer
+from models.training import Setting, Training
+
+# The tokens before every sample, by the recipe's `sinks`.
+FRONT = {"token": (data.SINK,), "two_tokens": (data.SINK, data.SECOND_SINK)}
+PROMPT, SAMPLE = "The", 60  # how a sample of text begins, and its new tokens
+SINK_HEAD = 0.3  # mean attention on the first token from which a head is said to have a sink
+LOOKED_AT = 2  # samples whose attention is looked at
+
+
+def pretrain(
+    recipe: Recipe,
+    tokens: Tokens,
+    out: Path,
+    mesh: Mesh | None = None,
+    tell: Callable[[str], None] = print,
+    stopped: Callable[[], bool] = lambda: False,
+    tensorboard: bool = False,
+) -> Path | None:
+    """Train a model, or go on with it; the folder of the exported model.
+
+    tokens: a data folder (models.data.read). out: a folder for this run alone. mesh: its axis
+    `data` splits samples, weights and moments; every process calls this alike, and the first one
+    writes. tell: is given lines to show. stopped: asked after every step; where it says True, a
+    checkpoint is kept and None is returned.
+    Raises UserError for data, a mesh or a folder that does not fit, a full disk, and a loss that is
+    no number.
+    """
+    keep_compilations()
+    setting = setting_of(recipe, tokens, mesh)
+    data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
+    valid = _valid(setting, tokens)
+    first_process = jax.process_index() == 0
+    run = {
+        "recipe": {k: v for k, v in dataclasses.asdict(recipe).items() if k not in SEEN},
+        "data": tokens.digest,
+        "dtype": setting.dtype,
+    }
+    with own(out, run, first_process), Checkpoints(out) as checkpoints:
+        trained = training.begin(setting)
+        trained = checkpoints.restore(trained) or trained
+        first = int(trained.step)
+        log = Log(out / "log.jsonl", first, first_process, tensorboard)
+        count = sum(w.size for w in trained.weights.values())
+        tell(
+            f"{count:,} weights, sinks={recipe.sinks}, {setting.dtype}, {jax.device_count()} x "
+            f"{jax.devices()[0].device_kind}, {recipe.rows * recipe.context:,} tokens a step"
+            + (f"; going on from step {first}" if first else "")
+        )
+        rate, pace = training.rate(recipe), Pace(setting, log.seconds)
+        for step in range(first, recipe.steps):
+            runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
+            trained, told = training.update(setting, trained, setting.split(runs))
+            done = step + 1
+            last, stop = done == recipe.steps, stopped()
+            looking = last or done % recipe.look_every == 0
+            saving = looking or stop or done % recipe.save_every == 0
+            if not (saving or done % recipe.log_every == 0):
+                continue
+            line = {
+                "step": done,
+                "loss": float(told.loss),
+                "lr": float(rate(step)),
+                "grad_norm": float(told.grad_norm),
+                **pace.since(done),
+            }
+            if int(trained.failed) >= 0:
+                checkpoints.wait()
+                raise UserError(
+                    f"the loss or its gradient is no number at step {int(trained.failed)}; the "
+                    f"last good checkpoint is that of step {checkpoints.newest()}; set a smaller "
+                    "lr, a longer warmup, or dtype=float32, with another --out"
+                )
+            if looking:
+                line |= look(setting, trained, valid, tokens, tell)
+            log.write(line)
+            tell(shown(line, recipe))
+            if looking and first_process:
+                files.write({out / "curves.png": curves.draw(log.lines, title(recipe, count))})
+            if saving:
+                checkpoints.save(trained)
+            if looking and log.is_best(line):
+                checkpoints.save(trained, "best")
+            pace.resume(done)
+            if stop and not last:
+                checkpoints.wait()
+                tell(f"stopped at step {done}; the same command goes on")
+                return None
+        checkpoints.wait()
+        weights = _whole(setting, trained.weights)
+        if first_process:
+            export(
+                out / "hf", setting.config, weights, tokens.folder / data.TOKENIZER, setting.front
+            )
+        return out / "hf"
+
+
+def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
+    """What the steps of a recipe compile to on these data and devices."""
+    training.check_mesh(mesh, recipe)
+    front = tuple(tokens.id_of(name) for name in FRONT.get(recipe.sinks, ()))
+    config = config_of(recipe, tokens.vocab, next(iter(front), None), tokens.id_of(data.END))
+    on_cpu = jax.default_backend() == "cpu"
+    by_device = "float32" if on_cpu else "bfloat16"
+    return Setting(
+        recipe, config, front, by_device if recipe.dtype == "auto" else recipe.dtype, mesh
+    )
+
+
+def _valid(setting: Setting, tokens: Tokens) -> list[Array]:
+    """The samples of every look, in parts as large as those of training; as many as there are."""
+    recipe = setting.recipe
+    size = recipe.rows // recipe.accumulate
+    data.batch(tokens, "valid", 0, 0, size, recipe.context)  # or there are too few for one
+    most = tokens.count("valid") // recipe.context // size - 1
+    parts = max(1, min(most, -(-recipe.valid_samples // size)))
+    return [
+        setting.place_samples(data.batch(tokens, "valid", 0, part, size, recipe.context))
+        for part in range(parts)
+    ]
+
+
+def look(
+    setting: Setting,
+    trained: Training,
+    valid: list[Array],
+    tokens: Tokens,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """What a run is worth by now: loss on held-back text, where its heads look, how it writes."""
+    losses = [float(training.mean_loss(setting, trained.weights, part)) for part in valid]
+    weights = _whole(setting, trained.weights)
+    alone = dataclasses.replace(setting, mesh=None)
+    some = np.asarray(jax.device_get(valid[0].addressable_shards[0].data))[:LOOKED_AT]
+    mass = np.asarray(
+        training.first_token_mass(alone, weights, some, min(64, setting.recipe.context // 2))
+    )
+    text = write(setting, weights, tokens)
+    tell(f"  {PROMPT}{text}".replace("\n", " "))
+    return {
+        "valid_loss": float(np.mean(losses)),
+        "first_token": float(mass.mean()),
+        "first_token_most": float(mass.max()),
+        "sink_heads": float((mass > SINK_HEAD).mean()),
+        "text": PROMPT + text,
+    }
+
+
+def write(setting: Setting, weights: dict[str, Array], tokens: Tokens) -> str:
+    """Some text of a model in training."""
+    context = setting.recipe.context
+    tokenizer = dataclasses.replace(read_tokenizer(tokens.folder), front=setting.front)
+    cast = {name: weight.astype(setting.dtype) for name, weight in weights.items()}
+    llm = Llm(setting.config, cast, tokenizer, Chat(None, ()), tokens.folder, setting.dtype)
+    policy = f"streaming:sinks=4,window={max(1, min(252, context - 4))}"
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    return generate(llm, PROMPT, policy, SAMPLE, sampling=sampling, ignore_eos=True).text
+
+
+def _whole(setting: Setting, weights: dict[str, Array]) -> dict[str, Array]:
+    """The weights in one piece on this process's own device; all processes call it together."""
+    if setting.mesh is None:
+        return weights
+    everywhere = NamedSharding(setting.mesh, PartitionSpec())
+    same = jax.jit(lambda tree: tree, out_shardings=everywhere)(weights)
+    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, same)
+
+
+def shown(line: dict[str, Any], recipe: Recipe) -> str:
+    """A logged step as people read it."""
+    left = (recipe.steps - line["step"]) * recipe.rows * recipe.context
+    minutes = left / max(line["tokens_per_second"], 1e-9) / 60
+    text = (
+        f"step {line['step']}/{recipe.steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
+        f"grad {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s  "
+        f"MFU {line['mfu']:.0%}  {minutes:.0f} min left"
+    )
+    if "valid_loss" in line:
+        text += (
+            f"\n  valid {line['valid_loss']:.4f}, attention on the first token "
+            f"{line['first_token']:.3f} (most {line['first_token_most']:.3f}), heads above "
+            f"{SINK_HEAD}: {line['sink_heads']:.0%}"
+        )
+    return text
+
+
+def title(recipe: Recipe, count: int) -> str:
+    return (
+        f"{count:,} weights, sinks={recipe.sinks}, {recipe.rows} x {recipe.context} tokens a step"
+    )
+
+
+class Pace:
+    """Tokens a second and the share of the hardware's arithmetic, without looks and compiling."""
+
+    def __init__(self, setting: Setting, seconds: float):
+        self._tokens = setting.recipe.rows * setting.recipe.context
+        flops = training.flops_per_token(setting.config, setting.recipe.context)
+        devices = 1 if setting.mesh is None else setting.mesh.size
+        # The devices of a CPU are one processor.
+        self._peak = training.peak() * (1 if jax.default_backend() == "cpu" else devices)
+        self._flops, self._total = flops, seconds
+        clock()
+        self.resume(None)
+
+    def since(self, done: int) -> dict[str, float]:
+        """Figures of the steps since the last call; call it when they are really done."""
+        if self._done is None:
+            self._done = done - 1
+        spent = time.perf_counter() - self._begun - (clock().seconds - self._compiled)
+        self._total += time.perf_counter() - self._begun
+        pace = (done - self._done) * self._tokens / max(spent, 1e-9)
+        return {
+            "tokens_per_second": pace,
+            "mfu": pace * self._flops / self._peak,
+            "seconds": self._total,
+        }
+
+    def resume(self, done: int | None) -> None:
+        self._done, self._begun, self._compiled = done, time.perf_counter(), clock().seconds
+
+
+class Log:
+    """OUT/log.jsonl: a line a logged step, none of a step that is still to come."""
+
+    def __init__(self, path: Path, step: int, writes: bool, tensorboard: bool):
+        self._path, self._writes = path, writes
+        held = path.read_text("utf-8").splitlines() if path.exists() else []
+        # What was written behind the checkpoint will be written again.
+        self.lines = [line for line in map(_parsed, held) if line and line["step"] <= step]
+        self.seconds = self.lines[-1]["seconds"] if self.lines else 0.0
+        self._board = _board(path.parent / "tensorboard") if tensorboard and writes else None
+        if writes:
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            files.write({path: text.encode()})
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        if self._writes:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if self._board:
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
+
+    def is_best(self, line: dict[str, Any]) -> bool:
+        """Whether no look before this one had a smaller loss."""
+        return line["valid_loss"] <= min(x["valid_loss"] for x in self.lines if "valid_loss" in x)
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """A line of the log; None for one that a killed process left half."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "--tensorboard needs the package tensorboardX; pip install tensorboardX, or leave the "
+            "flag away"
+        ) from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,146 @@
+"""Recipes of training runs: every number of one, and presets that can be run as they stand.
+
+jaxkv data --text BOOKS --vocab-size 4096 --out data
+jaxkv pretrain --preset tiny --data data --out run --set sinks=token
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
+from models.config import Config
+
+THETA = 10000.0  # the base of the rotary frequencies
+Sinks = Literal["none", "zero", "token", "two_tokens", "logit"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run, to the last number: with the data and the seed it is the run."""
+
+    # The model: Llama blocks, embedding and head in one matrix.
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    context: int
+    # What a head may attend to in place of a token (StreamingLLM, section 3.3): nothing, softmax
+    # with 1 added below, a token of its own before every sample, two, or a learned logit a head.
+    sinks: Sinks = "none"
+    # A step: samples, of `context` tokens each, and into how many parts they are taken.
+    rows: int = 8
+    accumulate: int = 1
+    steps: int = 1000
+    # The optimizer. Shares are of the steps; last_lr is a share of lr.
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3
+    last_lr: float = 0.1
+    warmup: float = 0.01
+    decay: Literal["cosine", "wsd"] = "cosine"
+    cooldown: float = 0.2
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    z_loss: float = 1e-4
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: int = 0
+    # What is told and kept, in steps: these may change between one start and the next.
+    log_every: int = 10
+    look_every: int = 250
+    save_every: int = 250
+    valid_samples: int = 64
+
+
+SEEN = ("log_every", "look_every", "save_every", "valid_samples")
+
+PRESETS: dict[str, Recipe] = {
+    "tiny": Recipe(
+        layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
+        rows=8, steps=1250, lr=2e-3,
+    ),
+    "small": Recipe(
+        layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,
+        rows=64, steps=5000, lr=1e-3,
+    ),
+    "160m": Recipe(
+        layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
+        rows=256, steps=143_000, lr=6e-4,
+    ),
+}  # fmt: skip
+
+
+def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
+    """The decoder that a recipe trains."""
+    if recipe.width % recipe.heads or recipe.heads % recipe.kv_heads:
+        raise UserError(
+            "heads must divide width, and kv_heads must divide heads, got "
+            f"width={recipe.width}, heads={recipe.heads}, kv_heads={recipe.kv_heads}"
+        )
+    head_dim = recipe.width // recipe.heads
+    return Config(
+        family="llama", vocab=vocab, width=recipe.width, layers=recipe.layers, heads=recipe.heads,
+        kv_heads=recipe.kv_heads, head_dim=head_dim, mlp=recipe.mlp, norm_eps=1e-5, tied=True,
+        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
+        windows=(None,) * recipe.layers, context=recipe.context, dtype="float32",
+        encoding=rotary(head_dim, THETA),
+        bos=bos, eos=(eos,),
+        sink_logit={"zero": "zero", "logit": "learned"}.get(recipe.sinks, "none"),
+    )  # fmt: skip
+
+
+def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
+    """A preset with some fields set anew, each written as field=value.
+
+    Raises UserError for an unknown preset, field or value.
+    """
+    if preset not in PRESETS:
+        raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    kinds = typing.get_type_hints(Recipe)
+    chosen = {}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals or field not in kinds:
+            raise UserError(
+                f"a setting is written field=value with a field of {', '.join(kinds)}, "
+                f"got {setting!r}"
+            )
+        chosen[field] = _value(field, kinds[field], value)
+    recipe = dataclasses.replace(PRESETS[preset], **chosen)
+    if recipe.rows % recipe.accumulate:
+        raise UserError(
+            f"accumulate must divide rows, got {recipe.accumulate} and {recipe.rows}; "
+            "choose another number of rows"
+        )
+    return recipe
+
+
+LEAST: dict[str, float] = {"last_lr": 0, "warmup": 0, "beta1": 0, "beta2": 0, "weight_decay": 0,
+                           "z_loss": 0, "cooldown": 0, "seed": 0, "context": 4}  # fmt: skip
+MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 1, "beta2": 1,
+                          "seed": 2**32 - 1}  # fmt: skip
+
+
+def _value(field: str, kind: Any, text: str) -> Any:
+    if typing.get_origin(kind) is Literal:
+        if text not in typing.get_args(kind):
+            raise UserError(f"{field} must be one of {', '.join(typing.get_args(kind))}: {text!r}")
+        return text
+    least = LEAST.get(field, 1 if kind is int else 1e-12)
+    most = MOST.get(field, float("inf"))
+    what = "a whole number" if kind is int else "a number"
+    span = f"of at least {least:g}" if most == float("inf") else f"from {least:g} to {most:g}"
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most or value == float("inf"):
+        raise UserError(f"{field} must be {what} {span}, got {text!r}")
+    return value

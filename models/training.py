@@ -1,0 +1,330 @@
+"""One training step: the loss of a batch of samples, its gradient, and the new weights.
+
+Everything a run carries is one pytree, `Training`: flat weights by our names in float32, the
+optimizer's moments, and the step. Functions are pure; the mesh decides where things lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, muon
+
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Float32, Int32
+from models import uncached
+from models.config import Config
+from models.decoder import Decoder, Weights
+from models.hf.names import shapes
+from models.recipes import Recipe
+
+DEVIATION = 0.02  # of fresh weights
+OUTER = ("embed", "head")  # matrices that Muon leaves to AdamW
+
+
+class Training(NamedTuple):
+    """All that a run carries from step to step, and all that a checkpoint holds."""
+
+    weights: dict[str, Float32[Array, "..."]]
+    moments: optax.OptState
+    step: Int32[Array, ""]
+    failed: Int32[Array, ""]  # the first step whose loss or gradient was no number; -1: none
+
+
+class Told(NamedTuple):
+    """What one step says: its loss without the z-loss, and the size of the unclipped gradient."""
+
+    loss: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a compilation of a step depends on besides shapes.
+
+    front: the sink tokens before every sample. dtype: of the computation; weights and moments are
+    float32. mesh: its axis `data` splits samples, weights and moments.
+    """
+
+    recipe: Recipe
+    config: Config
+    front: tuple[int, ...]
+    dtype: str
+    mesh: Mesh | None = None
+
+    def place(self, shape: Sequence[int]) -> NamedSharding | None:
+        """Where a weight or a moment lies: split along its longest axis that can be split."""
+        if self.mesh is None:
+            return None
+        size = self.mesh.size
+        axes = [axis for axis, length in enumerate(shape) if length % size == 0]
+        if not axes or size == 1:
+            return NamedSharding(self.mesh, PartitionSpec())
+        longest = max(axes, key=lambda axis: shape[axis])
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * longest, "data"))
+
+    def place_samples(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "B X"]:
+        """Samples on the devices that will take them."""
+        if self.mesh is None:
+            return jnp.asarray(runs)
+        where = NamedSharding(self.mesh, PartitionSpec("data"))
+        return jax.make_array_from_callback(runs.shape, where, lambda at: runs[at])
+
+    def split(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "A R X"]:
+        """A batch on its devices, in A parts that are taken one after another.
+
+        Every process has the whole batch and hands over what its own devices hold.
+        """
+        parts = runs.reshape(self.recipe.accumulate, -1, runs.shape[1])
+        if self.mesh is None:
+            return jnp.asarray(parts)
+        where = NamedSharding(self.mesh, PartitionSpec(None, "data"))
+        return jax.make_array_from_callback(parts.shape, where, lambda at: parts[at])
+
+
+def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
+    """Raise UserError where the mesh has another axis than `data`, or does not divide a batch."""
+    if mesh is None:
+        return
+    if mesh.axis_names != ("data",):
+        raise UserError(
+            f"training splits samples and weights over one mesh axis, data, got "
+            f"{', '.join(mesh.axis_names)}; write --mesh data={mesh.size}"
+        )
+    rows = recipe.rows // recipe.accumulate
+    if rows % mesh.size:
+        raise UserError(
+            f"the mesh must divide the samples taken at once: {rows} (rows={recipe.rows} in "
+            f"{recipe.accumulate} parts) over {mesh.size} devices; set rows or accumulate anew"
+        )
+
+
+def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
+    """Random weights in float32: normal, those that write to the residual stream divided by
+    sqrt(2 L) (GPT-2); gains 1, biases and sink logits 0."""
+    weights = {}
+    for number, (name, (_, shape)) in enumerate(shapes(config).items()):
+        kind = name.rsplit(".", 1)[-1]
+        if kind.endswith("norm"):
+            weights[name] = jnp.ones(shape, jnp.float32)
+        elif len(shape) == 1:
+            weights[name] = jnp.zeros(shape, jnp.float32)
+        else:
+            scale = DEVIATION / math.sqrt(2 * config.layers if kind in ("o", "down") else 1)
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            weights[name] = scale * jax.random.normal(key, shape, jnp.float32)
+    return weights
+
+
+def begin(setting: Setting) -> Training:
+    """A run before its first step."""
+
+    def fresh() -> Training:
+        weights = fresh_weights(setting.config, setting.recipe.seed)
+        moments = optimizer(setting.recipe).init(weights)
+        return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
+
+    return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh)))()
+
+
+def places(setting: Setting, training: Training) -> Training | None:
+    """Where each leaf lies; None without a mesh."""
+    if setting.mesh is None:
+        return None
+    return jax.tree.map(lambda leaf: setting.place(leaf.shape), training)
+
+
+def rate(recipe: Recipe) -> optax.Schedule:
+    """The learning rate of a step: a warm-up, then a cosine, or level and down at the end (WSD)."""
+    last = recipe.lr * recipe.last_lr
+    warm = max(1, round(recipe.warmup * recipe.steps))
+    rest = max(1, recipe.steps - warm)
+    up = optax.linear_schedule(recipe.lr / warm, recipe.lr, warm)
+    if recipe.decay == "cosine":
+        down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.last_lr)
+    else:
+        cooling = max(1, round(recipe.cooldown * recipe.steps))
+        down = optax.linear_schedule(recipe.lr, last, cooling, max(0, rest - cooling))
+    return optax.join_schedules([up, down], [warm])
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Clipping, then AdamW; or Muon for the matrices inside the layers and AdamW for the rest."""
+    matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
+    betas = {"b1": recipe.beta1, "b2": recipe.beta2}
+    if recipe.optimizer == "adamw":
+        rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=matrices)
+    else:
+        rule = muon(
+            rate(recipe),
+            weight_decay=recipe.weight_decay,
+            adam_b1=recipe.beta1,
+            adam_b2=recipe.beta2,
+            consistent_rms=0.2,  # updates as large as AdamW's, so that one lr serves both
+            muon_weight_dimension_numbers=_inner,
+        )
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), rule)
+
+
+def _inner(weights: Weights) -> dict[str, MuonDimensionNumbers | None]:
+    """Which weights Muon takes; they stand as (out, in)."""
+    return {
+        name: MuonDimensionNumbers(1, 0) if w.ndim > 1 and name not in OUTER else None
+        for name, w in weights.items()
+    }
+
+
+def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Inputs and targets [B,T], and which targets count, from runs of T + 1 tokens.
+
+    front: the sink tokens. They take the place of the first tokens of each sample, so that models
+    with and without see the same targets; no loss is taken on predicting one.
+    """
+    inputs, targets = runs[:, :-1], runs[:, 1:]
+    at = jnp.arange(inputs.shape[1])[None]
+    for place, token in enumerate(front):
+        inputs = jnp.where(at == place, token, inputs)
+    return inputs, targets, jnp.broadcast_to(at >= len(front) - 1, inputs.shape)
+
+
+def forward(
+    setting: Setting, weights: Weights, inputs: Int32[Array, "B T"], run=uncached.attend
+) -> tuple[Decoder, Array, tuple]:
+    """The decoder over whole samples: itself, hidden states [D,B,T], what `run` told of a layer."""
+    decoder = Decoder(setting.config, weights, run=run)
+    nothing = (None,) * setting.config.layers
+    hidden, told = decoder(inputs, None, None, setting.config.windows, nothing)
+    return decoder, hidden, told
+
+
+def losses(
+    setting: Setting, weights: Weights, runs: Int32[Array, "B X"]
+) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Array]:
+    """Natural-log losses of every target, log Z of every softmax, and which targets count."""
+    inputs, targets, counts = samples(runs, setting.front)
+    decoder, hidden, _ = forward(setting, weights, inputs)
+    logits = decoder.logits(hidden)  # [V,B,T]
+    log_z = jax.nn.logsumexp(logits, axis=0)
+    # A sum over a mask, for the gradient of a gather is written one by one.
+    own = np.arange(setting.config.vocab)[:, None, None] == targets[None]
+    picked = jnp.sum(jnp.where(own, logits, 0), axis=0)
+    return log_z - picked, log_z, counts
+
+
+def _gather(setting: Setting, weights: Weights) -> Weights:
+    """The weights in the dtype of the computation, whole on every device while they are used."""
+    cast = {name: weight.astype(setting.dtype) for name, weight in weights.items()}
+    if setting.mesh is None:
+        return cast
+    return jax.lax.with_sharding_constraint(cast, NamedSharding(setting.mesh, PartitionSpec()))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def update(
+    setting: Setting, training: Training, parts: Int32[Array, "A R X"]
+) -> tuple[Training, Told]:
+    """One step. One whose loss or gradient is no number changes no weight, and none after it does.
+
+    The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5).
+    """
+    z_loss = np.float32(setting.recipe.z_loss)
+
+    def loss_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
+        loss, log_z, counts = losses(setting, _gather(setting, weights), runs)
+        share = counts / jnp.sum(counts)
+        mean = jnp.sum(share * loss)
+        return mean + z_loss * jnp.sum(share * log_z**2), mean
+
+    def gradient(runs: Array) -> tuple[Array, Weights]:
+        (_, loss), found = jax.value_and_grad(loss_of, has_aux=True)(training.weights, runs)
+        return loss, found
+
+    if len(parts) == 1:
+        loss, gradients = gradient(parts[0])
+    else:
+        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, training.weights)
+        add = lambda total, runs: (jax.tree.map(jnp.add, total, gradient(runs)), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, zero, parts)
+        loss, gradients = jax.tree.map(lambda leaf: leaf / len(parts), total)
+    norm = optax.global_norm(gradients)
+    updates, moments = optimizer(setting.recipe).update(
+        gradients, training.moments, training.weights
+    )
+    weights = optax.apply_updates(training.weights, updates)
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (training.failed < 0)
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(sound, new, old),
+        (weights, moments),
+        (training.weights, training.moments),
+    )
+    failed = jnp.where(sound | (training.failed >= 0), training.failed, training.step)
+    after = Training(*kept, step=training.step + 1, failed=failed)
+    if setting.mesh is not None:
+        after = jax.lax.with_sharding_constraint(after, places(setting, after))
+    return after, Told(loss, norm)
+
+
+@partial(jax.jit, static_argnums=0)
+def mean_loss(setting: Setting, weights: Weights, runs: Int32[Array, "B X"]) -> Array:
+    """The mean loss of a batch, without the z-loss."""
+    loss, _, counts = losses(setting, _gather(setting, weights), runs)
+    return jnp.sum(loss * counts) / jnp.sum(counts)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def first_token_mass(
+    setting: Setting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
+) -> Float32[Array, "L N"]:
+    """How much attention each head gives to the first token: the mean of queries from `after`."""
+    inputs, _, _ = samples(runs, setting.front)
+    _, _, maps = forward(setting, _gather(setting, weights), inputs, uncached.look)
+    return jnp.stack([jnp.mean(seen[:, :, after:, 0], axis=(0, 2)) for seen in maps])
+
+
+def flops_per_token(config: Config, context: int) -> float:
+    """Floating-point operations of training on one token: 6 N + 12 L (N H) T (PaLM, appendix B).
+
+    N is every weight that a token is multiplied with: the embedding counts where it is the head.
+    """
+    held = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
+    weights = sum(held.values()) - (held["embed"] if config.own_head else 0)
+    return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context
+
+
+# Dense products in bfloat16, FLOP/s, as data sheets have them; by what a device kind contains.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12,
+         "v6 lite": 918e12, "v6e": 918e12, "v5p": 459e12, "v5 lite": 197e12, "v5e": 197e12,
+         "v4": 275e12}  # fmt: skip
+
+
+@functools.cache
+def peak() -> float:
+    """FLOP/s that one device could do: the data sheet's, or what a large product reaches here."""
+    kind = jax.local_devices()[0].device_kind
+    listed = next((flops for name, flops in PEAKS.items() if name in kind), None)
+    return listed or measured_peak()
+
+
+def measured_peak(size: int = 2048, repeats: int = 3) -> float:
+    """The best FLOP/s of a float32 product of two square matrices."""
+    import time
+
+    a = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    product(a, a).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        product(a, a).block_until_ready()
+        seconds.append(time.perf_counter() - begun)
+    return 2 * size**3 / min(seconds)

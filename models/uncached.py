@@ -1,0 +1,287 @@
+"""Attention inside whole samples with no cache behind it: for training, and for looking at it.
+
+Both functions have the signature of `jaxkv.step` and stand in its place: `Decoder(config, weights,
+run=attend)`. Where a policy would stand they take the layer's own window (`config.windows`), and
+where its state would, what they are given or what they have seen. Samples begin at position 0 and
+have no padding: `positions` and `valid` are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import blend, merge, scores, sink_logit
+from jaxkv.contract import Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Bool, Float, Float32
+
+_BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
+_LARGE_BLOCK = 512
+_HALF = ("bfloat16", "float16")
+_SINK_DIMS = 8  # head dims that carry a sink logit through a fused kernel, which takes eights
+_SINK_TERMS = 3  # of which so many hold it: three terms of bfloat16 are a float32
+
+Implementation = Literal["xla", "cudnn"]
+
+
+def attend(
+    window: int | None,
+    spec: Spec,
+    state: object,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: object = None,
+    valid: object = None,
+    sink: Float[Array, " N"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N H"], object]:
+    """Causal attention of each sample to itself; the state is handed back as it came.
+
+    implementation: `cudnn` is cuDNN's flash attention on an NVIDIA GPU in half precision, `xla`
+    runs anywhere; None takes the first where it is to be had.
+    """
+    if implementation is None:
+        fused = jax.default_backend() == "gpu" and q.dtype.name in _HALF and spec.softcap is None
+        implementation = "cudnn" if fused else "xla"
+    at = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
+    q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at)
+    if implementation == "cudnn":
+        if q.dtype.name not in _HALF or spec.softcap is not None:
+            raise UserError(
+                f"cudnn attends in bfloat16 or float16 and without a softcap, got {q.dtype} and "
+                f"softcap={spec.softcap}; take implementation='xla'"
+            )
+        return fused_attention(q, k, v, spec.scale, window, sink, "cudnn"), state
+    whole = _attend_in_blocks(q, k, v, spec, window)
+    return (whole if sink is None else merge(whole, sink_logit(sink, whole))).out, state
+
+
+def _attend_in_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    spec: Spec,
+    window: int | None,
+) -> Partial:
+    """Causal attention of turned q and k, a block of queries at a time."""
+    rows, tokens, heads, head_dim = q.shape
+    q = q.reshape(rows, tokens, spec.kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    out, lse = _blocks(q, k, v, spec.scale, spec.softcap, window)
+    return Partial(
+        out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, head_dim),
+        lse.transpose(0, 3, 1, 2).reshape(rows, tokens, heads),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _blocks(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[Float32[Array, "B K G T H"], Float32[Array, "B K G T"]]:
+    """Attention and the log of its sum, forwards; backwards it makes the logits anew.
+
+    As FlashAttention does (Dao 2023, algorithm 2). Every product is in the order in which nobody
+    has to turn a matrix of logits.
+    """
+
+    def one(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        parts = []
+        for start, end, first in _spans(q.shape[2], window):
+            logits, _ = _logits(q, k, start, end, first, scale, softcap, window)
+            top = jnp.max(logits, axis=-1, keepdims=True)  # the own token is always in view
+            weights = jnp.exp(logits - top)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            out = _dot(weights.astype(v.dtype), v[:, first:end], 2, 1) / total
+            part = (out, (top + jnp.log(total))[..., 0])
+            parts.append([leaf.reshape(*q.shape[:2], end - start, -1) for leaf in part])
+        out, lse = (jnp.concatenate(leaves, axis=2) for leaves in zip(*parts, strict=True))
+        return out, lse[..., 0]
+
+    return _each(one, q, k, v)
+
+
+def _blocks_forward(
+    q: Array, k: Array, v: Array, scale: float, softcap: float | None, window: int | None
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    out, lse = _blocks(q, k, v, scale, softcap, window)
+    return (out, lse), (q, k, v, out, lse)
+
+
+def _blocks_backward(
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    held: tuple[Array, ...],
+    cotangents: tuple[Array, Array],
+) -> tuple[Array, Array, Array]:
+    q, k, v, out, lse = held
+    d_out, d_lse = cotangents
+    delta = jnp.sum(d_out * out, axis=-1) - d_lse
+    d_out = d_out.astype(v.dtype)
+
+    def one(
+        q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array
+    ) -> tuple[Array, Array, Array]:
+        d_q, d_k, d_v = [], 0, 0
+        for start, end, first in _spans(q.shape[2], window):
+            queries, d_here = (_cut(a, start, end) for a in (q, d_out))
+            of_lse, of_delta = (_cut(a[..., None], start, end) for a in (lse, delta))
+            logits, slope = _logits(q, k, start, end, first, scale, softcap, window)
+            weights = jnp.exp(logits - of_lse)
+            d_logits = weights * (_dot(d_here, v[:, first:end], 2, 2) - of_delta) * slope
+            weights, d_logits = weights.astype(v.dtype), d_logits.astype(v.dtype)
+            d_here_q = _dot(d_logits, k[:, first:end], 2, 1)
+            d_q.append(d_here_q.reshape(*q.shape[:2], end - start, -1))
+            around = ((0, 0), (0, 0), (first, q.shape[2] - end))
+            d_k = d_k + jnp.pad(_dot(queries, d_logits, 1, 1), around)  # [K,H,T]
+            d_v = d_v + jnp.pad(_dot(d_here, weights, 1, 1), around)
+        d_q = jnp.concatenate(d_q, axis=2)
+        return d_q.astype(q.dtype), *(d.transpose(0, 2, 1).astype(v.dtype) for d in (d_k, d_v))
+
+    return _each(one, q, k, v, d_out, lse, delta)
+
+
+_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _each(one: Callable, *arrays: Array) -> tuple[Array, ...]:
+    """`one` of every sample: one after another on a CPU, whose cache holds the logits of one."""
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda sample: one(*sample), arrays)
+    return jax.vmap(one)(*arrays)
+
+
+def _spans(tokens: int, window: int | None) -> list[tuple[int, int, int]]:
+    """Of each block its first query, the one behind its last, and the first key that one sees."""
+    size = _BLOCK.get(jax.default_backend(), _LARGE_BLOCK)
+    spans = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    return [(a, b, 0 if window is None else max(0, a + 1 - window)) for a, b in spans]
+
+
+def _cut(a: Float[Array, "K G T X"], start: int, end: int) -> Float[Array, "K GT X"]:
+    return a[:, :, start:end].reshape(a.shape[0], -1, a.shape[-1])
+
+
+def _logits(
+    q: Float[Array, "K G T H"],
+    k: Float[Array, "K T H"],
+    start: int,
+    end: int,
+    first: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[Float32[Array, "K GT S"], Array | np.float32]:
+    """Logits of a block of queries, -inf where a key is not seen, and d logits / d (q.k)."""
+    logits = _dot(_cut(q, start, end), k[:, first:end], 2, 2) * np.float32(scale)
+    slope = np.float32(scale)
+    if softcap is not None:
+        bent = jnp.tanh(logits / np.float32(softcap))
+        logits, slope = np.float32(softcap) * bent, slope * (1 - bent * bent)
+    hidden = np.where(_seen(start, end, first, window), np.float32(0), -np.inf)
+    return logits + np.tile(hidden.astype(np.float32), (q.shape[1], 1)), slope
+
+
+def _dot(a: Array, b: Array, of_a: int, of_b: int) -> Array:
+    """The product of each kv head, over one axis of either, in float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((of_a,), (of_b,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def fused_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    scale: float,
+    window: int | None = None,
+    sink: Float[Array, " N"] | None = None,
+    implementation: Implementation = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Causal attention by one kernel, sinks included; q and k are turned already.
+
+    A sink is one more key in front, whose value is 0. The zero key makes it a zero sink. A learned
+    logit, one a query head, is what some further dims of the head multiply to: 1 in the key of the
+    sink and 0 in the others.
+    """
+    before = None if window is None else (window - 1, 0)
+    attention = jax.nn.dot_product_attention
+    if sink is None:
+        return attention(
+            q, k, v, scale=scale, is_causal=True, local_window_size=before,
+            implementation=implementation,
+        )  # fmt: skip
+    if window is not None:
+        raise UserError("a fused kernel has no sink logits beside a window; take 'xla'")
+    tokens, head_dim = q.shape[1], q.shape[-1]
+    behind = -(tokens + 1) % 8  # some kernels want even lengths; no query looks behind itself
+    q, k, v = (jnp.pad(a, ((0, 0), (1, behind), (0, 0), (0, 0))) for a in (q, k, v))
+    if not isinstance(sink, np.ndarray) or sink.any():
+        terms = _split(sink.astype(jnp.float32) / np.float32(scale), q.dtype)
+        terms = jnp.broadcast_to(terms, (*q.shape[:3], _SINK_DIMS))
+        one = np.zeros((1, k.shape[1], 1, _SINK_DIMS), np.float32)
+        one[:, 0, :, :_SINK_TERMS] = 1
+        q = jnp.concatenate([q, terms], axis=-1)
+        k = jnp.concatenate([k, jnp.broadcast_to(one, (*k.shape[:3], _SINK_DIMS)).astype(k.dtype)],
+                            axis=-1)  # fmt: skip
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, _SINK_DIMS)))
+    out = attention(q, k, v, scale=scale, is_causal=True, implementation=implementation)
+    return out[:, 1 : 1 + tokens, :, :head_dim]
+
+
+def _split(value: Float32[Array, " N"], dtype: jnp.dtype) -> Float[Array, "N 8"]:
+    """Numbers of a low precision that add up to `value`, and zeros."""
+    terms, rest = [], value
+    for _ in range(_SINK_TERMS):
+        terms.append(rest.astype(dtype))
+        rest = rest - terms[-1].astype(jnp.float32)
+    zeros = [jnp.zeros_like(terms[0])] * (_SINK_DIMS - _SINK_TERMS)
+    return jnp.stack(terms + zeros, axis=-1)
+
+
+def look(
+    window: int | None,
+    spec: Spec,
+    state: object,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: object = None,
+    valid: object = None,
+    sink: Float[Array, " N"] | None = None,
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B N T T"]]:
+    """As `attend`, and in place of the state the attention of every query to every key.
+
+    What a sink logit takes is in no key: rows then add up to less than 1.
+    """
+    tokens = q.shape[1]
+    at = jnp.arange(tokens, dtype=jnp.uint32)[None]
+    q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
+    bias = np.where(_seen(0, tokens, 0, window), np.float32(0), -np.inf)
+    logits = scores(q, k, spec.scale, spec.softcap) + bias  # [B,K,G,T,S]
+    whole = blend(logits, v.transpose(0, 2, 1, 3))
+    whole = whole if sink is None else merge(whole, sink_logit(sink, whole))
+    logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
+    return whole.out, jnp.exp(logits - whole.lse.transpose(0, 2, 1)[..., None])
+
+
+def _seen(start: int, end: int, first: int, window: int | None) -> Bool[np.ndarray, "T S"]:
+    """Which of the keys first .. end-1 the queries start .. end-1 look at."""
+    back = np.arange(start, end)[:, None] - np.arange(first, end)[None, :]
+    return (back >= 0) & (back < (end if window is None else window))
