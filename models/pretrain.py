@@ -88,7 +88,7 @@ def pretrain(
             f"{jax.devices()[0].device_kind}, {recipe.rows * recipe.context:,} tokens a step"
             + (f"; going on from step {first}" if first else "")
         )
-        rate, pace = training.rate(recipe), Pace(setting, log.seconds)
+        rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
         for step in range(first, recipe.steps):
             runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
             trained, told = training.update(setting, trained, setting.split(runs))
@@ -141,11 +141,10 @@ def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Sett
     training.check_mesh(mesh, recipe)
     front = tuple(tokens.id_of(name) for name in FRONT.get(recipe.sinks, ()))
     config = config_of(recipe, tokens.vocab, next(iter(front), None), tokens.id_of(data.END))
-    on_cpu = jax.default_backend() == "cpu"
-    by_device = "float32" if on_cpu else "bfloat16"
-    return Setting(
-        recipe, config, front, by_device if recipe.dtype == "auto" else recipe.dtype, mesh
-    )
+    dtype = recipe.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return Setting(recipe, config, front, dtype, mesh)
 
 
 def _valid(setting: Setting, tokens: Tokens) -> list[Array]:
@@ -226,15 +225,14 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
 
 
 def title(recipe: Recipe, count: int) -> str:
-    return (
-        f"{count:,} weights, sinks={recipe.sinks}, {recipe.rows} x {recipe.context} tokens a step"
-    )
+    batch = f"{recipe.rows} x {recipe.context} tokens a step"
+    return f"{count:,} weights, sinks={recipe.sinks}, {batch}"
 
 
 class Pace:
     """Tokens a second and the share of the hardware's arithmetic, without looks and compiling."""
 
-    def __init__(self, setting: Setting, seconds: float):
+    def __init__(self, setting: Setting, first: int, seconds: float):
         self._tokens = setting.recipe.rows * setting.recipe.context
         flops = training.flops_per_token(setting.config, setting.recipe.context)
         devices = 1 if setting.mesh is None else setting.mesh.size
@@ -242,12 +240,10 @@ class Pace:
         self._peak = training.peak() * (1 if jax.default_backend() == "cpu" else devices)
         self._flops, self._total = flops, seconds
         clock()
-        self.resume(None)
+        self.resume(first)
 
     def since(self, done: int) -> dict[str, float]:
         """Figures of the steps since the last call; call it when they are really done."""
-        if self._done is None:
-            self._done = done - 1
         spent = time.perf_counter() - self._begun - (clock().seconds - self._compiled)
         self._total += time.perf_counter() - self._begun
         pace = (done - self._done) * self._tokens / max(spent, 1e-9)
@@ -257,7 +253,7 @@ class Pace:
             "seconds": self._total,
         }
 
-    def resume(self, done: int | None) -> None:
+    def resume(self, done: int) -> None:
         self._done, self._begun, self._compiled = done, time.perf_counter(), clock().seconds
 
 
