@@ -29,7 +29,7 @@ from models.hf.names import shapes
 from models.recipes import Recipe
 
 DEVIATION = 0.02  # of fresh weights
-OUTER = ("embed", "head")  # matrices that Muon leaves to AdamW
+INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon takes
 
 
 class Training(NamedTuple):
@@ -179,8 +179,8 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def _inner(weights: Weights) -> dict[str, MuonDimensionNumbers | None]:
     """Which weights Muon takes; they stand as (out, in)."""
     return {
-        name: MuonDimensionNumbers(1, 0) if w.ndim > 1 and name not in OUTER else None
-        for name, w in weights.items()
+        name: MuonDimensionNumbers(1, 0) if name.rsplit(".", 1)[-1] in INNER else None
+        for name in weights
     }
 
 
