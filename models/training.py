@@ -194,7 +194,8 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
     at = jnp.arange(inputs.shape[1])[None]
     for place, token in enumerate(front):
         inputs = jnp.where(at == place, token, inputs)
-    return inputs, targets, jnp.broadcast_to(at >= len(front) - 1, inputs.shape)
+    counts = (at >= len(front) - 1).astype(jnp.float32)
+    return inputs, targets, jnp.broadcast_to(counts, inputs.shape)
 
 
 def forward(
@@ -256,7 +257,7 @@ def update(
         add = lambda total, runs: (jax.tree.map(jnp.add, total, gradient(runs)), None)  # noqa: E731
         total, _ = jax.lax.scan(add, zero, parts)
         loss, gradients = jax.tree.map(lambda leaf: leaf / len(parts), total)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     updates, moments = optimizer(setting.recipe).update(
         gradients, training.moments, training.weights
     )

@@ -190,8 +190,8 @@ def _logits(
     if softcap is not None:
         bent = jnp.tanh(logits / np.float32(softcap))
         logits, slope = np.float32(softcap) * bent, slope * (1 - bent * bent)
-    hidden = np.where(_seen(start, end, first, window), np.float32(0), -np.inf)
-    return logits + np.tile(hidden.astype(np.float32), (q.shape[1], 1)), slope
+    seen = _seen(start, end, first, window, group=q.shape[1])
+    return jnp.where(seen, logits, -jnp.inf), slope
 
 
 def _dot(a: Array, b: Array, of_a: int, of_b: int) -> Array:
@@ -273,15 +273,19 @@ def look(
     tokens = q.shape[1]
     at = jnp.arange(tokens, dtype=jnp.uint32)[None]
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
-    bias = np.where(_seen(0, tokens, 0, window), np.float32(0), -np.inf)
-    logits = scores(q, k, spec.scale, spec.softcap) + bias  # [B,K,G,T,S]
+    seen = _seen(0, tokens, 0, window)[None, None]
+    logits = jnp.where(seen, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
     whole = blend(logits, v.transpose(0, 2, 1, 3))
     whole = whole if sink is None else merge(whole, sink_logit(sink, whole))
     logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
     return whole.out, jnp.exp(logits - whole.lse.transpose(0, 2, 1)[..., None])
 
 
-def _seen(start: int, end: int, first: int, window: int | None) -> Bool[np.ndarray, "T S"]:
+def _seen(
+    start: int, end: int, first: int, window: int | None, group: int = 1
+) -> Bool[Array, "1 GT S"]:
     """Which of the keys first .. end-1 the queries start .. end-1 look at."""
-    back = np.arange(start, end)[:, None] - np.arange(first, end)[None, :]
-    return (back >= 0) & (back < (end if window is None else window))
+    queries = np.tile(np.arange(start, end, dtype=np.int32), group)
+    back = jnp.asarray(queries)[:, None] - jnp.arange(first, end)[None, :]
+    seen = back >= 0
+    return (seen if window is None else seen & (back < window))[None]

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 import models
+from models.data import Tokens
+from tests.models.training_data import write_tokens
 from tests.tiny import write_tiny
 
 
@@ -30,3 +32,9 @@ def tiny_folder(tmp_path_factory) -> Path:
 def tiny(tiny_folder) -> models.Llm:
     """The same, loaded."""
     return models.load(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory) -> Tokens:
+    """A small data folder."""
+    return write_tokens(tmp_path_factory.mktemp("data"))

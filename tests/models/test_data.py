@@ -1,0 +1,191 @@
+"""Token shards, and batches that are a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from models import data
+from models.tokenizer import read_tokenizer
+from tests.models.training_data import VOCAB, write_texts, write_tokens
+
+
+def test_every_text_comes_back_and_ends(tokens):
+    tokenizer = read_tokenizer(tokens.folder)
+    texts = sorted((tokens.folder.parent / "texts").glob("*.txt"))
+    for split, of in (("train", texts[:-1]), ("valid", texts[-1:])):
+        ids = tokens.run(split, 0, tokens.count(split))
+        ends = np.flatnonzero(ids == tokens.id_of(data.END))
+        assert len(ends) == len(of) and ends[-1] == len(ids) - 1
+        begins = [0, *(ends[:-1] + 1)]
+        for path, begin, end in zip(of, begins, ends, strict=True):
+            assert tokenizer.decode(ids[begin:end]) == path.read_text("utf-8")
+    listed = {d["file"]: d["split"] for d in tokens.manifest["documents"]}
+    assert listed == {p.name: "train" for p in texts[:-1]} | {texts[-1].name: "valid"}
+
+
+def test_special_tokens_are_rows_of_their_own(tokens):
+    ids = [tokens.id_of(name) for name in data.SPECIAL]
+    assert len(set(ids)) == 3 and max(ids) < tokens.vocab == VOCAB
+    everything = np.concatenate([tokens.run(s, 0, tokens.count(s)) for s in data.SPLITS])
+    assert not np.isin(ids[1:], everything).any()
+    # Written out in a text they are told apart from what surrounds them.
+    assert read_tokenizer(tokens.folder).encode("a<|sink|>b")[1] == ids[1]
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 33])
+def test_an_epoch_is_every_run_once(tokens, length):
+    total, rows = tokens.count("train"), 4
+    everything = tokens.run("train", 0, total)
+    runs = (total - 1) // length - 1
+    per_epoch = runs // rows
+    for epoch in range(2):
+        first = -(-epoch * runs // rows)  # the first step that lies in this epoch alone
+        begins = Counter()
+        for step in range(first, first + per_epoch - 1):
+            for run in data.batch(tokens, "train", 3, step, rows, length):
+                assert len(run) == length + 1
+                windows = np.lib.stride_tricks.sliding_window_view(everything, length + 1)
+                found = np.flatnonzero((windows == run).all(1))
+                assert len(found)
+                begins[tuple(found % length) if len(found) == 1 else ("twice",)] += 1
+        # Runs of one epoch are cut at one offset.
+        assert len([cut for cut in begins if cut != ("twice",)]) <= 1
+
+
+def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
+    """Every token of an epoch is seen once, but for the one that two runs share."""
+    length, rows = 16, 1
+    runs = (tokens.count("train") - 1) // length - 1
+    seen = Counter()
+    monkeypatch.setattr(
+        data.Tokens, "run", lambda self, split, start, length: np.arange(start, start + length)
+    )
+    for step in range(runs):
+        seen.update(data.batch(tokens, "train", 5, step, rows, length)[0, :-1].tolist())
+    assert set(seen.values()) == {1} and len(seen) == runs * length
+    other = [data.batch(tokens, "train", 5, s + runs, rows, length)[0, 0] for s in range(3)]
+    assert other != [data.batch(tokens, "train", 5, s, rows, length)[0, 0] for s in range(3)]
+
+
+def test_a_batch_depends_on_seed_and_step_alone(tokens):
+    def at(seed, step):
+        return data.batch(data.read(tokens.folder), "train", seed, step, 4, 16)
+
+    late = at(0, 1000)
+    for step in (3, 999, 2):
+        at(0, step)
+    np.testing.assert_array_equal(late, at(0, 1000))
+    assert (late != at(1, 1000)).any() and (late != at(0, 1001)).any()
+
+
+def test_shards_are_read_as_one(tmp_path, monkeypatch):
+    whole = write_tokens(tmp_path / "whole")
+    monkeypatch.setattr(data, "SHARD", 101)
+    cut = write_tokens(tmp_path / "cut")
+    assert len(cut.manifest["shards"]["train"]) > 3
+    for start, length in ((0, 1), (100, 1), (100, 2), (90, 230), (0, whole.count("train"))):
+        np.testing.assert_array_equal(
+            whole.run("train", start, length), cut.run("train", start, length)
+        )
+
+
+def test_documents_are_held_back_by_their_content(tmp_path):
+    texts = write_texts(tmp_path / "texts", documents=30)
+    held = data.prepare([texts], tmp_path / "one", VOCAB, share=0.2)
+    again = data.prepare(sorted(texts.glob("*.txt"))[::-1], tmp_path / "two", VOCAB, share=0.2)
+
+    def valid(tokens):
+        return {d["file"] for d in tokens.manifest["documents"] if d["split"] == "valid"}
+
+    assert valid(held) == valid(again) and 0 < len(valid(held)) < 20
+
+
+def test_a_tokenizer_that_is_there_already(tmp_path, tokens):
+    taken = data.prepare(
+        [tokens.folder.parent / "texts"], tmp_path / "out",
+        tokenizer=tokens.folder / "tokenizer.json", share=0.4,
+    )  # fmt: skip
+    assert taken.vocab == tokens.vocab and taken.manifest["special"] == tokens.manifest["special"]
+
+
+def test_16_bits_where_they_suffice(tmp_path, tokens):
+    assert tokens.manifest["dtype"] == "uint16"
+    wide = write_tokens(tmp_path, dtype="uint32")
+    assert wide.manifest["dtype"] == "uint32"
+    np.testing.assert_array_equal(wide.run("train", 5, 50), tokens.run("train", 5, 50))
+    with pytest.raises(UserError, match=r"uint16 holds ids up to 65,535, .* 65,537.*uint32"):
+        data._dtype_for(65_537, "uint16")
+
+
+def change(name, edit):
+    def apply(folder):
+        path = folder / name
+        path.write_bytes(edit(path.read_bytes()))
+
+    return apply
+
+
+DAMAGE = {
+    "shard cut short": (change("train-00000.npy", lambda raw: raw[:-10]), "train-00000.npy"),
+    "shard of another run": (
+        change("valid-00000.npy", lambda raw: raw[:-2] + b"\0\1"), "valid-00000.npy must be",
+    ),
+    "foreign tokenizer": (change("tokenizer.json", lambda raw: raw + b" "), "tokenizer.json must"),
+    "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is another or not there"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no data folder"),
+    "another's manifest": (
+        lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
+        "is no data folder",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(tmp_path, damage):
+    folder = write_tokens(tmp_path).folder
+    harm, told = DAMAGE[damage]
+    harm(folder)
+    with pytest.raises(UserError, match=told):
+        data.read(folder)
+
+
+def test_nothing_to_train_on_is_refused(tmp_path, tokens):
+    texts = write_texts(tmp_path / "texts")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+
+    def refused(told, *args, **how):
+        with pytest.raises(UserError, match=told):
+            data.prepare(*args, **how)
+        assert not (tmp_path / "out" / "manifest.json").exists()
+
+    out = tmp_path / "out"
+    refused("no such text", [tmp_path / "nowhere"], out, VOCAB)
+    refused(r"no \*.txt in the folder", [tmp_path / "empty"], out, VOCAB)
+    refused(r"not UTF-8 \(byte 3\)", [tmp_path / "latin.txt"], out, VOCAB, valid=[texts])
+    refused("valid has no document", [texts], out, VOCAB, share=0.0)
+    refused("at least 259 tokens, got 100", [texts], out, 100, valid=[texts / "0.txt"])
+    refused("ask for fewer, or give more text", [texts], out, 5000, valid=[texts / "0.txt"])
+    valid = [texts / "0.txt"]
+    refused("is no tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
+    with pytest.raises(UserError, match=r"batch of 8 samples of 4096 tokens needs .*train has"):
+        data.batch(tokens, "train", 0, 0, 8, 4096)
+
+
+def test_a_half_made_folder_is_none(tmp_path, monkeypatch, tokens):
+    """Whoever is stopped on the way leaves no manifest, not even an older one."""
+    folder = write_tokens(tmp_path).folder
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data._Shards, "close", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_tokens(tmp_path)
+    with pytest.raises(UserError, match="is no data folder"):
+        data.read(folder)

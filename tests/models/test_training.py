@@ -1,0 +1,226 @@
+"""The training step: against torch, against itself in parts and over devices, and when it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.sharding import mesh_of
+from models import data, training
+from models.hf.export import export
+from models.pretrain import setting_of
+from models.recipes import PRESETS, config_of, read_recipe
+from tests.models.training_data import small
+
+
+@pytest.fixture(autouse=True)
+def optax_promotes_dtypes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def steps(setting, tokens, count):
+    """So many steps; the run behind them, and what each told."""
+    recipe, trained, told = setting.recipe, training.begin(setting), []
+    for step in range(count):
+        runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
+        trained, said = training.update(setting, trained, setting.split(runs))
+        told.append([float(said.loss), float(said.grad_norm)])
+    return trained, np.array(told)
+
+
+def differ(one, other):
+    """The largest difference of two runs' weights."""
+    apart = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), one.weights, other.weights
+    )
+    return max(apart.values())
+
+
+@pytest.mark.parity
+def test_torch_takes_the_same_steps(tmp_path, tokens):
+    """Loss, gradient, clipping, schedule and AdamW, from the same weights and samples."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    recipe = small("steps=8", "warmup=0.3", "clip=0.5", "z_loss=1e-2")
+    setting = setting_of(recipe, tokens)
+    begun = training.begin(setting)
+    folder = export(tmp_path / "hf", setting.config, begun.weights, tokens.folder / data.TOKENIZER)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    rule = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay},
+         {"params": others, "weight_decay": 0.0}],
+        betas=(recipe.beta1, recipe.beta2), eps=1e-8,
+    )  # fmt: skip
+    found, wanted = steps(setting, tokens, recipe.steps)[1], []
+    for step in range(recipe.steps):
+        runs = data.batch(tokens, "train", 0, step, recipe.rows, recipe.context)
+        runs = torch.tensor(runs.astype(np.int64))
+        logits = model(runs[:, :-1]).logits
+        log_z = torch.logsumexp(logits, -1)
+        picked = torch.gather(logits, 2, runs[:, 1:, None])[..., 0]
+        loss = (log_z - picked).mean()
+        rule.zero_grad()
+        (loss + recipe.z_loss * (log_z**2).mean()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        warm = round(0.3 * 8)
+        if step < warm:
+            rate = recipe.lr * (step + 1) / warm
+        else:
+            done = (step - warm) / (8 - warm)
+            share = recipe.last_lr + (1 - recipe.last_lr) * (1 + np.cos(np.pi * done)) / 2
+            rate = recipe.lr * share
+        for group in rule.param_groups:
+            group["lr"] = rate
+        rule.step()
+        wanted.append([float(loss), float(norm)])
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("sinks", ["none", "zero", "token", "two_tokens", "logit"])
+def test_every_arm_learns(tokens, sinks, optimizer):
+    setting = setting_of(small(f"sinks={sinks}", f"optimizer={optimizer}"), tokens)
+    before = training.begin(setting).weights
+    trained, told = steps(setting, tokens, 12)
+    assert told[-3:, 0].mean() < told[:2, 0].mean() - 0.5
+    still = [n for n, w in trained.weights.items() if np.array_equal(w, before[n])]
+    assert not still
+    assert ("layers.0.sinks" in trained.weights) == (sinks == "logit")
+
+
+def test_sink_tokens_stand_in_front_and_cost_no_loss():
+    runs = jnp.arange(10, 22).reshape(2, 6)
+    inputs, targets, counts = training.samples(runs, ())
+    assert inputs.tolist() == runs[:, :-1].tolist() and bool(counts.all())
+    for front in ((1,), (1, 2)):
+        changed, same, counts = training.samples(runs, front)
+        assert changed[:, : len(front)].tolist() == [list(front)] * 2
+        assert changed[:, len(front) :].tolist() == inputs[:, len(front) :].tolist()
+        assert same.tolist() == targets.tolist()  # no target is a sink token
+        # The second of two sink tokens would have to be predicted by the first.
+        assert counts.tolist() == [[1] * 5 if len(front) == 1 else [0, 1, 1, 1, 1]] * 2
+
+
+def test_parts_of_a_batch_add_up_to_it(tokens):
+    whole, told = steps(setting_of(small(), tokens), tokens, 4)
+    parts, told_in_parts = steps(setting_of(small("accumulate=4"), tokens), tokens, 4)
+    np.testing.assert_allclose(told, told_in_parts, rtol=1e-5)
+    assert differ(whole, parts) < 1e-4
+
+
+@pytest.mark.parametrize("sinks, optimizer", [("logit", "adamw"), ("token", "muon")])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
+    recipe = small(f"sinks={sinks}", f"optimizer={optimizer}", "lr=2e-3")
+    alone, told = steps(setting_of(recipe, tokens), tokens, 4)
+    setting = setting_of(recipe, tokens, mesh_of(f"data={devices}"))
+    spread, told_spread = steps(setting, tokens, 4)
+    np.testing.assert_allclose(told, told_spread, rtol=2e-5)
+    assert differ(alone, spread) < 2e-4
+    # Weights and moments lie in parts: one device holds little more than its share.
+    held = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(spread)]
+    assert sum(held) < 1.1 * sum(leaf.size for leaf in jax.tree.leaves(spread)) / devices
+
+
+def test_a_step_without_numbers_changes_nothing(tokens):
+    setting = setting_of(small(), tokens)
+    trained, _ = steps(setting, tokens, 2)
+    poisoned = trained._replace(weights=trained.weights | {"norm": trained.weights["norm"] * 1e38})
+    before = jax.tree.map(np.array, poisoned.weights)
+    runs = setting.split(data.batch(tokens, "train", 0, 2, 8, 16))
+    for step in (2, 3):
+        poisoned, told = training.update(setting, poisoned, runs)
+        assert not np.isfinite(float(told.grad_norm))
+        assert (int(poisoned.failed), int(poisoned.step)) == (2, step + 1)
+    assert all(np.array_equal(before[n], w) for n, w in poisoned.weights.items())
+    # Nor does a sound step that follows: what is kept is the last good state.
+    healed = poisoned._replace(weights=jax.tree.map(lambda w: w * 0 + 0.01, poisoned.weights))
+    kept = jax.tree.map(np.array, healed.weights)
+    healed, told = training.update(setting, healed, runs)
+    assert np.isfinite(float(told.loss)) and int(healed.failed) == 2
+    assert all(np.array_equal(kept[n], w) for n, w in healed.weights.items())
+
+
+@pytest.mark.parametrize("decay", ["cosine", "wsd"])
+def test_the_learning_rate(decay):
+    recipe = read_recipe("tiny", [f"decay={decay}", "steps=1000", "warmup=0.05", "lr=1e-3"])
+    rate = np.array([float(training.rate(recipe)(step)) for step in range(1000)])
+    assert np.all(np.diff(rate[:50]) > 0) and rate[0] == pytest.approx(1e-3 / 50, rel=1e-4)
+    assert rate.max() == pytest.approx(1e-3) and 0.99e-4 < rate[-1] < 1.06e-4
+    assert np.all(np.diff(rate[50:]) <= 1e-9)
+    middle = 1e-3 if decay == "wsd" else 1e-3 * (0.1 + 0.9 * (1 + np.cos(np.pi * 550 / 950)) / 2)
+    assert rate[600] == pytest.approx(middle, rel=1e-4)
+
+
+def test_half_precision_keeps_whole_weights(tokens):
+    """bfloat16 computes; the weights stay float32, and small updates are not lost in them."""
+    recipe = small("dtype=bfloat16", "steps=30")
+    trained, told = steps(setting_of(recipe, tokens), tokens, 6)
+    _, exact = steps(setting_of(small("steps=30"), tokens), tokens, 6)
+    assert {w.dtype.name for w in trained.weights.values()} == {"float32"}
+    np.testing.assert_allclose(told[:, 0], exact[:, 0], rtol=0.02)
+
+
+def test_operations_of_a_token():
+    """6 N + 12 L (N H) T; the first number is from an independent count."""
+    config = partial(config_of, bos=None, eos=0)
+    tiny = config(PRESETS["tiny"], 4096)
+    assert training.flops_per_token(tiny, 512) == 26_409_600
+    own_head = dataclasses.replace(tiny, tied=False)  # the embedding is then only looked up
+    assert training.flops_per_token(own_head, 512) == 26_409_600
+
+
+def test_the_first_token_mass(tokens):
+    """It is that of `look`, and a sink token is the first token."""
+    setting = setting_of(small("sinks=token"), tokens)
+    weights = training.begin(setting).weights
+    runs = data.batch(tokens, "valid", 0, 0, 3, 16)
+    mass = training.first_token_mass(setting, weights, runs, 8)
+    assert mass.shape == (2, 4)
+    # Fresh weights spread their attention evenly: 1/(t+1) on each token seen.
+    np.testing.assert_allclose(mass, np.mean(1 / np.arange(9, 17)), rtol=0.05)
+
+
+def test_bad_meshes_and_recipes_are_refused(tokens):
+    for mesh, told in (("data=2,model=2", "one mesh axis, data"), ("model=2", "--mesh data=2")):
+        with pytest.raises(UserError, match=told):
+            setting_of(small(), tokens, mesh_of(mesh))
+    with pytest.raises(UserError, match=r"must divide .* 6 .* over 8 devices"):
+        setting_of(small("rows=6"), tokens, mesh_of("data=8"))
+    with pytest.raises(UserError, match=r"4 \(rows=8 in 2 parts\) over 8"):
+        setting_of(small("accumulate=2"), tokens, mesh_of("data=8"))
+    with pytest.raises(UserError, match="heads must divide width"):
+        setting_of(small("heads=5"), tokens)
+
+
+BAD = {
+    "tinny": "a preset must be one of tiny, small, 160m, got 'tinny'",
+    "tiny sink=token": "field=value with a field of layers,.*got 'sink=token'",
+    "tiny sinks": "field=value",
+    "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit: 'one'",
+    "tiny layers=0": "layers must be a whole number of at least 1, got '0'",
+    "tiny layers=1.5": "layers must be a whole number",
+    "tiny lr=-1": "lr must be a number of at least",
+    "tiny lr=nan": "lr must be a number",
+    "tiny beta2=1.5": "beta2 must be a number from 0 to 1, got '1.5'",
+    "tiny seed=-1": "seed must be a whole number from 0 to",
+    "tiny accumulate=3": "accumulate must divide rows, got 3 and 8",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_settings_are_refused(words):
+    preset, *settings = words.split()
+    with pytest.raises(UserError, match=BAD[words]):
+        read_recipe(preset, settings)

@@ -1,0 +1,126 @@
+"""Attention of whole samples, with gradients: against plain numpy, and against JAX's own rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.contract import Spec
+from jaxkv.errors import UserError
+from jaxkv.rotary import NoPosition, rotary
+from models import uncached
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+SPEC = Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 100.0))
+LENGTHS = (1, 127, 128, 129, 300)
+
+
+def drawn(rng, tokens, rows=2):
+    shapes = ((rows, tokens, HEADS, DIM), *((rows, tokens, KV_HEADS, DIM),) * 2)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def oracle(q, k, v, scale, window=None, softcap=None, sink=None):
+    """Softmax attention as its definition has it, in float64 and without positions."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out, seen = np.zeros(q.shape), np.zeros((q.shape[0], HEADS, q.shape[1], q.shape[1]))
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        first = 0 if window is None else max(0, t + 1 - window)
+        logits = k[b, first : t + 1, n // (HEADS // KV_HEADS)] @ q[b, t, n] * scale
+        if softcap is not None:
+            logits = softcap * np.tanh(logits / softcap)
+        weights = np.exp(logits)
+        weights /= weights.sum() + (0 if sink is None else np.exp(sink[n]))
+        out[b, t, n] = weights @ v[b, first : t + 1, n // (HEADS // KV_HEADS)]
+        seen[b, n, t, first : t + 1] = weights
+    return out, seen
+
+
+CASES = {
+    "plain": {},
+    "window": {"window": 5},
+    "softcap": {"softcap": 1.5},
+    "zero sink": {"sink": np.zeros(HEADS, np.float32)},
+    "learned sinks": {"sink": np.array([-2, 0.5, 1, 3], np.float32)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_numpy_agrees(rng, case, tokens):
+    how = dict(CASES[case])
+    q, k, v = drawn(rng, tokens, rows=1)
+    wanted, seen = oracle(q, k, v, SPEC.scale, **how)
+    window, sink = how.get("window"), how.get("sink")
+    spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
+    out, state = uncached.attend(window, spec, "as it came", q, k, v, sink=sink)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    assert state == "as it came"
+    out, told = uncached.look(window, spec, None, q, k, v, sink=sink)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    np.testing.assert_allclose(told, seen, atol=2e-6)
+
+
+def gradients(attend, *arrays):
+    value = lambda *a: jnp.sum(jnp.sin(attend(*a)))  # noqa: E731
+    return jax.grad(value, tuple(range(len(arrays))))(*arrays)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tokens", [1, 129, 300])
+def test_gradients(rng, case, tokens):
+    """Ours are written by hand; `look` leaves its own to JAX."""
+    how = CASES[case]
+    spec = dataclasses.replace(SPEC, softcap=how.get("softcap"))
+    arrays = drawn(rng, tokens)
+    if "sink" in how:
+        arrays += (jnp.asarray(how["sink"]),)
+
+    def of(function):
+        return gradients(
+            lambda q, k, v, sink=None: function(how.get("window"), spec, None, q, k, v, sink=sink)[
+                0
+            ],
+            *arrays,
+        )
+
+    for ours, theirs in zip(of(uncached.attend), of(uncached.look), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["plain", "window", "zero sink", "learned sinks"])
+def test_a_fused_kernel_takes_sinks(rng, case):
+    """The function that cuDNN is called by, with another kernel in its place."""
+    sink, window = CASES[case].get("sink"), CASES[case].get("window")
+    arrays = drawn(rng, 37)
+    if case == "learned sinks":  # a sink that is known to be zero is no array of JAX
+        arrays += (jnp.asarray(sink),)
+
+    def fused(q, k, v, given=sink):
+        return uncached.fused_attention(q, k, v, SPEC.scale, window, given, "xla")
+
+    def plain(q, k, v, given=sink):
+        spec = dataclasses.replace(SPEC, encoding=NoPosition())
+        return uncached.attend(window, spec, None, q, k, v, sink=given)[0]
+
+    np.testing.assert_allclose(fused(*arrays), plain(*arrays), atol=2e-6)
+    for one, other in zip(gradients(fused, *arrays), gradients(plain, *arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_a_learned_sink_survives_half_precision():
+    """Three terms of bfloat16 hold a logit to 24 bits, where one would be off by up to 0.4 %."""
+    sink = jnp.array([-3.3, 0.123456, 1.7, 9.9], jnp.float32)
+    terms = uncached._split(sink, jnp.bfloat16)
+    assert terms.shape == (4, 8) and terms.dtype == jnp.bfloat16
+    np.testing.assert_allclose(terms.astype(jnp.float32).sum(-1), sink, rtol=1e-6)
+
+
+def test_what_cudnn_does_not_do_is_refused(rng):
+    q, k, v = drawn(rng, 4)
+    with pytest.raises(UserError, match="cudnn attends in bfloat16 or float16"):
+        uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")

@@ -1,0 +1,37 @@
+"""A small corpus and a small recipe, for tests of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from models import data
+from models.recipes import Recipe, read_recipe
+
+TEXT = "the cat sat on a mat and saw the dog run over the hill to see what was there in the sun"
+WORDS = f"{TEXT} of that long day when nobody had come home".split()
+SMALL = ("layers=2", "width=32", "heads=4", "kv_heads=2", "mlp=48", "context=16", "rows=8",
+         "steps=12", "lr=1e-2", "log_every=1", "look_every=6", "save_every=2",
+         "valid_samples=8")  # fmt: skip
+VOCAB = 300
+
+
+def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 0) -> Path:
+    """So many documents of random words."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        lines = [" ".join(rng.choice(WORDS, 8)) for _ in range(words // 8)]
+        (folder / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_tokens(folder: Path, **how) -> data.Tokens:
+    """A data folder over such documents, the last of them held back."""
+    texts = sorted(write_texts(folder / "texts").glob("*.txt"))
+    return data.prepare(texts[:-1], folder / "tokens", VOCAB, valid=texts[-1:], **how)
+
+
+def small(*settings: str) -> Recipe:
+    return read_recipe("tiny", [*SMALL, *settings])
