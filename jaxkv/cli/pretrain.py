@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mesh", help="devices to split samples and weights over, as data=8")
     parser.add_argument(
-        "--distributed", action="store_true",
-        help="this is one process of several (jax.distributed.initialize)",
+        "--distributed", nargs="?", const="", metavar="HOST:PORT,PROCESSES,NUMBER",
+        help="this is one process of several: where the first of them listens, how many they are, "
+        "which one this is (default: as a cluster's launcher says)",
     )  # fmt: skip
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write OUT/tensorboard (tensorboardX)"
@@ -38,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         import jax
 
-        if args.distributed:
-            jax.distributed.initialize()
+        if args.distributed is not None:
+            _join(args.distributed)
         from jaxkv import sharding
         from models import data
         from models.pretrain import pretrain
@@ -63,3 +65,22 @@ def run(args: argparse.Namespace) -> int:
     if jax.process_index() == 0:
         print(model)
     return 0
+
+
+def _join(text: str) -> None:
+    """Become one process of several."""
+    import jax
+
+    address, *numbers = text.split(",")
+    if text and (len(numbers) != 2 or not all(n.strip().isdecimal() for n in numbers)):
+        raise UserError(
+            f"--distributed is written HOST:PORT,PROCESSES,NUMBER, got {text!r}; try "
+            "127.0.0.1:1234,2,0 in the first of two processes"
+        )
+    try:
+        jax.distributed.initialize(address or None, *map(int, numbers))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the processes of this run did not find each other: {str(error).splitlines()[0]}; "
+            "start all of them, with one address and numbers from 0 on"
+        ) from None

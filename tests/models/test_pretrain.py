@@ -1,0 +1,244 @@
+"""A whole training run in real processes: killed, resumed, on one device and on many."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+from models import checkpoint, data
+from models.pretrain import pretrain
+from tests.models.training_data import SMALL, small
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+
+
+@pytest.fixture(autouse=True)
+def optax_promotes_dtypes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory, tokens):
+    """Starts `jaxkv pretrain` on the small corpus; all share their compilations."""
+    kept = str(tmp_path_factory.mktemp("compilations"))
+
+    def start(
+        out: Path, *settings: str, flags=(), devices: int = 1, limit: int | None = None
+    ) -> subprocess.Popen:
+        environment = os.environ | {
+            "JAXKV_COMPILATION_CACHE": kept,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+        words = ["pretrain", "--preset", "tiny", "--data", tokens.folder, "--out", out, *flags]
+        before = [] if limit is None else ["sh", "-c", f'ulimit -f {limit}; exec "$@"', "sh"]
+        command = [*before, sys.executable, "-m", "jaxkv.cli", *map(str, words), *chosen]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    return start
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Standard error of a process that must end well."""
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return err
+
+
+def lines(out: Path) -> list[dict]:
+    """What the log says, without what depends on the clock."""
+    timed = {"seconds", "tokens_per_second", "mfu"}
+    found = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    for line in found:
+        assert timed < line.keys() and {"step", "loss", "lr", "grad_norm"} < line.keys()
+    return [{name: x for name, x in line.items() if name not in timed} for line in found]
+
+
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    finish(start(out, "sinks=token", "save_every=1", "steps=24"))
+    return out
+
+
+def test_what_a_run_leaves(straight, tokens):
+    assert [line["step"] for line in lines(straight)] == list(range(1, 25))
+    looked = [line for line in lines(straight) if "valid_loss" in line]
+    assert [line["step"] for line in looked] == [6, 12, 18, 24]
+    assert looked[-1]["valid_loss"] < looked[0]["valid_loss"]
+    assert {"first_token", "first_token_most", "sink_heads", "text"} < looked[0].keys()
+    assert sorted(p.name for p in (straight / "last").iterdir()) == ["23", "24"]
+    best = min(looked, key=lambda line: line["valid_loss"])["step"]
+    assert [p.name for p in (straight / "best").iterdir()] == [str(best)]
+    assert (straight / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_exported_model_writes(straight, tokens):
+    """It puts its sink token in front by itself, and its loss is that of the run."""
+    llm = models.load(straight / "hf")
+    sink = tokens.id_of(data.SINK)
+    assert llm.tokenizer.encode("the cat")[0] == llm.config.bos == sink
+    assert models.generate(llm, "the cat", "streaming:sinks=1,window=15", 40, ignore_eos=True).text
+    runs = data.batch(tokens, "valid", 0, 0, 8, 16)
+    found = [
+        np.concatenate(list(models.losses(llm, [sink, *run[1:]], "full"))) for run in runs.tolist()
+    ]
+    told = lines(straight)[-1]["valid_loss"]
+    assert np.mean(found) == pytest.approx(told, rel=1e-5)
+
+
+def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
+    """Killed again and again, at any moment: while starting, training, and writing checkpoints."""
+    out, moments, kills = tmp_path / "run", random.Random(0), 0
+    settings = ("sinks=token", "save_every=1", "steps=24")
+    log = out / "log.jsonl"
+    for _ in range(40):
+        process = start(out, *settings)
+        before = log.read_text("utf-8").count("\n") if log.exists() else 0
+        # A step and its checkpoint take some hundredths of a second here.
+        wait = moments.uniform(0, 0.15)
+        while process.poll() is None:
+            now = log.read_text("utf-8").count("\n") if log.exists() else 0
+            if now > before + moments.randrange(6):
+                time.sleep(wait)
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.005)
+        process.communicate(timeout=300)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert process.returncode == 0 and kills >= 3
+    assert lines(out) == lines(straight)
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (out / "hf" / file).read_bytes() == (straight / "hf" / file).read_bytes()
+
+
+def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "steps=100000", "save_every=100000", "look_every=100000")
+    while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "the same command goes on" in err
+    (kept,) = (out / "last").iterdir()
+    assert int(kept.name) == lines(out)[-1]["step"]
+
+
+def test_the_same_losses_in_two_processes(start, straight, tmp_path):
+    """Two processes of two devices, over loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out, settings = tmp_path / "run", ("sinks=token", "steps=24", "save_every=24")
+    both = []
+    for number in range(2):
+        flags = (f"--distributed=127.0.0.1:{port},2,{number}", "--mesh", "data=4")
+        both.append(start(out, *settings, flags=flags, devices=2))
+    for process in both:
+        finish(process)
+    found, wanted = lines(out), lines(straight)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(
+            [x[name] for x in found], [x[name] for x in wanted], rtol=1e-3, err_msg=name
+        )
+    assert (out / "hf" / "model.safetensors").exists()
+
+
+def run_here(tokens, out, *settings, **how):
+    return pretrain(small(*settings), tokens, out, tell=lambda line: None, **how)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tokens, tmp_path, monkeypatch):
+    """It says at which step, and the last good checkpoint stays."""
+    with pytest.raises(UserError, match=r"no number at step \d+; .*that of step (\d+|None)"):
+        run_here(tokens, tmp_path / "run", "lr=1e30", "clip=1e30", "warmup=0.5", "save_every=1")
+    kept = [int(p.name) for p in (tmp_path / "run" / "last").iterdir()]
+    assert kept and not (tmp_path / "run" / "hf").exists()
+
+
+def test_a_folder_belongs_to_one_run(tokens, straight, tmp_path):
+    with pytest.raises(UserError, match=r"folder of another run: recipe was .* and is now"):
+        run_here(tokens, straight, "sinks=zero")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="holds other files; choose another"):
+        run_here(tokens, other)
+    with (
+        checkpoint.own(tmp_path / "held", {"a": 1}),
+        pytest.raises(UserError, match="another is writing to"),
+        checkpoint.own(tmp_path / "held", {"a": 1}),
+    ):
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="must be a folder that can be written to"):
+        run_here(tokens, tmp_path / "file")
+
+
+def damage_newest(out: Path, harm) -> Path:
+    """Harm every file of the newest checkpoint that holds numbers."""
+    newest = max((out / "last").iterdir(), key=lambda p: int(p.name))
+    for path in [p for p in newest.rglob("*") if p.is_file()]:
+        harm(path)
+    return newest
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda path: path.write_bytes(b"\xff" * 10), lambda path: path.unlink()]
+)
+def test_a_damaged_checkpoint_is_named(tokens, tmp_path, harm):
+    """Nothing is taken in its place until the user says so, by removing it."""
+    out = tmp_path / "run"
+    run_here(tokens, out, "steps=4")
+    newest = damage_newest(out, harm)
+    with pytest.raises(UserError, match=f"checkpoint .*{newest.name} cannot be read.*remove that"):
+        run_here(tokens, out, "steps=4")
+    shutil.rmtree(newest)
+    assert run_here(tokens, out, "steps=4") == out / "hf"
+
+
+def test_a_foreign_checkpoint_is_refused(tokens, tmp_path):
+    """One of another model, put where ours belongs."""
+    run_here(tokens, tmp_path / "wide", "steps=2", "width=64")
+    run_here(tokens, tmp_path / "run", "steps=2")
+    shutil.rmtree(tmp_path / "run" / "last")
+    shutil.copytree(tmp_path / "wide" / "last", tmp_path / "run" / "last")
+    with pytest.raises(UserError, match=r"checkpoint .* cannot be read.*remove that folder"):
+        run_here(tokens, tmp_path / "run", "steps=2")
+
+
+def test_a_full_disk(start, tmp_path):
+    """A limit on the size of files stands for it: one line, and earlier checkpoints stay."""
+    out = tmp_path / "run"
+    finish(start(out, "steps=4", "save_every=2"))
+    shutil.rmtree(out / "last" / "4")
+    process = start(out, "steps=4", "save_every=2", limit=20)
+    _, err = process.communicate(timeout=300)
+    error = [line for line in err.splitlines() if "jaxkv: error" in line]
+    assert process.returncode == 2 and len(error) == 1, err
+    assert "written" in error[0] and "Traceback" not in err
+    assert [p.name for p in (out / "last").iterdir() if p.name.isdecimal()] == ["2"]
