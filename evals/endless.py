@@ -161,7 +161,12 @@ def tokens_of(llm: Llm, texts: Path, count: int) -> tuple[list[int], list[Path]]
 
 
 def books(folder: Path) -> Iterator[Path]:
-    """The training books; for more text than they hold, those added later."""
+    """The training books; for more text than they hold, those added later.
+
+    Of a folder without manifest.json every text.
+    """
+    if not (folder / "manifest.json").exists():
+        yield from sorted(folder.glob("*.txt"))
     for name in ("manifest.json", "manifest_more.json"):
         if (folder / name).exists():
             listed = json.loads((folder / name).read_text("utf-8"))["books"]

@@ -24,10 +24,13 @@ import numpy as np
 
 import models
 from evals import loop
-from evals.recompute import Forget
 from evals.record import Record, spread
 from evals.rival import LARGE, SMALL, Rival, on_threads, random_llama, same_tokens
 from evals.timing import Variant, bar, decoding, faster, prompt, rate, ratio, rounds, timed, write
+from jaxkv.typing import Array, Int32
+from models import uncached
+from models.config import Config
+from models.decoder import Weights
 from models.decoding import BLOCK
 from models.llm import Llm
 
@@ -118,7 +121,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         ids = prompt(llm, cache)
         variants = {
             "streaming": decoding(stream, new),
-            "jaxkv": timed(partial(forward, models.Stream(llm, Forget()), ids)),
+            "jaxkv": timed(partial(forward, llm, ids)),
             **on_threads("transformers", partial(rival.prefill, ids)),
         }
         seconds = rounds(variants, scale.few, f"recompute, cache {cache}")
@@ -136,10 +139,15 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     return {"table": table, "most": max(row["times_faster"]["median"] for row in table)}
 
 
-def forward(stream: models.Stream, ids: list[int]) -> None:
+@partial(jax.jit, static_argnums=0)
+def fresh(config: Config, weights: Weights, ids: Int32[Array, "1 T"]) -> Array:
     """One forward over all tokens at once, up to the logits of the next."""
-    stream.read([ids], chunk=len(ids))
-    jax.block_until_ready(stream.decoding.logits)
+    decoder, hidden, _ = uncached.forward(config, weights, ids)
+    return decoder.logits(hidden[:, :, -1:])
+
+
+def forward(llm: Llm, ids: list[int]) -> None:
+    fresh(llm.config, llm.weights, jnp.asarray([ids], jnp.int32)).block_until_ready()
 
 
 # Asked of batch sizes, and of which of our two times: the whole call of `models.generate`, or its

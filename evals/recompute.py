@@ -8,53 +8,20 @@ quality that a bounded cache is measured against, at a price that it need not pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import local_attention
-from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
-from jaxkv.typing import Array, Float, Float32, Int32
-from models import Llm
-from models.decoder import Decoder
-from models.decoding import Static
+from jaxkv.typing import Array, Float32, Int32
+from models import Llm, uncached
+from models.config import Config
+from models.decoder import Weights
 
 NAME = "recompute"
 TOKENS = 8192  # tokens in one forward: as many windows as fit are its rows
-
-
-class Nothing(NamedTuple):
-    """The state of a policy without one; it still tells the dtype of keys and values."""
-
-    empty: Float[Array, "B 0"]
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Remember nothing: a chunk attends to itself. window: the layer's own, where it has one."""
-
-    window: int | None = None
-
-    axes: ClassVar[Nothing] = Nothing(("B", "S"))
-    formula: ClassVar[str] = "0"
-
-    def init(self, spec: Spec, rows: int, key: jax.Array | None = None) -> Nothing:
-        return Nothing(jnp.zeros((rows, 0), jnp.dtype(spec.dtype)))
-
-    def attend(self, spec: Spec, state: Nothing, chunk: Chunk) -> Partial:
-        return local_attention(spec, chunk, self.window)
-
-    def extend(self, spec: Spec, state: Nothing, chunk: Chunk) -> Nothing:
-        return state
-
-    def kept(self, spec: Spec, state: Nothing) -> Kept:
-        nothing = (state.empty.shape[0], spec.kv_heads, 0)
-        return Kept(jnp.zeros(nothing, jnp.uint32), jnp.zeros(nothing, jnp.float32))
 
 
 def window_of(policy: str) -> int | None:
@@ -77,10 +44,9 @@ def window_of(policy: str) -> int | None:
 def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.ndarray, " N"]]:
     """Natural-log losses of tokens 1..N-1, some at a time."""
     ids = np.asarray(tokens, np.int32)
-    static = Static(llm.config, tuple(map(Forget, llm.config.windows)), llm.mesh)
     # The first W predictions have all tokens before them in view: one forward gives them all.
     window = min(window, len(ids) - 1)
-    yield np.asarray(_losses(static, llm.spec, llm.weights, ids[None, : window + 1]))[0]
+    yield np.asarray(_losses(llm.config, llm.weights, ids[None, : window + 1]))[0]
     if window == len(ids) - 1:
         return
     texts = np.lib.stride_tricks.sliding_window_view(ids[1:], window + 1)
@@ -88,25 +54,16 @@ def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.
     for start in range(0, len(texts), rows):
         some = texts[start : start + rows]
         padded = np.pad(some, ((0, min(rows, len(texts)) - len(some)), (0, 0)))
-        yield np.asarray(_losses(static, llm.spec, llm.weights, padded, 1))[: len(some), 0]
+        yield np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(some), 0]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 4))
+@partial(jax.jit, static_argnums=(0, 3))
 def _losses(
-    static: Static, spec: Spec, weights: dict[str, Array], texts: Int32[Array, "B T"], last: int = 0
+    config: Config, weights: Weights, texts: Int32[Array, "B T"], last: int = 0
 ) -> Float32[Array, "B M"]:
     """Losses of tokens 1..T-1 of each row, a text of its own; of the `last` ones, if given."""
     tokens, targets = texts[:, :-1], texts[:, 1:]
-    decoder = Decoder(static.config, weights, static.mesh)
-    states = tuple(policy.init(spec, len(tokens)) for policy in static.policies)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
-    hidden, _ = decoder(
-        tokens,
-        jnp.broadcast_to(positions, tokens.shape),
-        jnp.ones(tokens.shape, bool),
-        static.policies,
-        states,
-    )
+    decoder, hidden, _ = uncached.forward(config, weights, tokens)
     logits = decoder.logits(hidden[:, :, -last:])
     picked = jnp.take_along_axis(logits, targets[None, :, -last:], axis=0)[0]
     return jax.nn.logsumexp(logits, axis=0) - picked

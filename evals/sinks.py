@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ import models
 from evals import recompute
 from evals.endless import tokens_of
 from evals.record import Record
-from jaxkv.attention import local_attention
-from jaxkv.contract import Chunk, Kept, Partial, Spec
-from jaxkv.typing import Array, Float32
+from jaxkv.typing import Array, Int32
+from models import uncached
 from models.llm import Llm
 
 BASE = "streaming:sinks=4,window=252"
@@ -115,46 +113,18 @@ def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
     }
 
 
-class Mass(NamedTuple):
-    """Attention that fell on the first token, summed over queries, and the queries counted."""
+def first_token(llm: Llm, ids: Sequence[int], skip: int = 64) -> list[float]:
+    """Mean attention on the first token by layer; a sink takes a third and more of it.
 
-    first: Float32[Array, "B N"]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Full attention over one chunk that also measures how much of it the first token gets.
-
-    Attention is linear in the values: with value 1 for the first token and 0 for the others, the
-    output is the weight itself.
+    skip: the first queries, which have little else to look at.
     """
 
-    heads: int
-    skip: int = 64  # the first queries, which have little else to look at
+    @jax.jit
+    def mass(ids: Int32[Array, "1 T"]) -> list[Array]:
+        _, _, maps = uncached.forward(llm.config, llm.weights, ids, uncached.look)
+        return [jnp.mean(seen[0, :, skip:, 0]) for seen in maps]
 
-    axes: ClassVar[Mass] = Mass(("B", "N"))
-    formula: ClassVar[str] = "4 * N"
-
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> Mass:
-        return Mass(jnp.zeros((rows, self.heads), jnp.float32))
-
-    def attend(self, spec: Spec, state: Mass, chunk: Chunk) -> Partial:
-        return local_attention(spec, chunk)
-
-    def extend(self, spec: Spec, state: Mass, chunk: Chunk) -> Mass:
-        first = jnp.zeros_like(chunk.v).at[:, 0].set(1)
-        weights = local_attention(spec, chunk._replace(v=first)).out[..., 0]
-        return Mass(state.first + weights[:, self.skip :].mean(1))
-
-    def kept(self, spec: Spec, state: Mass) -> Kept:
-        raise NotImplementedError("a probe keeps nothing")
-
-
-def first_token(llm: Llm, ids: Sequence[int]) -> list[float]:
-    """Mean attention on the first token by layer; a sink takes a third and more of it."""
-    stream = models.Stream(llm, Probe(llm.config.heads))
-    stream.read([list(ids)], chunk=len(ids))
-    return [float(state.first.mean()) for state in stream.decoding.states]
+    return [float(layer) for layer in mass(jnp.asarray([ids], jnp.int32))]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 class NoPosition:
     """No position at all: order is learned from the causal mask alone."""
 
-    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
@@ -62,7 +62,7 @@ class Alibi:
         whole = 2 ** int(math.log2(heads))
         return Alibi(tuple(series(whole) + series(2 * whole)[0::2][: heads - whole]))
 
-    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(
@@ -93,7 +93,7 @@ class Rotary:
     turns: tuple[int, ...]
     amplitude: float = 1.0
 
-    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "B T"]) -> Array:
+    def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         if x.shape[-1] != 2 * len(self.turns):
             raise UserError(
                 f"a rotary encoding of {len(self.turns)} pairs needs head dim "
@@ -108,7 +108,7 @@ class Rotary:
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
         return None
 
-    def _cos_sin(self, positions: UInt32[Array, "B T"]) -> tuple[Array, Array]:
+    def _cos_sin(self, positions: UInt32[Array, "#B T"]) -> tuple[Array, Array]:
         turns = jnp.asarray(np.asarray(self.turns, np.uint32))
         phase = positions[:, :, None] * turns[None, None, :]
         scale = np.float32(self.amplitude)

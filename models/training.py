@@ -24,7 +24,7 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float32, Int32
 from models import uncached
 from models.config import Config
-from models.decoder import Decoder, Weights
+from models.decoder import Weights
 from models.hf.names import shapes
 from models.recipes import Recipe
 
@@ -198,22 +198,12 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
     return inputs, targets, jnp.broadcast_to(counts, inputs.shape)
 
 
-def forward(
-    setting: Setting, weights: Weights, inputs: Int32[Array, "B T"], run=uncached.attend
-) -> tuple[Decoder, Array, tuple]:
-    """The decoder over whole samples: itself, hidden states [D,B,T], what `run` told of a layer."""
-    decoder = Decoder(setting.config, weights, run=run)
-    nothing = (None,) * setting.config.layers
-    hidden, told = decoder(inputs, None, None, setting.config.windows, nothing)
-    return decoder, hidden, told
-
-
 def losses(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"]
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Array]:
     """Natural-log losses of every target, log Z of every softmax, and which targets count."""
     inputs, targets, counts = samples(runs, setting.front)
-    decoder, hidden, _ = forward(setting, weights, inputs)
+    decoder, hidden, _ = uncached.forward(setting.config, weights, inputs)
     logits = decoder.logits(hidden)  # [V,B,T]
     log_z = jax.nn.logsumexp(logits, axis=0)
     # A sum over a mask, for the gradient of a gather is written one by one.
@@ -288,7 +278,8 @@ def first_token_mass(
 ) -> Float32[Array, "L N"]:
     """How much attention each head gives to the first token: the mean of queries from `after`."""
     inputs, _, _ = samples(runs, setting.front)
-    _, _, maps = forward(setting, _gather(setting, weights), inputs, uncached.look)
+    cast = _gather(setting, weights)
+    _, _, maps = uncached.forward(setting.config, cast, inputs, uncached.look)
     return jnp.stack([jnp.mean(seen[:, :, after:, 0], axis=(0, 2)) for seen in maps])
 
 

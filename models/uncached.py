@@ -1,8 +1,8 @@
 """Attention inside whole samples with no cache behind it: for training, and for looking at it.
 
-Both functions have the signature of `jaxkv.step` and stand in its place: `Decoder(config, weights,
-run=attend)`. Where a policy would stand they take the layer's own window (`config.windows`), and
-where its state would, what they are given or what they have seen. Samples begin at position 0 and
+`attend` and `look` have the signature of `jaxkv.step` and stand in its place (`forward`). Where a
+policy would stand they take the layer's own window (`config.windows`), and where its state would,
+what they are given or what they have seen. Samples begin at position 0 and
 have no padding: `positions` and `valid` are not looked at.
 """
 
@@ -19,7 +19,9 @@ import numpy as np
 from jaxkv.attention import blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
-from jaxkv.typing import Array, Bool, Float, Float32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
+from models.config import Config
+from models.decoder import Decoder, Weights
 
 _BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
 _LARGE_BLOCK = 512
@@ -28,6 +30,19 @@ _SINK_DIMS = 8  # head dims that carry a sink logit through a fused kernel, whic
 _SINK_TERMS = 3  # of which so many hold it: three terms of bfloat16 are a float32
 
 Implementation = Literal["xla", "cudnn"]
+
+
+def forward(
+    config: Config, weights: Weights, inputs: Int32[Array, "B T"], run: Callable | None = None
+) -> tuple[Decoder, Float[Array, "D B T"], tuple]:
+    """The decoder over whole samples: itself, hidden states, and what `run` says of each layer.
+
+    run: `attend`, which is None here, or `look`.
+    """
+    decoder = Decoder(config, weights, run=run or attend)
+    nothing = (None,) * config.layers
+    hidden, told = decoder(inputs, None, None, config.windows, nothing)
+    return decoder, hidden, told
 
 
 def attend(
