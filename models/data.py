@@ -167,28 +167,12 @@ def prepare(
     """
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
-    documents = {"train": documents_in(texts), "valid": documents_in(valid)}
-    if not valid:
-        held = {p for p in documents["train"] if _held_back(p, share)}
-        documents = {
-            "train": [p for p in documents["train"] if p not in held],
-            "valid": [p for p in documents["train"] if p in held],
-        }
-    for split in SPLITS:
-        if not documents[split]:
-            raise UserError(
-                f"{split} has no document; give more texts, or name those of the valid split"
-            )
-    told = progress or (lambda done, total: None)
+    documents = _splits(texts, valid, share)
     sizes = {path: path.stat().st_size for split in SPLITS for path in documents[split]}
     # To train a tokenizer each training text is read once more, before it is encoded.
-    total = sum(sizes.values())
-    if tokenizer is None:
-        first = sum(sizes[path] for path in documents["train"])
-        total += first
-        coder = _train(documents["train"], vocab, lambda done: told(done, total))
-    else:
-        first, coder = 0, _take(tokenizer)
+    first = sum(sizes[path] for path in documents["train"]) if tokenizer is None else 0
+    told = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
+    coder = _train(documents["train"], vocab, told) if tokenizer is None else _take(tokenizer)
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
     kind = _dtype_for(size, dtype)
     out.mkdir(parents=True, exist_ok=True)
@@ -200,12 +184,10 @@ def prepare(
             text = _read_text(path)
             ids = [*_encode(coder, text), coder.token_to_id(END)]
             writer.add(np.asarray(ids, kind))
-            raw = text.encode()
-            digest = hashlib.sha256(raw).hexdigest()
-            of_file = {"tokens": len(ids), "bytes": len(raw), "sha256": digest}
-            listed.append({"file": path.name, "split": split} | of_file)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            listed.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
             done += sizes[path]
-            told(done, total)
+            told(done)
         shards[split] = writer.close()
     with whole_file(out / TOKENIZER) as file:
         file.write(coder.to_str(pretty=True).encode())
@@ -221,6 +203,21 @@ def prepare(
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return Tokens(out, manifest)
+
+
+def _splits(texts: Sequence[Path], valid: Sequence[Path], share: float) -> dict[str, list[Path]]:
+    """The documents of each split; one that is named for both is held back."""
+    every, held = documents_in(texts), documents_in(valid)
+    if not valid:
+        held = [path for path in every if _held_back(path, share)]
+    away = {path.resolve() for path in held}
+    documents = {"train": [p for p in every if p.resolve() not in away], "valid": held}
+    for split in SPLITS:
+        if not documents[split]:
+            raise UserError(
+                f"{split} has no document; give more texts, or name those of the valid split"
+            )
+    return documents
 
 
 def documents_in(paths: Iterable[Path]) -> list[Path]:

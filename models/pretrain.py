@@ -80,60 +80,79 @@ def pretrain(
     with own(out, run, first_process), Checkpoints(out) as checkpoints:
         trained = training.begin(setting)
         trained = checkpoints.restore(trained) or trained
-        first = int(trained.step)
-        log = Log(out / "log.jsonl", first, first_process, tensorboard)
-        count = sum(w.size for w in trained.weights.values())
-        tell(
-            f"{count:,} weights, sinks={recipe.sinks}, {setting.dtype}, {jax.device_count()} x "
-            f"{jax.devices()[0].device_kind}, {recipe.rows * recipe.context:,} tokens a step"
-            + (f"; going on from step {first}" if first else "")
-        )
-        rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
-        for step in range(first, recipe.steps):
-            runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
-            trained, told = training.update(setting, trained, setting.split(runs))
-            done = step + 1
-            last, stop = done == recipe.steps, stopped()
-            looking = last or done % recipe.look_every == 0
-            saving = looking or stop or done % recipe.save_every == 0
-            if not (saving or done % recipe.log_every == 0):
-                continue
-            line = {
-                "step": done,
-                "loss": float(told.loss),
-                "lr": float(rate(step)),
-                "grad_norm": float(told.grad_norm),
-                **pace.since(done),
-            }
-            if int(trained.failed) >= 0:
-                checkpoints.wait()
-                raise UserError(
-                    f"the loss or its gradient is no number at step {int(trained.failed)}; the "
-                    f"last good checkpoint is that of step {checkpoints.newest()}; set a smaller "
-                    "lr, a longer warmup, or dtype=float32, with another --out"
-                )
-            if looking:
-                line |= look(setting, trained, valid, tokens, tell)
-            log.write(line)
-            tell(shown(line, recipe))
-            if looking and first_process:
-                files.write({out / "curves.png": curves.draw(log.lines, title(recipe, count))})
-            if saving:
-                checkpoints.save(trained)
-            if looking and log.is_best(line):
-                checkpoints.save(trained, "best")
-            pace.resume(done)
-            if stop and not last:
-                checkpoints.wait()
-                tell(f"stopped at step {done}; the same command goes on")
-                return None
+        log = Log(out / "log.jsonl", int(trained.step), first_process, tensorboard)
+        trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped)
         checkpoints.wait()
+        if int(trained.step) < recipe.steps:
+            tell(f"stopped at step {int(trained.step)}; the same command goes on")
+            return None
         weights = _whole(setting, trained.weights)
         if first_process:
-            export(
-                out / "hf", setting.config, weights, tokens.folder / data.TOKENIZER, setting.front
-            )
+            tokenizer = tokens.folder / data.TOKENIZER
+            export(out / "hf", setting.config, weights, tokenizer, setting.front)
         return out / "hf"
+
+
+def train(
+    setting: Setting,
+    trained: Training,
+    tokens: Tokens,
+    valid: list[Array],
+    checkpoints: Checkpoints,
+    log: Log,
+    tell: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> Training:
+    """The loop: all steps that are left, or those until `stopped` says so."""
+    recipe, first = setting.recipe, int(trained.step)
+    name = title(setting, trained)
+    tell(
+        f"{name}, {setting.dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}"
+        + (f"; going on from step {first}" if first else "")
+    )
+    rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
+    for step in range(first, recipe.steps):
+        runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
+        trained, told = training.update(setting, trained, setting.split(runs))
+        done, stop = step + 1, stopped()
+        looking = done == recipe.steps or done % recipe.look_every == 0
+        saving = looking or stop or done % recipe.save_every == 0
+        if not (saving or done % recipe.log_every == 0):
+            continue
+        line = {
+            "step": done,
+            "loss": float(told.loss),
+            "lr": float(rate(step)),
+            "grad_norm": float(told.grad_norm),
+            **pace.since(done),
+        }
+        _check(trained, checkpoints)
+        if looking:
+            line |= look(setting, trained, valid, tokens, tell)
+        log.write(line)
+        tell(shown(line, recipe))
+        if looking:
+            log.draw(name)
+        if saving:
+            checkpoints.save(trained)
+        if looking and log.is_best(line):
+            checkpoints.save(trained, "best")
+        if stop:
+            break
+        pace.resume(done)
+    return trained
+
+
+def _check(trained: Training, checkpoints: Checkpoints) -> None:
+    """Raise UserError once a step had no numbers; since then the weights are as they were."""
+    if int(trained.failed) < 0:
+        return
+    checkpoints.wait()
+    raise UserError(
+        f"the loss or its gradient is no number at step {int(trained.failed)}; the last good "
+        f"checkpoint is that of step {checkpoints.newest()}; set a smaller lr, a longer warmup, or "
+        "dtype=float32, with another --out"
+    )
 
 
 def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
@@ -224,7 +243,8 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
     return text
 
 
-def title(recipe: Recipe, count: int) -> str:
+def title(setting: Setting, trained: Training) -> str:
+    recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
     batch = f"{recipe.rows} x {recipe.context} tokens a step"
     return f"{count:,} weights, sinks={recipe.sinks}, {batch}"
 
@@ -281,6 +301,11 @@ class Log:
                 if isinstance(value, float):
                     self._board.add_scalar(name, value, line["step"])
             self._board.flush()
+
+    def draw(self, title: str) -> None:
+        """The picture of all lines beside the log."""
+        if self._writes:
+            files.write({self._path.with_name("curves.png"): curves.draw(self.lines, title)})
 
     def is_best(self, line: dict[str, Any]) -> bool:
         """Whether no look before this one had a smaller loss."""

@@ -1,0 +1,83 @@
+"""`jaxkv data` and `jaxkv pretrain`, from texts to a model that writes."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from tests.cli.test_bad_input import refused
+from tests.models.training_data import SMALL, VOCAB, write_texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture
+def folder(run, texts, tmp_path):
+    """A data folder, as the command makes it."""
+    out = tmp_path / "tokens"
+    told = run("data", "--text", texts, "--valid", texts / "5.txt", "--vocab-size", VOCAB,
+               "--out", out, "--json").json  # fmt: skip
+    manifest = json.loads((out / "manifest.json").read_text("utf-8"))
+    assert told["documents"] == len(manifest["documents"]) == 6
+    assert (told["vocab"], told["dtype"]) == (VOCAB, "uint16")
+    assert told["train_tokens"] > told["valid_tokens"] > 100
+    return out
+
+
+def pretrain(run, folder, out, *settings, preset="tiny", flags=()):
+    chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        return run("pretrain", "--preset", preset, "--data", folder, "--out", out, *flags, *chosen)
+
+
+def test_from_texts_to_text(run, folder, tmp_path):
+    out = tmp_path / "run"
+    ran = pretrain(run, folder, out, "sinks=logit", "steps=6")
+    assert (ran.code, ran.out) == (0, f"{out / 'hf'}\n")
+    assert "step 6/6" in ran.err and "tokens/s" in ran.err and "min left" in ran.err
+    assert "attention on the first token" in ran.err
+    again = pretrain(run, folder, out, "sinks=logit", "steps=6")
+    assert again.code == 0 and "going on from step 6" in again.err
+    assert json.loads((out / "hf" / "config.json").read_text())["sink_logit"] == "learned"
+    flags = ("--max-new-tokens", 40, "--policy", "streaming:sinks=1,window=15", "--json")
+    told = run("generate", "the cat", "--model", out / "hf", *flags).json
+    assert len(told["tokens"]) == 40 or told["finish_reason"] == "eos"
+
+
+def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def data(*flags):
+        return run("data", "--out", out, "--text", *flags)
+
+    refused(data(tmp_path / "nowhere", "--vocab-size", 300), "no such text", "nowhere")
+    refused(data(texts), "--vocab-size", "--tokenizer", "required")
+    refused(data(texts, "--vocab-size", 100, "--valid", texts / "0.txt"), "at least 259", "100")
+    monkeypatch.setattr("models.data._train", lambda *_: Wide())
+    wide = ("--vocab-size", 300, "--valid", texts / "0.txt")
+    refused(data(texts, *wide, "--token-dtype", "uint16"), "65,535", "70,000", "take uint32")
+    assert not out.exists()
+    (tmp_path / "file").write_text("x")
+    refused(run("data", "--text", texts, *wide, "--out", tmp_path / "file"), "can be written to")
+
+    refused(pretrain(run, tmp_path / "nowhere", out), "no such folder", "jaxkv data")
+    refused(pretrain(run, texts, out), "is no data folder", "jaxkv data")
+    refused(pretrain(run, folder, out, preset="large"), "tiny, small, 160m", "'large'")
+    refused(pretrain(run, folder, out, "sink=token"), "field=value", "'sink=token'")
+    refused(pretrain(run, folder, out, "context=4096"), "a batch of 8 samples", "give more text")
+    refused(pretrain(run, folder, out, "rows=4", flags=("--mesh", "data=8")), "must divide")
+    refused(pretrain(run, folder, out, flags=("--mesh", "model=2")), "data", "--mesh data=2")
+    refused(pretrain(run, folder, out, flags=("--distributed=x",)), "HOST:PORT,PROCESSES,NUMBER")
+    assert not out.exists()
+
+
+class Wide:
+    """Stands for a tokenizer of more tokens than 16 bits can number."""
+
+    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+        return {"a": 69_999}
