@@ -157,9 +157,16 @@ def _check(trained: Training, checkpoints: Checkpoints) -> None:
 
 def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
     """What the steps of a recipe compile to on these data and devices."""
-    training.check_mesh(mesh, recipe)
     front = tuple(tokens.id_of(name) for name in FRONT.get(recipe.sinks, ()))
-    config = config_of(recipe, tokens.vocab, next(iter(front), None), tokens.id_of(data.END))
+    return setting_for(recipe, tokens.vocab, front, tokens.id_of(data.END), mesh)
+
+
+def setting_for(
+    recipe: Recipe, vocab: int, front: tuple[int, ...], end: int, mesh: Mesh | None = None
+) -> Setting:
+    """The same, with the ids told: of the sink tokens in front, and of the end of a text."""
+    training.check_mesh(mesh, recipe)
+    config = config_of(recipe, vocab, next(iter(front), None), end)
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -62,6 +62,13 @@ class Recipe:
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
+    # Sinks in a minute on a laptop: one head and nothing to do most of the time. Not for text:
+    # `python -m evals.backcopy` makes its data and runs every arm.
+    "backcopy": Recipe(
+        layers=1, width=64, heads=1, kv_heads=1, mlp=128, context=48,
+        rows=64, steps=1600, lr=5e-3, z_loss=0.0,
+        log_every=100, look_every=400, save_every=1600,
+    ),
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,

@@ -1,0 +1,152 @@
+"""Sinks on a laptop: bigram-backcopy streams (Guo et al. 2024, arXiv 2410.13835), and Table 3.
+
+Letters follow a Markov chain, but for a few triggers: behind one comes the letter that stood before
+it. A head that copies has nothing to do at every other letter, and where it can it then looks at
+something that says nothing: a sink. Every arm is trained by `models.pretrain` as it stands, and
+reads held-back letters under caches of one size, with and without its first tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import models
+from evals.record import Record, spread
+from evals.sink_tables import SINKS, first_token
+from evals.sinks import gather, line
+from jaxkv.typing import Float
+from models import data
+from models.pretrain import pretrain
+from models.recipes import PRESETS, Recipe
+
+ARMS = ("none", "zero", "logit", "token", "two_tokens")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
+TRIGGERS = 20  # of the letters, the most frequent ones
+SPREAD = 0.3  # of the Dirichlet distribution that each letter's successors are drawn from
+DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held back
+VOCAB = 256 + len(data.SPECIAL)  # bytes: every letter is a token
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m evals.backcopy", description=__doc__)
+    ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
+    ask.add_argument("--runs", type=Path, help="keep the runs there (default: nowhere)")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    record = Record("backcopy", [], given.seeds, quick=given.quick)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = given.runs or Path(scratch)
+        chain = Chain(0)
+        tokens = write(chain, Path(scratch) / "data")
+        ids = tokens.run("valid", 0, given.tokens).tolist()
+        arms: dict[str, Any] = {}
+        for arm in given.arms:
+            found = [run(arm, seed, tokens, ids, runs / f"{arm}-{seed}") for seed in given.seeds]
+            arms[arm] = {"seeds": found, "summary": summary(found)}
+    recipe = dataclasses.asdict(PRESETS["backcopy"])
+    results = {"recipe": recipe, "floor": chain.floor(chain.letters(10**6, 99)), "arms": arms}
+    print("wrote", record.save(results).name)
+    if not given.quick:
+        from evals.figures import draw
+
+        draw("backcopy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """The stream's law: what follows each letter, and which letters are triggers."""
+
+    seed: int
+
+    @property
+    def follows(self) -> Float[np.ndarray, "V V"]:
+        random = np.random.default_rng(self.seed)
+        return random.dirichlet(np.full(len(LETTERS), SPREAD), size=len(LETTERS))
+
+    @property
+    def triggers(self) -> np.ndarray:
+        return np.argsort(-self.follows.sum(0))[:TRIGGERS]
+
+    def letters(self, count: int, seed: int) -> np.ndarray:
+        """A stream, as numbers of letters."""
+        chance = np.random.default_rng([self.seed, seed]).random(count)
+        ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
+        before, last, found = 0, 1, []
+        for x in chance:
+            new = before if last in triggers else int(np.searchsorted(ends[last], x))
+            before, last = last, min(new, len(LETTERS) - 1)
+            found.append(last)
+        return np.array(found)
+
+    def floor(self, letters: np.ndarray) -> float:
+        """The least mean loss anyone could have: nothing behind a trigger, the chain's elsewhere."""
+        known = np.isin(letters[:-1], self.triggers)
+        chances = self.follows[letters[:-1], letters[1:]]
+        return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
+
+
+def write(chain: Chain, folder: Path) -> data.Tokens:
+    """The stream as a data folder."""
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
+    paths = [texts / f"{number:02}.txt" for number in range(DOCUMENTS)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
+    return data.prepare(paths[:-2], folder / "tokens", VOCAB, valid=paths[-2:])
+
+
+def recipe_of(arm: str, seed: int) -> Recipe:
+    return dataclasses.replace(PRESETS["backcopy"], sinks=arm, seed=seed)
+
+
+def run(arm: str, seed: int, tokens: data.Tokens, ids: Sequence[int], out: Path) -> dict[str, Any]:
+    """Train one arm and read the held-back letters with it."""
+    llm = models.load(pretrain(recipe_of(arm, seed), tokens, out, tell=lambda text: None))
+    cache = llm.config.context // 2
+    losses = {
+        f"{sinks}+{cache - sinks}": gather(
+            models.losses(
+                llm, [*llm.tokenizer.front, *ids], f"streaming:sinks={sinks},window={cache - sinks}"
+            )
+        )
+        for sinks in SINKS
+    }
+    base = losses[f"4+{cache - 4}"]
+    mass = first_token(llm, {"valid": ids}, cache)
+    shown = ", ".join(f"{name} {loss.mean():.4f}" for name, loss in losses.items())
+    print(f"{arm}, seed {seed}: first token {mass.max():.2f}; {shown}", flush=True)
+    return {
+        "seed": seed,
+        "loss": {name: line(loss, base) for name, loss in losses.items()},
+        "first_token": float(mass.mean()),
+        "first_token_most": float(mass.max()),
+    }
+
+
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and ranges over the seeds."""
+    return {
+        "first_token": spread([seed["first_token_most"] for seed in found]),
+        "loss": {
+            name: spread([seed["loss"][name]["loss"] for seed in found])
+            for name in found[0]["loss"]
+        },
+        "loss_over_base": {
+            name: spread([seed["loss"][name]["loss_over_base"] for seed in found])
+            for name in found[0]["loss"]
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
