@@ -89,7 +89,7 @@ class Chain:
         return np.array(found)
 
     def floor(self, letters: np.ndarray) -> float:
-        """The least mean loss anyone could have: nothing behind a trigger, the chain's elsewhere."""
+        """The least mean loss there can be: none behind a trigger, the chain's own elsewhere."""
         known = np.isin(letters[:-1], self.triggers)
         chances = self.follows[letters[:-1], letters[1:]]
         return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())

@@ -74,8 +74,10 @@ def attend(
                 f"softcap={spec.softcap}; take implementation='xla'"
             )
         return fused_attention(q, k, v, spec.scale, window, sink, "cudnn"), state
-    whole = _attend_in_blocks(q, k, v, spec, window)
-    return (whole if sink is None else merge(whole, sink_logit(sink, whole))).out, state
+    out, lse = _attend_in_blocks(q, k, v, spec, window)
+    if sink is not None:  # what `merge` with a sink logit comes to
+        out = out * jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None])[..., None]
+    return out, state
 
 
 def _attend_in_blocks(
