@@ -50,20 +50,22 @@ def main() -> None:
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
+    runs = [json.loads((folder / "run.json").read_text("utf-8")) for folder in given.runs]
+    names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
+    if len(set(names)) < len(names) or len({run["data"] for run in runs}) > 1:
+        raise SystemExit(f"arms and seeds must differ, and their data must not: {names}")
     first = models.load(given.runs[0] / "hf")
     texts, data = {}, []
     for path in given.texts:
         ids, files = tokens_of(first, path, given.tokens + 1)
         # What the tokenizer of an arm puts in front is that arm's own.
-        texts[(path if path.is_dir() else path.parent).name] = ids[len(first.tokenizer.front) :]
+        texts[path.stem] = ids[len(first.tokenizer.front) :]
         data += files
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
     data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
     record = Record(given.name, data, quick=given.quick)
     arms: dict[str, Any] = {}
-    for folder in given.runs:
-        run = json.loads((folder / "run.json").read_text("utf-8"))
-        arm = run["recipe"]["sinks"]
+    for folder, run, arm in zip(given.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
         arms[arm] = trained(folder, run, llm) | measure(llm, texts, tasks, arm)
         where = TRIALS if given.quick else RESULTS
@@ -94,11 +96,12 @@ def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
     """Everything about one arm that is read from its model."""
     cache = llm.config.context // 2
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
-    for name, ids in texts.items():
-        ids, losses = [*llm.tokenizer.front, *ids], {}
+    for name, text in texts.items():
+        ids, losses = [*llm.tokenizer.front, *text], {}
         for sinks in SINKS:
             policy = f"streaming:sinks={sinks},window={cache - sinks}"
-            losses[sinks] = gather(models.losses(llm, ids, policy))
+            # Not what stands in front, nor the token behind it, which some arms do not predict.
+            losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
             print(f"{arm}: {name}: {sinks}+{cache - sinks}: {np.exp(losses[sinks].mean()):.3f}",
                   flush=True)  # fmt: skip
         found["perplexity"][name] = {
@@ -137,8 +140,8 @@ def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[
 def first_token(llm: Llm, texts: dict, skip: int = 64) -> Float32[np.ndarray, "L N"]:
     """Mean attention on the first token, of queries from `skip` on of samples of full length."""
     runs = samples(llm, texts, llm.config.context)
-    parts = [maps(llm.config, llm.weights, runs[a : a + 4]) for a in range(0, SAMPLES, 4)]
-    return np.mean([np.asarray(part)[:, :, skip:, 0].mean(-1) for part in parts], axis=0)
+    mass = partial(uncached.mass_on_first, llm.config, llm.weights)
+    return np.mean([mass(runs[a : a + 4], skip) for a in range(0, SAMPLES, 4)], axis=0)
 
 
 def draw(llm: Llm, texts: dict, arm: str) -> bytes:

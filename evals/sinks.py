@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,7 +21,6 @@ import models
 from evals import recompute
 from evals.endless import tokens_of
 from evals.record import Record
-from jaxkv.typing import Array, Int32
 from models import uncached
 from models.llm import Llm
 
@@ -119,12 +117,8 @@ def first_token(llm: Llm, ids: Sequence[int], skip: int = 64) -> list[float]:
     skip: the first queries, which have little else to look at.
     """
 
-    @jax.jit
-    def mass(ids: Int32[Array, "1 T"]) -> list[Array]:
-        _, _, maps = uncached.forward(llm.config, llm.weights, ids, uncached.look)
-        return [jnp.mean(seen[0, :, skip:, 0]) for seen in maps]
-
-    return [float(layer) for layer in mass(jnp.asarray([ids], jnp.int32))]
+    mass = uncached.mass_on_first(llm.config, llm.weights, jnp.asarray([ids], jnp.int32), skip)
+    return [float(layer) for layer in mass.mean(1)]
 
 
 if __name__ == "__main__":

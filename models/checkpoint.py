@@ -10,14 +10,12 @@ Orbax writes them beside the training, each whole under its name or not at all.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from jaxkv.errors import UserError
@@ -25,43 +23,65 @@ from jaxkv.files import whole_file
 from models.hf.folder import read_json
 from models.training import Training
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 RUN, LOCK = "run.json", "lock"
 KEPT = {"last": 2, "best": 1}
+# Why nothing can be written, as it stands somewhere in what the layers below say of it.
+CAUSES = ("No space left on device", "File too large", "Disk quota exceeded", "Permission denied",
+          "Read-only file system")  # fmt: skip
 
 
 @contextlib.contextmanager
-def own(folder: Path, run: Mapping[str, Any], writes: bool = True) -> Iterator[None]:
-    """Hold a folder for one run, alone.
+def own(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
+    """Hold a folder for one run, alone, where the system has locks for files.
 
-    writes: False in all processes of a run but one, which do not hold it.
     Raises UserError where another process holds it, where it belongs to another run, or where it
     holds files and no run at all.
     """
-    if not writes:
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / RUN).exists() and any(p.name != LOCK for p in folder.iterdir()):
-            raise UserError(
-                f"--out must be a new folder or that of a run to go on with: {folder} holds other "
-                "files; choose another"
-            )
-        with (folder / LOCK).open("w") as lock:
+    with contextlib.ExitStack() as held:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in folder.iterdir()}
+            # A run that was killed while it wrote run.json leaves what it wrote beside it.
+            others = {n for n in names if n != LOCK and not n.startswith(f".{RUN}.")}
+            if RUN not in names and others:
+                raise UserError(
+                    f"--out must be a new folder or that of a run to go on with: {folder} holds "
+                    f"other files ({min(others)}); choose another"
+                )
+            lock = held.enter_context((folder / LOCK).open("w"))
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
                     f"one run writes to a folder, and another is writing to {folder}; wait for it "
                     "or choose another"
                 ) from None
             _belong(folder, run)
-            yield
+        yield
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Inside, what cannot be written is the user's to mend."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise UserError(
-            f"--out must be a folder that can be written to: {folder}: {error.strerror or error}; "
-            "make room, or choose another; the same command goes on from the last checkpoint"
-        ) from None
+        raise _unwritten(folder, error.strerror or str(error)) from None
+
+
+def _unwritten(folder: Path, reason: str) -> UserError:
+    return UserError(
+        f"--out must be a folder that can be written to: {folder}: {reason}; make room, or choose "
+        "another; the same command goes on from the last checkpoint"
+    )
 
 
 def _belong(folder: Path, run: Mapping[str, Any]) -> None:
@@ -71,20 +91,28 @@ def _belong(folder: Path, run: Mapping[str, Any]) -> None:
         with whole_file(folder / RUN) as file:
             file.write((json.dumps(run, indent=1) + "\n").encode())
         return
-    for name in sorted(held.keys() | run.keys()):
-        if held.get(name) != run.get(name):
-            raise UserError(
-                f"{folder} is the folder of another run: {name} was {held.get(name)!r} and is now "
-                f"{run.get(name)!r}; go on with what it was begun with, or choose another --out"
-            )
+    before, now = _flat(held), _flat(run)
+    changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
+    if changed:
+        told = "; ".join(f"{n} was {before.get(n)!r} and is now {now.get(n)!r}" for n in changed)
+        raise UserError(
+            f"{folder} is the folder of another run: {told}; go on with what it was begun with, or "
+            "choose another --out"
+        )
+
+
+def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the recipe beside the others."""
+    return {k: v for k, v in run.items() if k != "recipe"} | dict(run.get("recipe", {}))
 
 
 class Checkpoints:
     """Saves and restores of one run; nothing is on the disk for certain before `wait`."""
 
-    def __init__(self, folder: Path):
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        self.folder = folder
+    def __init__(self, folder: Path, run: Mapping[str, Any]):
+        for name in ("absl", "asyncio"):  # what they would say is raised as well
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self.folder, self._run = folder, json.loads(json.dumps(run))
         self._managers = {
             name: ocp.CheckpointManager(
                 (folder / name).absolute(),
@@ -95,46 +123,70 @@ class Checkpoints:
             for name, kept in KEPT.items()
         }
 
-    def save(self, training: Training, name: str = "last") -> None:
-        """Begin to write one; what went wrong in the one before is raised here."""
-        step = int(training.step)
-        if step not in self._managers[name].all_steps():
-            self._managers[name].save(step, args=ocp.args.StandardSave(training._asdict()))
-
-    def newest(self, name: str = "last") -> int | None:
-        """The step of the newest checkpoint; None where there is none."""
-        return self._managers[name].latest_step()
-
-    def wait(self) -> None:
-        """Until all is on the disk."""
-        for manager in self._managers.values():
-            manager.wait_until_finished()
-
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
         for manager in self._managers.values():
-            manager.close()
+            with self._writing():
+                manager.close()
+
+    def save(self, training: Training, name: str = "last") -> None:
+        """Begin to write one, where there is none of this step; what went wrong before is raised.
+
+        Raises UserError where checkpoints cannot be written.
+        """
+        step = int(training.step)
+        # A run that was killed may find one that it kept before: equal bits, for it is a step's.
+        if step <= (self.newest(name) or -1):
+            return
+        for other, manager in self._managers.items():
+            if other != name:  # over several processes two at once would take one barrier
+                with self._writing():
+                    manager.wait_until_finished()
+        state, run = ocp.args.StandardSave(training._asdict()), ocp.args.JsonSave(self._run)
+        with self._writing():
+            self._managers[name].save(step, args=ocp.args.Composite(state=state, run=run))
+
+    def wait(self) -> None:
+        """Until all is on the disk."""
+        for manager in self._managers.values():
+            with self._writing():
+                manager.wait_until_finished()
+
+    def newest(self, name: str = "last") -> int | None:
+        """The step of the newest checkpoint; None where there is none."""
+        return self._managers[name].latest_step()
 
     def restore(self, like: Training, name: str = "last") -> Training | None:
-        """The newest checkpoint, placed as `like` is; None where there is none yet.
+        """The newest checkpoint; None where there is none yet.
 
-        like: a run's first state, or its shapes and places.
-        Raises UserError for one that cannot be read, or is of another model.
+        like: the shapes of a run, and where its leaves lie (models.training.shape).
+        Raises UserError for one that cannot be read, or is of another run.
         """
-        manager = self._managers[name]
-        step = manager.latest_step()
+        step = self.newest(name)
         if step is None:
             return None
         where = self.folder / name / str(step)
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        remedy = "remove that folder to go on from the one before it"
+        restore = self._managers[name].restore
         try:
-            held = manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        except Exception as error:  # each layer below raises kinds of its own
+            run = restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            if run != self._run:
+                raise UserError(f"the checkpoint {where} is that of another run; {remedy}")
+            state = ocp.args.StandardRestore(like._asdict())
+            return Training(**restore(step, args=ocp.args.Composite(state=state)).state)
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:160]
-            raise UserError(
-                f"the checkpoint {where} cannot be read: {reason}; remove that folder to go on "
-                "from the one before it"
-            ) from error
-        return Training(**held)
+            raise UserError(f"the checkpoint {where} cannot be read: {reason}; {remedy}") from error
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk is an error of another kind in every layer
+            text = " ".join(str(error).split())
+            reason = next((cause for cause in CAUSES if cause in text), text[:160])
+            raise _unwritten(self.folder, reason) from error

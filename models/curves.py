@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8c8c8c"
 SMOOTH = 0.9  # of the drawn loss, how much is that of the steps before
@@ -14,8 +15,6 @@ SMOOTH = 0.9  # of the drawn loss, how much is that of the steps before
 
 def draw(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     """A PNG of loss, learning rate, gradient norm, speed and sinks over the steps."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(10, 6), layout="constrained")
     (loss, rate), (norm, sinks) = figure.subplots(2, 2)
     steps = [line["step"] for line in lines]

@@ -173,6 +173,7 @@ def prepare(
     first = sum(sizes[path] for path in documents["train"]) if tokenizer is None else 0
     told = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
     coder = _train(documents["train"], vocab, told) if tokenizer is None else _take(tokenizer)
+    coder.encode_special_tokens = True  # written out in a text they are letters like others
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
     kind = _dtype_for(size, dtype)
     out.mkdir(parents=True, exist_ok=True)

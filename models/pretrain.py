@@ -15,6 +15,7 @@ in training.py, recipes are in recipes.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import files
@@ -31,7 +33,7 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array
 from models import curves, data, training
 from models.chat import Chat
-from models.checkpoint import Checkpoints, own
+from models.checkpoint import Checkpoints, own, writing
 from models.compilation import clock, keep_compilations
 from models.data import Tokens
 from models.hf.export import export
@@ -68,28 +70,34 @@ def pretrain(
     no number.
     """
     keep_compilations()
+    if jax.process_count() > 1 and (mesh is None or mesh.size != jax.device_count()):
+        raise UserError(
+            "several processes train one model over a mesh of all their devices; write --mesh "
+            f"data={jax.device_count()}"
+        )
     setting = setting_of(recipe, tokens, mesh)
     data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
     valid = _valid(setting, tokens)
-    first_process = jax.process_index() == 0
+    writes = jax.process_index() == 0
     run = {
         "recipe": {k: v for k, v in dataclasses.asdict(recipe).items() if k not in SEEN},
         "data": tokens.digest,
         "dtype": setting.dtype,
     }
-    with own(out, run, first_process), Checkpoints(out) as checkpoints:
-        trained = training.begin(setting)
-        trained = checkpoints.restore(trained) or trained
-        log = Log(out / "log.jsonl", int(trained.step), first_process, tensorboard)
+    with contextlib.ExitStack() as held:
+        together(lambda: held.enter_context(own(out, run)))
+        checkpoints = held.enter_context(Checkpoints(out, run))
+        trained = checkpoints.restore(training.shape(setting)) or training.begin(setting)
+        log = Log(out / "log.jsonl", int(trained.step), writes, tensorboard)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped)
         checkpoints.wait()
         if int(trained.step) < recipe.steps:
             tell(f"stopped at step {int(trained.step)}; the same command goes on")
             return None
-        weights = _whole(setting, trained.weights)
-        if first_process:
-            tokenizer = tokens.folder / data.TOKENIZER
-            export(out / "hf", setting.config, weights, tokenizer, setting.front)
+        weights, tokenizer = _whole(setting, trained.weights), tokens.folder / data.TOKENIZER
+        if writes:
+            with writing(out):
+                export(out / "hf", setting.config, weights, tokenizer, setting.front)
         return out / "hf"
 
 
@@ -106,18 +114,23 @@ def train(
     """The loop: all steps that are left, or those until `stopped` says so."""
     recipe, first = setting.recipe, int(trained.step)
     name = title(setting, trained)
+    used, there = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
     tell(
-        f"{name}, {setting.dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}"
+        f"{name}, {setting.dtype}, {used} x {jax.devices()[0].device_kind}"
+        + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
         + (f"; going on from step {first}" if first else "")
     )
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
         trained, told = training.update(setting, trained, setting.split(runs))
-        done, stop = step + 1, stopped()
+        done = step + 1
         looking = done == recipe.steps or done % recipe.look_every == 0
+        logging = looking or 0 in (done % recipe.log_every, done % recipe.save_every)
+        # Several processes must stop at one step, and agree on it only where they wait anyway.
+        stop = (logging or jax.process_count() == 1) and anywhere(stopped())
         saving = looking or stop or done % recipe.save_every == 0
-        if not (saving or done % recipe.log_every == 0):
+        if not (logging or stop):
             continue
         line = {
             "step": done,
@@ -133,10 +146,11 @@ def train(
         tell(shown(line, recipe))
         if looking:
             log.draw(name)
+        # First the best: where a run goes on from, its best is kept.
+        if looking and anywhere(log.is_best(line)):
+            checkpoints.save(trained, "best")
         if saving:
             checkpoints.save(trained)
-        if looking and log.is_best(line):
-            checkpoints.save(trained, "best")
         if stop:
             break
         pace.resume(done)
@@ -148,11 +162,34 @@ def _check(trained: Training, checkpoints: Checkpoints) -> None:
     if int(trained.failed) < 0:
         return
     checkpoints.wait()
+    kept = checkpoints.newest()
+    there = "there is no checkpoint yet" if kept is None else f"the last good one is of step {kept}"
     raise UserError(
-        f"the loss or its gradient is no number at step {int(trained.failed)}; the last good "
-        f"checkpoint is that of step {checkpoints.newest()}; set a smaller lr, a longer warmup, or "
-        "dtype=float32, with another --out"
+        f"the loss or its gradient is no number at step {int(trained.failed) + 1}; {there}; set a "
+        "smaller lr, a longer warmup, or dtype=float32, with another --out"
     )
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether it holds in any process of the run; all of them ask together."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(process_allgather(np.array([flag])).any())
+
+
+def together(act: Callable[[], object]) -> None:
+    """What the first process alone does, and all must know to have failed."""
+    told = b""
+    if jax.process_index() == 0:
+        try:
+            act()
+        except UserError as error:
+            told = str(error).encode()[:1000]
+    if jax.process_count() > 1:
+        message = np.frombuffer(told.ljust(1000, b"\0"), np.uint8)
+        told = bytes(np.asarray(broadcast_one_to_all(message))).rstrip(b"\0")
+    if told:
+        raise UserError(told.decode(errors="ignore"))
 
 
 def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
@@ -296,12 +333,13 @@ class Log:
         self._board = _board(path.parent / "tensorboard") if tensorboard and writes else None
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            files.write({path: text.encode()})
+            with writing(path.parent):
+                files.write({path: text.encode()})
 
     def write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         if self._writes:
-            with self._path.open("a", encoding="utf-8") as file:
+            with writing(self._path.parent), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         if self._board:
             for name, value in line.items():
@@ -312,11 +350,13 @@ class Log:
     def draw(self, title: str) -> None:
         """The picture of all lines beside the log."""
         if self._writes:
-            files.write({self._path.with_name("curves.png"): curves.draw(self.lines, title)})
+            with writing(self._path.parent):
+                files.write({self._path.with_name("curves.png"): curves.draw(self.lines, title)})
 
     def is_best(self, line: dict[str, Any]) -> bool:
-        """Whether no look before this one had a smaller loss."""
-        return line["valid_loss"] <= min(x["valid_loss"] for x in self.lines if "valid_loss" in x)
+        """Whether no look before this one had a smaller loss, as the process that writes has it."""
+        losses = [x["valid_loss"] for x in self.lines if "valid_loss" in x]
+        return self._writes and line["valid_loss"] <= min(losses)
 
 
 def _parsed(text: str) -> dict[str, Any] | None:

@@ -69,17 +69,24 @@ PRESETS: dict[str, Recipe] = {
         rows=64, steps=1600, lr=5e-3, z_loss=0.0,
         log_every=100, look_every=400, save_every=1600,
     ),
+    # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: 20 minutes on two CPU cores.
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,
     ),
+    # 28 million weights at a vocabulary of 4,096: one GPU or TPU. Not run yet (ACCELERATOR.md).
     "small": Recipe(
         layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,
-        rows=64, steps=5000, lr=1e-3,
+        rows=64, accumulate=4, steps=5000, lr=1e-3,
     ),
+    # The paper's 160M models (section 3.3): the recipe of Pythia-160M at a batch of 256, whose
+    # 143,000 steps of 524,288 tokens take Adam at 6e-4 down to 6e-5 by a cosine after 1 % of
+    # warm-up, betas 0.9 and 0.95, decay 0.1, clip 1.0, in float16 on the Pile. Pythia's blocks work
+    # in parallel, turn a quarter of each head and have a head matrix of their own; these are
+    # Llama's. A part of 32 samples takes about 37 GiB. Not run yet (ACCELERATOR.md).
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
-        rows=256, steps=143_000, lr=6e-4,
+        rows=256, accumulate=8, steps=143_000, lr=6e-4,
     ),
 }  # fmt: skip
 

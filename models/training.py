@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optax.contrib import MuonDimensionNumbers, muon
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from optax.contrib import muon
 
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float32, Int32
@@ -113,7 +115,7 @@ def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
     """Random weights in float32: normal, those that write to the residual stream divided by
     sqrt(2 L) (GPT-2); gains 1, biases and sink logits 0."""
     weights = {}
-    for number, (name, (_, shape)) in enumerate(shapes(config).items()):
+    for name, (_, shape) in shapes(config).items():
         kind = name.rsplit(".", 1)[-1]
         if kind.endswith("norm"):
             weights[name] = jnp.ones(shape, jnp.float32)
@@ -121,20 +123,34 @@ def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
             weights[name] = jnp.zeros(shape, jnp.float32)
         else:
             scale = DEVIATION / math.sqrt(2 * config.layers if kind in ("o", "down") else 1)
-            key = jax.random.fold_in(jax.random.key(seed), number)
+            # By name: what two models have in common begins alike.
+            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
             weights[name] = scale * jax.random.normal(key, shape, jnp.float32)
     return weights
 
 
 def begin(setting: Setting) -> Training:
     """A run before its first step."""
-
-    def fresh() -> Training:
-        weights = fresh_weights(setting.config, setting.recipe.seed)
-        moments = optimizer(setting.recipe).init(weights)
-        return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
-
+    fresh = partial(_fresh, setting)
     return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh)))()
+
+
+def shape(setting: Setting) -> Training:
+    """The shapes of the same, and where each leaf lies."""
+    training = jax.eval_shape(partial(_fresh, setting))
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=setting.place(leaf.shape) or here
+        ),
+        training,
+    )
+
+
+def _fresh(setting: Setting) -> Training:
+    weights = fresh_weights(setting.config, setting.recipe.seed)
+    moments = optimizer(setting.recipe).init(weights)
+    return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
 
 
 def places(setting: Setting, training: Training) -> Training | None:
@@ -149,11 +165,11 @@ def rate(recipe: Recipe) -> optax.Schedule:
     last = recipe.lr * recipe.last_lr
     warm = max(1, round(recipe.warmup * recipe.steps))
     rest = max(1, recipe.steps - warm)
-    up = optax.linear_schedule(recipe.lr / warm, recipe.lr, warm)
+    up = optax.linear_schedule(recipe.lr / warm, recipe.lr, max(1, warm - 1))
     if recipe.decay == "cosine":
         down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.last_lr)
     else:
-        cooling = max(1, round(recipe.cooldown * recipe.steps))
+        cooling = min(rest, max(1, round(recipe.cooldown * recipe.steps)))
         down = optax.linear_schedule(recipe.lr, last, cooling, max(0, rest - cooling))
     return optax.join_schedules([up, down], [warm])
 
@@ -162,26 +178,19 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Clipping, then AdamW; or Muon for the matrices inside the layers and AdamW for the rest."""
     matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
     betas = {"b1": recipe.beta1, "b2": recipe.beta2}
-    if recipe.optimizer == "adamw":
-        rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=matrices)
-    else:
-        rule = muon(
+    rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=matrices)
+    if recipe.optimizer == "muon":
+        inner = muon(
             rate(recipe),
             weight_decay=recipe.weight_decay,
-            adam_b1=recipe.beta1,
-            adam_b2=recipe.beta2,
             consistent_rms=0.2,  # updates as large as AdamW's, so that one lr serves both
-            muon_weight_dimension_numbers=_inner,
         )
+        rule = optax.partition({"muon": inner, "adamw": rule}, _rule_of)
     return optax.chain(optax.clip_by_global_norm(recipe.clip), rule)
 
 
-def _inner(weights: Weights) -> dict[str, MuonDimensionNumbers | None]:
-    """Which weights Muon takes; they stand as (out, in)."""
-    return {
-        name: MuonDimensionNumbers(1, 0) if name.rsplit(".", 1)[-1] in INNER else None
-        for name in weights
-    }
+def _rule_of(weights: Weights) -> dict[str, str]:
+    return {n: "muon" if n.rsplit(".", 1)[-1] in INNER else "adamw" for n in weights}
 
 
 def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, Array, Array]:
@@ -203,7 +212,8 @@ def losses(
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Array]:
     """Natural-log losses of every target, log Z of every softmax, and which targets count."""
     inputs, targets, counts = samples(runs, setting.front)
-    decoder, hidden, _ = uncached.forward(setting.config, weights, inputs)
+    run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
+    decoder, hidden, _ = uncached.forward(setting.config, weights, inputs, run)
     logits = decoder.logits(hidden)  # [V,B,T]
     log_z = jax.nn.logsumexp(logits, axis=0)
     # A sum over a mask, for the gradient of a gather is written one by one.
@@ -213,8 +223,8 @@ def losses(
 
 
 def _gather(setting: Setting, weights: Weights) -> Weights:
-    """The weights in the dtype of the computation, whole on every device while they are used."""
-    cast = {name: weight.astype(setting.dtype) for name, weight in weights.items()}
+    """The weights as the computation takes them, whole on every device while they are used."""
+    cast = {n: w.astype(setting.dtype) if w.ndim > 1 else w for n, w in weights.items()}
     if setting.mesh is None:
         return cast
     return jax.lax.with_sharding_constraint(cast, NamedSharding(setting.mesh, PartitionSpec()))
@@ -272,15 +282,12 @@ def mean_loss(setting: Setting, weights: Weights, runs: Int32[Array, "B X"]) -> 
     return jnp.sum(loss * counts) / jnp.sum(counts)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
 def first_token_mass(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
 ) -> Float32[Array, "L N"]:
     """How much attention each head gives to the first token: the mean of queries from `after`."""
     inputs, _, _ = samples(runs, setting.front)
-    cast = _gather(setting, weights)
-    _, _, maps = uncached.forward(setting.config, cast, inputs, uncached.look)
-    return jnp.stack([jnp.mean(seen[:, :, after:, 0], axis=(0, 2)) for seen in maps])
+    return uncached.mass_on_first(setting.config, _gather(setting, weights), inputs, after)
 
 
 def flops_per_token(config: Config, context: int) -> float:
@@ -293,25 +300,24 @@ def flops_per_token(config: Config, context: int) -> float:
     return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context
 
 
-# Dense products in bfloat16, FLOP/s, as data sheets have them; by what a device kind contains.
+# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12,
-         "v6 lite": 918e12, "v6e": 918e12, "v5p": 459e12, "v5 lite": 197e12, "v5e": 197e12,
-         "v4": 275e12}  # fmt: skip
+         "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12, "v5p": 459e12,
+         "v5": 459e12, "v4": 275e12}  # fmt: skip
 
 
 @functools.cache
 def peak() -> float:
     """FLOP/s that one device could do: the data sheet's, or what a large product reaches here."""
-    kind = jax.local_devices()[0].device_kind
-    listed = next((flops for name, flops in PEAKS.items() if name in kind), None)
+    words = f" {jax.local_devices()[0].device_kind.replace('-', ' ')} "
+    listed = next((flops for name, flops in PEAKS.items() if f" {name} " in words), None)
     return listed or measured_peak()
 
 
-def measured_peak(size: int = 2048, repeats: int = 3) -> float:
-    """The best FLOP/s of a float32 product of two square matrices."""
-    import time
-
-    a = jnp.ones((size, size), jnp.float32)
+def measured_peak(repeats: int = 3) -> float:
+    """The best FLOP/s of a product of two square matrices: float32 on a CPU, else bfloat16."""
+    size, dtype = (2048, "float32") if jax.default_backend() == "cpu" else (8192, "bfloat16")
+    a = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     product(a, a).block_until_ready()
     seconds = []

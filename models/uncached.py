@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxkv.attention import blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
@@ -62,22 +63,71 @@ def attend(
     implementation: `cudnn` is cuDNN's flash attention on an NVIDIA GPU in half precision, `xla`
     runs anywhere; None takes the first where it is to be had.
     """
+    lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink)
     if implementation is None:
-        fused = jax.default_backend() == "gpu" and q.dtype.name in _HALF and spec.softcap is None
-        implementation = "cudnn" if fused else "xla"
+        implementation = "xla" if lacks else "cudnn"
     at = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at)
     if implementation == "cudnn":
-        if q.dtype.name not in _HALF or spec.softcap is not None:
-            raise UserError(
-                f"cudnn attends in bfloat16 or float16 and without a softcap, got {q.dtype} and "
-                f"softcap={spec.softcap}; take implementation='xla'"
-            )
+        if lacks:
+            raise UserError(f"cudnn attends {lacks}; take implementation='xla'")
         return fused_attention(q, k, v, spec.scale, window, sink, "cudnn"), state
     out, lse = _attend_in_blocks(q, k, v, spec, window)
     if sink is not None:  # what `merge` with a sink logit comes to
         out = out * jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None])[..., None]
     return out, state
+
+
+def cudnn_lacks(
+    device: jax.Device,
+    q: Float[Array, "B T N H"],
+    softcap: float | None = None,
+    window: int | None = None,
+    sink: object = None,
+) -> str:
+    """What keeps cuDNN's flash attention from being used; empty where nothing does."""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return f"on an NVIDIA GPU, got {device.platform}"
+    capability = float(device.compute_capability)
+    if capability < 8:
+        return f"from compute capability 8.0 on, got {capability}"
+    if q.dtype.name not in _HALF:
+        return f"in bfloat16 or float16, got {q.dtype}"
+    if softcap is not None or (sink is not None and window is not None):
+        return "without a softcap, and without a window where there is a sink logit"
+    head_dim, most = q.shape[-1] + (_SINK_DIMS if is_learned(sink) else 0), 128
+    if head_dim % 8 or head_dim > (most if capability < 9 else 2 * most):
+        return f"with a head dim of eights, up to {most} (256 from capability 9.0), got {head_dim}"
+    return ""
+
+
+def is_learned(sink: object) -> bool:
+    """Whether sink logits may be other than zero; zeros of numpy are known to be."""
+    return sink is not None and not (isinstance(sink, np.ndarray) and not sink.any())
+
+
+def attend_on(mesh: Mesh) -> Callable:
+    """`attend`, each device with its own samples."""
+
+    def attend_split(
+        window: int | None, spec: Spec, state: object, q: Array, k: Array, v: Array,
+        positions: object = None, valid: object = None, sink: Array | None = None,
+    ) -> tuple[Array, object]:  # fmt: skip
+        learned = (sink,) if is_learned(sink) else ()
+
+        def one(q: Array, k: Array, v: Array, *given: Array) -> Array:
+            return attend(window, spec, None, q, k, v, sink=given[0] if given else sink)[0]
+
+        split = jax.shard_map(
+            one,
+            mesh=mesh,
+            in_specs=(PartitionSpec("data"),) * 3 + (PartitionSpec(),) * len(learned),
+            out_specs=PartitionSpec("data"),
+            check_vma=False,
+        )
+        return split(q, k, v, *learned), state
+
+    return attend_split
 
 
 def _attend_in_blocks(
@@ -244,14 +294,12 @@ def fused_attention(
             q, k, v, scale=scale, is_causal=True, local_window_size=before,
             implementation=implementation,
         )  # fmt: skip
-    if window is not None:
-        raise UserError("a fused kernel has no sink logits beside a window; take 'xla'")
     tokens, head_dim = q.shape[1], q.shape[-1]
     behind = -(tokens + 1) % 8  # some kernels want even lengths; no query looks behind itself
     q, k, v = (jnp.pad(a, ((0, 0), (1, behind), (0, 0), (0, 0))) for a in (q, k, v))
-    if not isinstance(sink, np.ndarray) or sink.any():
-        terms = _split(sink.astype(jnp.float32) / np.float32(scale), q.dtype)
-        terms = jnp.broadcast_to(terms, (*q.shape[:3], _SINK_DIMS))
+    if is_learned(sink):
+        logits = jnp.broadcast_to(sink.astype(jnp.float32) / np.float32(scale), q.shape[:3])
+        terms = _split(logits, q.dtype)
         one = np.zeros((1, k.shape[1], 1, _SINK_DIMS), np.float32)
         one[:, 0, :, :_SINK_TERMS] = 1
         q = jnp.concatenate([q, terms], axis=-1)
@@ -262,7 +310,7 @@ def fused_attention(
     return out[:, 1 : 1 + tokens, :, :head_dim]
 
 
-def _split(value: Float32[Array, " N"], dtype: jnp.dtype) -> Float[Array, "N 8"]:
+def _split(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, "... 8"]:
     """Numbers of a low precision that add up to `value`, and zeros."""
     terms, rest = [], value
     for _ in range(_SINK_TERMS):
@@ -306,3 +354,12 @@ def _seen(
     back = jnp.asarray(queries)[:, None] - jnp.arange(first, end)[None, :]
     seen = back >= 0
     return (seen if window is None else seen & (back < window))[None]
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def mass_on_first(
+    config: Config, weights: Weights, ids: Int32[Array, "B T"], skip: int
+) -> Float32[Array, "L N"]:
+    """What each head gives to the first token, the mean of the queries from `skip` on."""
+    _, _, seen = forward(config, weights, ids, look)
+    return jnp.stack([jnp.mean(layer[:, :, skip:, 0], axis=(0, 2)) for layer in seen])

@@ -33,6 +33,11 @@ COMMANDS = {
     "pretrain": "train a model, with or without attention sinks",
 }
 CLOSED = 141
+# Packages that a command may lack, by the extra that brings them.
+EXTRAS = {
+    "models": ("flax", "jax", "tokenizers"),
+    "train": ("optax", "orbax", "orbax.checkpoint", "matplotlib", "safetensors"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("error", error)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("flax", "jax"):
+        extra = next((e for e, names in EXTRAS.items() if error.name in names), None)
+        if extra is None:
             raise
-        _say("error", f"models need the package {error.name}; pip install 'jaxkv[models]'")
+        _say("error", f"this needs the package {error.name}; pip install 'jaxkv[{extra}]'")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -43,9 +43,9 @@ def export(
     }
     coder = Tokenizer.from_file(str(tokenizer))
     tokens = [coder.id_to_token(i) for i in front]
-    if tokens:
-        special = list(zip(tokens, front, strict=True))
-        coder.post_processor = TemplateProcessing(" ".join([*tokens, "$A"]), special_tokens=special)
+    # Also where nothing is to stand in front: a tokenizer taken from elsewhere may put a BOS there.
+    special = list(zip(tokens, front, strict=True))
+    coder.post_processor = TemplateProcessing(" ".join([*tokens, "$A"]), special_tokens=special)
     begin = {"bos_token": tokens[0]} if tokens else {}
     ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
     told = {

@@ -33,28 +33,16 @@ def test_special_tokens_are_rows_of_their_own(tokens):
     assert len(set(ids)) == 3 and max(ids) < tokens.vocab == VOCAB
     everything = np.concatenate([tokens.run(s, 0, tokens.count(s)) for s in data.SPLITS])
     assert not np.isin(ids[1:], everything).any()
-    # Written out in a text they are told apart from what surrounds them.
-    assert read_tokenizer(tokens.folder).encode("a<|sink|>b")[1] == ids[1]
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_an_epoch_is_every_run_once(tokens, length):
-    total, rows = tokens.count("train"), 4
-    everything = tokens.run("train", 0, total)
-    runs = (total - 1) // length - 1
-    per_epoch = runs // rows
-    for epoch in range(2):
-        first = -(-epoch * runs // rows)  # the first step that lies in this epoch alone
-        begins = Counter()
-        for step in range(first, first + per_epoch - 1):
-            for run in data.batch(tokens, "train", 3, step, rows, length):
-                assert len(run) == length + 1
-                windows = np.lib.stride_tricks.sliding_window_view(everything, length + 1)
-                found = np.flatnonzero((windows == run).all(1))
-                assert len(found)
-                begins[tuple(found % length) if len(found) == 1 else ("twice",)] += 1
-        # Runs of one epoch are cut at one offset.
-        assert len([cut for cut in begins if cut != ("twice",)]) <= 1
+def test_special_tokens_in_a_text_are_letters(tmp_path):
+    texts = write_texts(tmp_path / "texts", documents=2)
+    told = "a<|sink|>b<|endoftext|>c"
+    (texts / "0.txt").write_text(told)
+    made = data.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
+    ids = made.run("train", 0, made.count("train"))
+    assert np.isin(ids, [made.id_of(name) for name in data.SPECIAL]).sum() == 1  # its own end
+    assert read_tokenizer(made.folder).decode(ids) == told
 
 
 def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):

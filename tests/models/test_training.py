@@ -102,6 +102,18 @@ def test_every_arm_learns(tokens, sinks, optimizer):
     assert ("layers.0.sinks" in trained.weights) == (sinks == "logit")
 
 
+def test_arms_begin_alike(tokens):
+    """Every weight that two arms have in common is the same at one seed, and not at another."""
+    arms = [
+        training.begin(setting_of(small(f"sinks={sinks}"), tokens)).weights
+        for sinks in ("none", "logit", "token")
+    ]
+    other = training.begin(setting_of(small("seed=1"), tokens)).weights
+    for name, weight in arms[0].items():
+        assert all(np.array_equal(weight, arm[name]) for arm in arms[1:])
+        assert np.array_equal(weight, other[name]) == (weight.ndim == 1)
+
+
 def test_sink_tokens_stand_in_front_and_cost_no_loss():
     runs = jnp.arange(10, 22).reshape(2, 6)
     inputs, targets, counts = training.samples(runs, ())
@@ -152,6 +164,12 @@ def test_a_step_without_numbers_changes_nothing(tokens):
     healed, told = training.update(setting, healed, runs)
     assert np.isfinite(float(told.loss)) and int(healed.failed) == 2
     assert all(np.array_equal(kept[n], w) for n, w in healed.weights.items())
+
+
+def test_a_cooldown_ends_where_the_recipe_says():
+    """However long the warm-up was."""
+    recipe = read_recipe("tiny", ["decay=wsd", "warmup=0.9", "cooldown=0.5", "steps=100"])
+    assert float(training.rate(recipe)(100)) == pytest.approx(recipe.lr * recipe.last_lr)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "wsd"])
@@ -207,7 +225,7 @@ def test_bad_meshes_and_recipes_are_refused(tokens):
 
 
 BAD = {
-    "tinny": "a preset must be one of tiny, small, 160m, got 'tinny'",
+    "tinny": "a preset must be one of backcopy, tiny, small, 160m, got 'tinny'",
     "tiny sink=token": "field=value with a field of layers,.*got 'sink=token'",
     "tiny sinks": "field=value",
     "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit: 'one'",

@@ -120,7 +120,42 @@ def test_a_learned_sink_survives_half_precision():
     np.testing.assert_allclose(terms.astype(jnp.float32).sum(-1), sink, rtol=1e-6)
 
 
-def test_what_cudnn_does_not_do_is_refused(rng):
+class Gpu:
+    """Stands for a device of JAX, of which cuDNN's flash attention asks two things."""
+
+    def __init__(self, capability, version="cuda 12080", platform="gpu"):
+        self.platform, self.compute_capability = platform, capability
+        self.client = type("Client", (), {"platform_version": version})
+
+
+ZERO, LEARNED = np.zeros(4, np.float32), np.ones(4, np.float32)
+FITS = {
+    "H200": (Gpu("9.0"), 64, {}, ""),
+    "H200, wide heads": (Gpu("9.0"), 256, {}, ""),
+    "A100": (Gpu("8.0"), 128, {"window": 64}, ""),
+    "A100, wide heads": (Gpu("8.0"), 256, {}, "up to 128"),
+    "A100, zero sink": (Gpu("8.0"), 128, {"sink": ZERO}, ""),
+    "A100, learned sinks": (Gpu("8.0"), 128, {"sink": LEARNED}, "got 136"),
+    "T4": (Gpu("7.5"), 64, {}, "8.0 on, got 7.5"),
+    "AMD": (Gpu("gfx942", "rocm 6.3"), 64, {}, "NVIDIA"),
+    "CPU": (Gpu("", "cpu", "cpu"), 64, {}, "got cpu"),
+    "odd heads": (Gpu("9.0"), 12, {}, "of eights"),
+    "softcap": (Gpu("9.0"), 64, {"softcap": 30.0}, "without a softcap"),
+    "sink and window": (Gpu("9.0"), 64, {"sink": ZERO, "window": 8}, "without a window"),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_where_cudnn_is_to_be_had(case):
+    device, head_dim, how, told = FITS[case]
+    q = jax.ShapeDtypeStruct((1, 8, 4, head_dim), jnp.bfloat16)
+    lacks = uncached.cudnn_lacks(device, q, **how)
+    assert told in lacks and bool(lacks) == bool(told)
+    wide = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    assert uncached.cudnn_lacks(device, wide, **how)
+
+
+def test_by_name_it_is_refused_where_it_is_not(rng):
     q, k, v = drawn(rng, 4)
-    with pytest.raises(UserError, match="cudnn attends in bfloat16 or float16"):
+    with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; take"):
         uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")
