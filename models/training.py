@@ -131,6 +131,8 @@ def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
 
 def begin(setting: Setting) -> Training:
     """A run before its first step."""
+    if setting.mesh is None:
+        return _fresh(setting)
     fresh = partial(_fresh, setting)
     return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh)))()
 
