@@ -36,7 +36,8 @@ def main() -> None:
     given = ask.parse_args()
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[given.preset or preset]
-    recipe = dataclasses.replace(recipe, rows=given.rows or recipe.rows)
+    if given.rows:
+        recipe = dataclasses.replace(recipe, rows=given.rows, accumulate=1)
     record = Record("mfu", [], [0], quick=given.quick)
     results = {"preset": given.preset or preset} | measure(recipe, given.rounds, share)
     for one in results["bars"]:

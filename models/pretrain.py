@@ -3,8 +3,8 @@
     jaxkv data --text BOOKS --vocab-size 4096 --out data
     jaxkv pretrain --preset tiny --data data --out run --set sinks=token
 
-The same command again goes on where the last one stopped, and ends with the weights that it would
-have had without stopping, bit for bit. This file is the run, from top to bottom; the step itself is
+The same command again goes on where the last one stopped, and on a CPU ends with the weights that
+it would have had without stopping, bit for bit. This file is the run, from top to bottom; the step itself is
 in training.py, recipes are in recipes.py.
 
     OUT/log.jsonl    an object for every logged step
