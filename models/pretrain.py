@@ -4,8 +4,8 @@
     jaxkv pretrain --preset tiny --data data --out run --set sinks=token
 
 The same command again goes on where the last one stopped, and on a CPU ends with the weights that
-it would have had without stopping, bit for bit. This file is the run, from top to bottom; the step itself is
-in training.py, recipes are in recipes.py.
+it would have had without stopping, bit for bit. This file is the run, from top to bottom; the step
+itself is in training.py, recipes are in recipes.py.
 
     OUT/log.jsonl    an object for every logged step
     OUT/curves.png   the same as a picture
