@@ -185,7 +185,7 @@ def merge(*parts: Partial) -> Partial:
     return Partial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
 
-def sink_logit(logits: Float[Array, " N"], like: Partial) -> Partial:
+def sink_logit(logits: Float[Array | np.ndarray, " N"], like: Partial) -> Partial:
     """A learned sink: one logit a query head that takes weight and gives no value.
 
     Zeros make it the zero sink, softmax with 1 added below the fraction (StreamingLLM, section

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from jaxkv.attention import merge, sink_logit
 from jaxkv.contract import Chunk, Policy, Spec, State, is_letters
@@ -19,7 +20,7 @@ def step(
     v: Float[Array, "B T K H"],
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-    sink: Float[Array, " N"] | None = None,
+    sink: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
     """Attend to everything in view, absorb the chunk; the attention output and the new state.
 
@@ -51,7 +52,7 @@ def check(
     v: Array,
     positions: Array,
     valid: Array,
-    sink: Array | None = None,
+    sink: Array | np.ndarray | None = None,
 ) -> None:
     """Raise UserError for arguments of `step` that do not agree; costs nothing once compiled."""
     if isinstance(policy, type) or not hasattr(policy, "attend"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxkv import driver
@@ -90,7 +91,7 @@ def sharded_step(
     v: Float[Array, "B T K H"],
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-    sink: Float[Array, " N"] | None = None,
+    sink: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
     """`step`, each device with its own rows and kv heads; a mesh may have one axis or both.
 

@@ -175,6 +175,7 @@ def two(start, out: Path, *settings: str, mesh=("--mesh", "data=2")) -> list[sub
     return [start(out, *settings, flags=some) for some in flags]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_two_processes(start, tmp_path):
     """Pressed in one before the other: both stop at one step, and keep it."""
     out = tmp_path / "run"
@@ -189,6 +190,7 @@ def test_ctrl_c_in_two_processes(start, tmp_path):
     assert int(kept.name) == lines(out)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_what_one_process_finds_wrong_ends_both(start, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     for out, mesh, told in (
@@ -242,6 +244,7 @@ def damage_newest(out: Path, harm) -> Path:
     return newest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm", [lambda path: path.write_bytes(b"\xff" * 10), lambda path: path.unlink()]
 )
@@ -256,6 +259,7 @@ def test_a_damaged_checkpoint_is_named(tokens, tmp_path, harm):
     assert run_here(tokens, out, "steps=4") == out / "hf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["width=64", "seed=1"])
 def test_a_foreign_checkpoint_is_refused(tokens, tmp_path, setting):
     """One of another model, or of an equal one, put where ours belongs."""
@@ -267,6 +271,7 @@ def test_a_foreign_checkpoint_is_refused(tokens, tmp_path, setting):
         run_here(tokens, tmp_path / "run", "steps=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [20, 300])
 def test_a_full_disk(start, tmp_path, limit):
     """A limit on the size of files stands for it: one line, and earlier checkpoints stay.
