@@ -1,0 +1,114 @@
+"""An exported model is the one that was trained: for us, for transformers, and for a stream."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from jaxkv.errors import UserError
+from models import data, training
+from models.config import read_config
+from models.hf.export import export
+from models.pretrain import setting_of
+from tests.models.training_data import small
+
+
+def exported(tokens, folder, *settings, dtype="float32"):
+    """A folder with fresh weights, made large enough for attention to matter, and its setting."""
+    setting = setting_of(small("layers=2", *settings), tokens)
+    weights = training.begin(setting).weights
+    weights = {n: 8 * w if w.ndim > 1 else w for n, w in weights.items()}
+    for name in weights:
+        if name.endswith("sinks"):
+            weights[name] = jnp.asarray([-1.0, 0.5, 2.0, 0.0])
+    tokenizer = tokens.folder / data.TOKENIZER
+    export(folder, setting.config, weights, tokenizer, setting.front, dtype)
+    return setting, weights
+
+
+@pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token", "two_tokens"])
+def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
+    """The losses of training, from the loaded folder, token by token and in chunks."""
+    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    llm = models.load(tmp_path / "hf")
+    assert llm.tokenizer.front == setting.front
+    runs = data.batch(tokens, "valid", 0, 0, 2, 16)
+    wanted, _, _ = training.losses(setting, weights, jnp.asarray(runs))
+    plain, _, _ = training.losses(
+        setting_of(small("layers=2"), tokens), {n: weights[n] for n in weights if "sinks" not in n},
+        jnp.asarray(runs),
+    )  # fmt: skip
+    assert (sinks == "none") == np.allclose(wanted, plain, atol=1e-3)
+    skip = max(0, len(setting.front) - 1)  # the second sink token is not predicted
+    for run, loss in zip(runs.tolist(), np.asarray(wanted), strict=True):
+        ids = [*setting.front, *run[len(setting.front) :]]
+        for policy, chunk in (("full", 5), ("streaming:sinks=2,window=20", 1)):
+            found = np.concatenate(list(models.losses(llm, ids, policy, chunk)))
+            np.testing.assert_allclose(found[skip:], loss[skip:], atol=2e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("sinks", ["none", "token"])
+def test_transformers_gives_the_same_logits(tokens, tmp_path, sinks):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    text = "the cat sat on a mat and saw"
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")(text).input_ids
+    ids = models.load(tmp_path / "hf").tokenizer.encode(text)
+    assert theirs == ids and ids[: len(setting.front)] == list(setting.front)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32").eval()
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0].numpy()
+    decoder, hidden, _ = training.uncached.forward(setting.config, weights, jnp.asarray([ids]))
+    np.testing.assert_allclose(decoder.logits(hidden)[:, 0].T, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token"])
+def test_the_description_comes_back(tokens, tmp_path, sinks):
+    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    assert read_config(tmp_path / "hf") == setting.config
+    named = json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))
+    sink = sinks in ("zero", "logit")
+    # Others must not load a model with sink logits as if it had none.
+    assert named["architectures"] == ["SinkLlamaForCausalLM" if sink else "LlamaForCausalLM"]
+    assert (named["model_type"] == "llama") == (not sink)
+    loaded = models.load(tmp_path / "hf").weights
+    assert jax.tree.all(jax.tree.map(np.array_equal, dict(weights), dict(loaded)))
+
+
+def test_half_precision_halves_the_file(tokens, tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    exported(tokens, whole)
+    exported(tokens, half, dtype="bfloat16")
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (whole, half)]
+    assert sizes[1] < 0.52 * sizes[0]
+    assert read_config(half).dtype == "bfloat16"
+
+
+def test_a_tokenizer_with_a_bos_of_its_own_loses_it(tokens, tmp_path):
+    """A plain model is trained without; what its tokenizer came with must not put one there."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    coder = Tokenizer.from_file(str(tokens.folder / data.TOKENIZER))
+    coder.post_processor = TemplateProcessing("<|sink|> $A", special_tokens=[("<|sink|>", 1)])
+    coder.save(str(tmp_path / "tokenizer.json"))
+    setting = setting_of(small(), tokens)
+    weights = training.begin(setting).weights
+    export(tmp_path / "hf", setting.config, weights, tmp_path / "tokenizer.json", ())
+    assert models.load(tmp_path / "hf").tokenizer.front == ()
+
+
+def test_an_unknown_sink_logit_is_refused(tokens, tmp_path):
+    exported(tokens, tmp_path / "hf", "sinks=zero")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(path.read_text("utf-8").replace('"zero"', '"two"'), "utf-8")
+    with pytest.raises(UserError, match="sink_logit must be one of none, zero, learned, got 'two'"):
+        models.load(tmp_path / "hf")
