@@ -81,7 +81,9 @@ class Chain:
         """A stream, as numbers of letters."""
         chance = np.random.default_rng([self.seed, seed]).random(count)
         ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
-        before, last, found = 0, 1, []
+        # Two triggers in a row would follow each other for ever; behind a letter none comes second.
+        before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
+        found = []
         for x in chance:
             new = before if last in triggers else int(np.searchsorted(ends[last], x))
             before, last = last, min(new, len(LETTERS) - 1)
