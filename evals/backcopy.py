@@ -19,8 +19,7 @@ import numpy as np
 
 import models
 from evals.record import Record, spread
-from evals.sink_tables import SINKS, first_token
-from evals.sinks import gather, line
+from evals.sink_tables import first_token, table_3
 from jaxkv.typing import Float
 from models import data
 from models.pretrain import pretrain
@@ -115,21 +114,13 @@ def run(arm: str, seed: int, tokens: data.Tokens, ids: Sequence[int], out: Path)
     """Train one arm and read the held-back letters with it."""
     llm = models.load(pretrain(recipe_of(arm, seed), tokens, out, tell=lambda text: None))
     cache = llm.config.context // 2
-    losses = {
-        f"{sinks}+{cache - sinks}": gather(
-            models.losses(
-                llm, [*llm.tokenizer.front, *ids], f"streaming:sinks={sinks},window={cache - sinks}"
-            )
-        )
-        for sinks in SINKS
-    }
-    base = losses[f"4+{cache - 4}"]
+    lines = table_3(llm, ids, cache)
     mass = first_token(llm, {"valid": ids}, cache)
-    shown = ", ".join(f"{name} {loss.mean():.4f}" for name, loss in losses.items())
+    shown = ", ".join(f"{name} {found['loss']:.4f}" for name, found in lines.items())
     print(f"{arm}, seed {seed}: first token {mass.max():.2f}; {shown}", flush=True)
     return {
         "seed": seed,
-        "loss": {name: line(loss, base) for name, loss in losses.items()},
+        "loss": lines,
         "first_token": float(mass.mean()),
         "first_token_most": float(mass.max()),
     }

@@ -18,7 +18,7 @@ import numpy as np
 from evals.record import Record, spread
 from evals.timing import Variant, bar, ratio, rounds, timed
 from models import training
-from models.pretrain import setting_for
+from models.pretrain import FRONT, setting_for
 from models.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
@@ -78,7 +78,7 @@ def measure(recipe: Recipe, count: int, share: float) -> dict[str, Any]:
 
 def stepping(recipe: Recipe) -> Variant:
     """One step on random tokens, from where the last one ended."""
-    front = {"token": (1,), "two_tokens": (1, 2)}.get(recipe.sinks, ())
+    front = tuple(range(1, 1 + len(FRONT.get(recipe.sinks, ()))))
     setting = setting_for(recipe, VOCAB, front, 0)
     held = [training.begin(setting)]
     random = np.random.default_rng(0)

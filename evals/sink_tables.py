@@ -28,11 +28,11 @@ from models import uncached
 from models.config import Config
 from models.decoder import Weights
 from models.llm import Llm
+from models.pretrain import SINK_HEAD
 
 SINKS = (0, 1, 2, 4)
 TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
          "lambada_openai", "hellaswag")  # fmt: skip
-SINK_HEAD = 0.3  # mean attention on the first token from which a head is said to have a sink
 SHOWN = 16  # tokens of the samples whose attention is drawn, as in Figure 2
 SAMPLES = 64  # of them
 ROWS = 32  # choices scored at a time
@@ -97,17 +97,10 @@ def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
     cache = llm.config.context // 2
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
-        ids, losses = [*llm.tokenizer.front, *text], {}
-        for sinks in SINKS:
-            policy = f"streaming:sinks={sinks},window={cache - sinks}"
-            # Not what stands in front, nor the token behind it, which some arms do not predict.
-            losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
-            print(f"{arm}: {name}: {sinks}+{cache - sinks}: {np.exp(losses[sinks].mean()):.3f}",
-                  flush=True)  # fmt: skip
-        found["perplexity"][name] = {
-            "predictions": len(losses[4]),
-            **{f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()},
-        }
+        lines = table_3(llm, text, cache)
+        shown = ", ".join(f"{key} {found['perplexity']:.3f}" for key, found in lines.items())
+        print(f"{arm}: {name}: {shown}", flush=True)
+        found["perplexity"][name] = {"predictions": len(text) - 1, **lines}
     for task, rows in tasks.items():
         found["zeroshot"][task] = accuracy(llm, rows)
         print(f"{arm}: {task}: {found['zeroshot'][task]['accuracy']:.3f}", flush=True)
@@ -119,6 +112,16 @@ def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
         "heads_above": float((mass > SINK_HEAD).mean()),
     }
     return found
+
+
+def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, float]]:
+    """How a text is read with each number of sinks in a cache of one size, beside 4 of them."""
+    ids, losses = [*llm.tokenizer.front, *text], {}
+    for sinks in SINKS:
+        policy = f"streaming:sinks={sinks},window={cache - sinks}"
+        # Not what stands in front, nor the token behind it, which some arms do not predict.
+        losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
+    return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
 
 
 def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:

@@ -129,7 +129,7 @@ def scores(
     kv_heads, slots = k.shape[1], k.shape[2]
     q = q.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
-    logits = _dot(
+    logits = batched_dot(
         q.reshape(rows * kv_heads, heads // kv_heads * queries, head_dim),
         k.reshape(rows * kv_heads, slots, head_dim),
         contract=(2, 2),
@@ -152,7 +152,7 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, np.float32(1), total)
     v = v.reshape(rows * kv_heads, slots, v.shape[-1])
-    out = _dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
+    out = batched_dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
     out = out.reshape(rows, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
     lse = lse.reshape(rows, kv_heads, group, queries).transpose(0, 3, 1, 2)
@@ -160,7 +160,7 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     return Partial(out.reshape(rows, queries, heads, -1), lse.reshape(rows, queries, heads))
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def batched_dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Batched product over the first axis, accumulated in float32; float32 stays float32."""
     return jax.lax.dot_general(
         a,

@@ -1,4 +1,4 @@
-"""Files that appear under their names when they are complete, or not at all."""
+"""Text read, and files that appear under their names when they are complete, or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
+
+from jaxkv.errors import UserError
+
+
+def decode(raw: bytes, name: str) -> str:
+    """UTF-8 as text; raises UserError for what is none. name: as an error names it."""
+    try:
+        return raw.decode("utf-8-sig")  # an editor's mark in front is no text
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
+        ) from None
 
 
 def write(files: Mapping[Path, bytes]) -> None:

@@ -140,10 +140,7 @@ class Checkpoints:
         # A run that was killed may find one that it kept before: equal bits, for it is a step's.
         if step <= (self.newest(name) or -1):
             return
-        for other, manager in self._managers.items():
-            if other != name:  # over several processes two at once would take one barrier
-                with self._writing():
-                    manager.wait_until_finished()
+        self.wait()  # over several processes two at once would take one barrier
         state, run = ocp.args.StandardSave(training._asdict()), ocp.args.JsonSave(self._run)
         with self._writing():
             self._managers[name].save(step, args=ocp.args.Composite(state=state, run=run))

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
-from jaxkv.files import whole_file
+from jaxkv.files import decode, whole_file
 from jaxkv.typing import Int32
 from models.hf.folder import read_json
 
@@ -239,17 +239,17 @@ def documents_in(paths: Iterable[Path]) -> list[Path]:
 
 def _held_back(path: Path, share: float) -> bool:
     """Whether a document belongs to the valid split: by its content, wherever it lies."""
-    digest = hashlib.sha256(path.read_bytes()).digest()
+    digest = hashlib.sha256(_read_bytes(path)).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def _read_text(path: Path) -> str:
+    return decode(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
-        ) from None
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
 

@@ -214,7 +214,6 @@ def _valid(setting: Setting, tokens: Tokens) -> list[Array]:
     """The samples of every look, in parts as large as those of training; as many as there are."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate
-    data.batch(tokens, "valid", 0, 0, size, recipe.context)  # or there are too few for one
     most = tokens.count("valid") // recipe.context // size - 1
     parts = max(1, min(most, -(-recipe.valid_samples // size)))
     return [

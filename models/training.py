@@ -77,10 +77,7 @@ class Setting:
 
     def place_samples(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "B X"]:
         """Samples on the devices that will take them."""
-        if self.mesh is None:
-            return jnp.asarray(runs)
-        where = NamedSharding(self.mesh, PartitionSpec("data"))
-        return jax.make_array_from_callback(runs.shape, where, lambda at: runs[at])
+        return self._hand_over(runs, PartitionSpec("data"))
 
     def split(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "A R X"]:
         """A batch on its devices, in A parts that are taken one after another.
@@ -88,10 +85,13 @@ class Setting:
         Every process has the whole batch and hands over what its own devices hold.
         """
         parts = runs.reshape(self.recipe.accumulate, -1, runs.shape[1])
+        return self._hand_over(parts, PartitionSpec(None, "data"))
+
+    def _hand_over(self, held: Int32[np.ndarray, "..."], by: PartitionSpec) -> Int32[Array, "..."]:
         if self.mesh is None:
-            return jnp.asarray(parts)
-        where = NamedSharding(self.mesh, PartitionSpec(None, "data"))
-        return jax.make_array_from_callback(parts.shape, where, lambda at: parts[at])
+            return jnp.asarray(held)
+        where = NamedSharding(self.mesh, by)
+        return jax.make_array_from_callback(held.shape, where, lambda at: held[at])
 
 
 def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
@@ -155,10 +155,8 @@ def _fresh(setting: Setting) -> Training:
     return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
 
 
-def places(setting: Setting, training: Training) -> Training | None:
-    """Where each leaf lies; None without a mesh."""
-    if setting.mesh is None:
-        return None
+def places(setting: Setting, training: Training) -> Training:
+    """Where each leaf lies over the mesh."""
     return jax.tree.map(lambda leaf: setting.place(leaf.shape), training)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import decode, print_json
+from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
+from jaxkv.files import decode
 
 if TYPE_CHECKING:
     from models import Conversation, Sampling

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_folder, print_json
+from jaxkv.cli.files import check_folder, print_json, unwritable
 from jaxkv.cli.progress import Progress
-from jaxkv.errors import UserError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 progress.at,
             )
         except OSError as error:
-            raise UserError(
-                f"--out must be a folder that can be written to: {out}: {error.strerror}; "
-                "choose another"
-            ) from None
+            raise unwritable(out, error) from None
     told = {
         "vocab": tokens.vocab,
         "dtype": tokens.manifest["dtype"],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxkv import files
 from jaxkv.errors import UserError
+from jaxkv.files import decode
 
 
 def read_text(path: str, what: str) -> str:
@@ -33,15 +34,6 @@ def read_text(path: str, what: str) -> str:
     if not text:
         raise UserError(f"{name} is empty; it must hold some text")
     return text
-
-
-def decode(raw: bytes, name: str) -> str:
-    try:
-        return raw.decode("utf-8-sig")  # an editor's mark in front is no text
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
-        ) from None
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -70,7 +62,7 @@ def check_folder(path: str, names: Iterable[str]) -> Path:
         with tempfile.TemporaryFile(dir=there):
             return folder
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
 
 
 def write(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -79,10 +71,11 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         files.write({folder / name: content for name, content in contents.items()})
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
 
 
-def _unwritable(folder: Path, error: OSError) -> UserError:
+def unwritable(folder: Path, error: OSError) -> UserError:
+    """What a command says of an --out that refuses what it made."""
     return UserError(
         f"--out must be a folder that can be written to: {folder}: {error.strerror}; choose another"
     )
