@@ -62,12 +62,12 @@ class Recipe:
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
-    # Sinks in a minute on a laptop: one head and nothing to do most of the time. Not for text:
-    # `python -m evals.backcopy` makes its data and runs every arm.
+    # Sinks in a minute on a laptop: one head that has nothing to do most of the time, and an MLP
+    # too small to take back what it adds. Not for text: `python -m evals.backcopy` makes the data.
     "backcopy": Recipe(
-        layers=1, width=64, heads=1, kv_heads=1, mlp=128, context=48,
-        rows=64, steps=1600, lr=5e-3, z_loss=0.0,
-        log_every=100, look_every=400, save_every=1600,
+        layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
+        rows=64, steps=800, lr=5e-3, z_loss=0.0,
+        log_every=100, look_every=400, save_every=800,
     ),
     # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop.
     "tiny": Recipe(
