@@ -15,10 +15,13 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from evals.palette import COLOURS, OTHERS
+import numpy as np
+
+from evals.palette import ARMS, COLOURS, OTHERS
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
+LEGENDS = {"backcopy": "upper right", "sink_tables": "upper right"}  # where the picture is empty
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
 
@@ -55,7 +58,7 @@ def draw(name: str) -> str:
     figure, axes = pyplot.subplots(figsize=(6.4, 3), layout="constrained")
     FIGURES[name](axes, read(name)["results"])
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower left")
+    axes.legend(frameon=False, fontsize=8, loc=LEGENDS.get(name, "lower left"))
     # No software version or date inside: the same record gives the same bytes.
     figure.savefig(RESULTS / f"{name}.png", dpi=110, metadata={"Software": None})
     pyplot.close(figure)
@@ -97,7 +100,34 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
     axes.set_ylim(axes.get_ylim()[0] / 4, axes.get_ylim()[1] * 2)
 
 
-FIGURES: dict[str, Callable[[Any, dict], None]] = {"endless": endless, "latency": latency}
+def sink_tables(axes: Any, results: dict[str, Any]) -> None:
+    """The paper's Figure 6: the loss of every arm while it was trained."""
+    for arm in results["arms"].values():
+        steps, losses = zip(*(look[:2] for look in arm["curve"]), strict=True)
+        million = arm["tokens"] / arm["recipe"]["steps"] / 1e6
+        sinks = arm["recipe"]["sinks"]
+        axes.plot([million * step for step in steps], losses, color=ARMS[sinks], label=sinks)
+    axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
+
+
+def backcopy(axes: Any, results: dict[str, Any]) -> None:
+    """Table 3 in small: what a cache loses that holds fewer of the first tokens."""
+    for number, (arm, found) in enumerate(results["arms"].items()):
+        over = found["summary"]["loss_over_base"]
+        at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
+        mid = np.array([line["median"] for line in over.values()])
+        ends = [[line["min"] for line in over.values()], [line["max"] for line in over.values()]]
+        axes.errorbar(at, mid, np.abs(ends - mid), fmt="o", color=ARMS[arm], label=arm, capsize=2)
+    axes.set_xticks(range(len(over)), over)
+    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
+
+
+FIGURES: dict[str, Callable[[Any, dict], None]] = {
+    "endless": endless,
+    "latency": latency,
+    "sink_tables": sink_tables,
+    "backcopy": backcopy,
+}
 
 
 if __name__ == "__main__":

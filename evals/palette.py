@@ -1,4 +1,4 @@
-"""One colour a policy, the same in every figure; full attention is grey."""
+"""One colour a policy or arm, the same in every figure; full attention is grey."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ COLOURS = {
     "window": "#d55e00",
     "streaming": "#0072b2",
     "recompute": "#009e73",
+}
+ARMS = {  # of training; plain softmax is what the others are held against
+    "none": "#000000",
+    "zero": "#e69f00",
+    "logit": "#cc79a7",
+    "token": "#0072b2",
+    "two_tokens": "#56b4e9",
 }
 OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without one of their own
 LINES = ("solid", "dashed", "dotted", "dashdot")  # for one policy with several settings

@@ -73,6 +73,12 @@ def main() -> None:
         (where / f"{given.name}_{arm}.png").write_bytes(draw(llm, texts, arm))
     record.about["seeds"] = sorted({arm["recipe"]["seed"] for arm in arms.values()})
     print("wrote", record.save({"arms": arms}).name)
+    if not given.quick:
+        from evals.figures import FIGURES
+        from evals.figures import draw as draw_record
+
+        if given.name in FIGURES:
+            print("drew", draw_record(given.name))
 
 
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
         lines = table_3(llm, text, cache)
-        shown = ", ".join(f"{key} {found['perplexity']:.3f}" for key, found in lines.items())
+        shown = ", ".join(f"{key} {line['perplexity']:.3f}" for key, line in lines.items())
         print(f"{arm}: {name}: {shown}", flush=True)
         found["perplexity"][name] = {"predictions": len(text) - 1, **lines}
     for task, rows in tasks.items():
@@ -205,12 +211,12 @@ def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             right.append(mine[0][1])
         else:
             right.append(int(np.argmax([mean for mean, _ in mine])) == row["answer"])
-    share = float(np.mean(right))
+    share, choices = float(np.mean(right)), [len(row["choices"]) for row in rows]
     return {
         "accuracy": share,
         "standard_error": (share * (1 - share) / len(right)) ** 0.5,
         "rows": len(right),
-        "chance": float(np.mean([1 / len(row["choices"]) for row in rows])),
+        "chance": float(np.mean([0 if n == 1 else 1 / n for n in choices])),
     }
 
 
