@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 import models
 from evals.record import Record, spread
@@ -27,7 +24,7 @@ from evals.sink_tables import samples, table_3
 from jaxkv.typing import Float
 from models import data, uncached
 from models.llm import Llm
-from models.pretrain import SINK_HEAD, pretrain
+from models.pretrain import pretrain
 from models.recipes import PRESETS, Recipe
 
 ARMS = ("none", "zero", "logit", "token", "two_tokens")
@@ -42,7 +39,7 @@ def main() -> None:
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
-    ask.add_argument("--runs", type=Path, help="keep the runs there (default: nowhere)")
+    ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -50,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs = given.runs or Path(scratch)
         chain = Chain(0)
-        tokens = write(chain, Path(scratch) / "data")
+        tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, given.tokens).tolist()
         arms: dict[str, Any] = {}
         for arm in given.arms:
@@ -110,9 +107,11 @@ def write(chain: Chain, folder: Path) -> data.Tokens:
     for number, path in enumerate(paths):
         path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
     # A vocabulary of these letters alone: beside the 192 bytes that never come, no sink grows.
-    coder = tokenizers.Tokenizer(BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
-    coder.pre_tokenizer, coder.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    coder.save(str(folder / "letters.json"))
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    vocab = {letter: number for number, letter in enumerate(LETTERS)}
+    letters = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    letters |= {"version": "1.0", "pre_tokenizer": by_byte, "decoder": by_byte}
+    (folder / "letters.json").write_text(json.dumps(letters))
     return data.prepare(
         paths[:-2], folder / "tokens", tokenizer=folder / "letters.json", valid=paths[-2:]
     )
@@ -139,7 +138,7 @@ def run(
         "loss": lines,
         "first_token": float(mass.mean()),
         "first_token_most": float(mass.max()),
-        "sink_letters": float(np.mean(mass > SINK_HEAD)),
+        "sink_letters": float(np.mean(mass > uncached.SINK_HEAD)),
     }
 
 

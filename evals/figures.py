@@ -21,7 +21,7 @@ from evals.palette import ARMS, COLOURS, OTHERS
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
-LEGENDS = {"backcopy": "upper right", "sink_tables": "upper right"}  # where the picture is empty
+LEGENDS = {name: "upper right" for name in ("backcopy", "sink_tables", "sink_tables_160m")}
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
 
@@ -126,6 +126,7 @@ FIGURES: dict[str, Callable[[Any, dict], None]] = {
     "endless": endless,
     "latency": latency,
     "sink_tables": sink_tables,
+    "sink_tables_160m": sink_tables,
     "backcopy": backcopy,
 }
 

@@ -22,7 +22,6 @@ from models.pretrain import FRONT, setting_for
 from models.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
-VOCAB = 4096
 SINKS = ("none", "token", "zero", "logit")
 SIDE = 2048  # of the matrices whose product is the peak of a CPU
 
@@ -31,6 +30,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m evals.mfu", description=__doc__)
     ask.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
     ask.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
+    ask.add_argument("--vocab", type=int, default=4096)
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
@@ -38,24 +38,26 @@ def main() -> None:
     recipe = PRESETS[given.preset or preset]
     if given.rows:
         recipe = dataclasses.replace(recipe, rows=given.rows, accumulate=1)
-    record = Record("mfu", [], [0], quick=given.quick)
-    results = {"preset": given.preset or preset} | measure(recipe, given.rounds, share)
+    name = "mfu" if jax.default_backend() == "cpu" else f"mfu_{jax.default_backend()}"
+    record = Record(name, [], [0], quick=given.quick)
+    results = {"preset": given.preset or preset, "vocab": given.vocab}
+    results |= measure(recipe, given.vocab, given.rounds, share)
     for one in results["bars"]:
         print(f"{one['bar']}: {one['value']['median']:.3f} ({one['ask']})")
     print("wrote", record.save(results).name)
 
 
-def measure(recipe: Recipe, count: int, share: float) -> dict[str, Any]:
+def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
     """Every arm's step and the peak in turns."""
     on_cpu = jax.default_backend() == "cpu"
     variants: dict[str, Variant] = {}
     for sinks in SINKS:
-        variants[sinks] = stepping(dataclasses.replace(recipe, sinks=sinks))
+        variants[sinks] = stepping(dataclasses.replace(recipe, sinks=sinks), vocab)
     if on_cpu:
         product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
         variants["peak"] = timed(lambda: product().block_until_ready())
     seconds = rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
-    config = setting_for(recipe, VOCAB, (), 0).config
+    config = setting_for(recipe, vocab, (), 0).config
     tokens = recipe.rows * recipe.context
     flops = training.flops_per_token(config, recipe.context) * tokens
     if on_cpu:
@@ -76,13 +78,13 @@ def measure(recipe: Recipe, count: int, share: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stepping(recipe: Recipe) -> Variant:
+def stepping(recipe: Recipe, vocab: int) -> Variant:
     """One step on random tokens, from where the last one ended."""
     front = tuple(range(1, 1 + len(FRONT.get(recipe.sinks, ()))))
-    setting = setting_for(recipe, VOCAB, front, 0)
+    setting = setting_for(recipe, vocab, front, 0)
     held = [training.begin(setting)]
     random = np.random.default_rng(0)
-    runs = random.integers(3, VOCAB, (recipe.rows, recipe.context + 1)).astype(np.int32)
+    runs = random.integers(3, vocab, (recipe.rows, recipe.context + 1)).astype(np.int32)
     parts = setting.split(runs)
 
     def step() -> None:

@@ -28,7 +28,6 @@ from models import uncached
 from models.config import Config
 from models.decoder import Weights
 from models.llm import Llm
-from models.pretrain import SINK_HEAD
 
 SINKS = (0, 1, 2, 4)
 TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
@@ -42,7 +41,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m evals.sink_tables", description=__doc__)
     ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
-                     help="text files, or folders with manifest.json")  # fmt: skip
+                     help="text files, or folders of *.txt; none that was trained on")  # fmt: skip
     ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl; left out: no Table 4")
     ask.add_argument("--tokens", type=int, default=100_000)
     ask.add_argument("--rows", type=int, default=1_000, help="of each task, at most")
@@ -52,11 +51,12 @@ def main() -> None:
 
     runs = [json.loads((folder / "run.json").read_text("utf-8")) for folder in given.runs]
     names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
-    if len(set(names)) < len(names) or len({run["data"] for run in runs}) > 1:
-        raise SystemExit(f"arms and seeds must differ, and their data must not: {names}")
+    check(names, runs)
     first = models.load(given.runs[0] / "hf")
     texts, data = {}, []
     for path in given.texts:
+        if path.stem in texts or (path / "manifest.json").exists():
+            raise SystemExit(f"texts need names of their own, and no split for training: {path}")
         ids, files = tokens_of(first, path, given.tokens + 1)
         # What the tokenizer of an arm puts in front is that arm's own.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
@@ -79,6 +79,19 @@ def main() -> None:
 
         if given.name in FIGURES:
             print("drew", draw_record(given.name))
+
+
+def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
+    """Exit where two runs are of one arm and seed, or differ in anything else."""
+    if len(set(names)) < len(names):
+        raise SystemExit(f"every run must be an arm and a seed of its own, got {', '.join(names)}")
+    for run in runs[1:]:
+        mine, first = (
+            {**r, **r["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for r in (run, runs[0])
+        )
+        differ = [key for key in mine if mine[key] != first.get(key)]
+        if differ:
+            raise SystemExit(f"runs must be alike but for sinks and seed, differ: {differ}")
 
 
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
         "by_head": mass.tolist(),
         "mean": mass.mean(),
         "most": mass.max(),
-        "heads_above": float((mass > SINK_HEAD).mean()),
+        "heads_above": float((mass > uncached.SINK_HEAD).mean()),
     }
     return found
 
@@ -261,7 +274,8 @@ def _score(
     picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
     losses = jax.nn.logsumexp(logits, axis=0) - picked
     hits = (jnp.argmax(logits, axis=0) == targets) | ~asked
-    mean = jnp.sum(jnp.where(asked, losses, 0), axis=1) / jnp.maximum(jnp.sum(asked, axis=1), 1)
+    count = jnp.sum(asked, axis=1, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(asked, losses, 0), axis=1) / jnp.maximum(count, 1)
     return mean, jnp.all(hits, axis=1)
 
 

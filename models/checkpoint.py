@@ -16,10 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
+from jaxkv.typing import Array, UInt32
 from models.hf.folder import read_json
 from models.training import Training
 
@@ -86,8 +90,8 @@ def _unwritten(folder: Path, reason: str) -> UserError:
 
 def _belong(folder: Path, run: Mapping[str, Any]) -> None:
     """Note whose folder it is, or check it."""
-    held = read_json(folder / RUN)
-    if not held:
+    held = read_json(folder / RUN, "make the run anew in another folder")
+    if not (folder / RUN).exists():
         with whole_file(folder / RUN) as file:
             file.write((json.dumps(run, indent=1) + "\n").encode())
         return
@@ -104,6 +108,22 @@ def _belong(folder: Path, run: Mapping[str, Any]) -> None:
 def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the recipe beside the others."""
     return {k: v for k, v in run.items() if k != "recipe"} | dict(run.get("recipe", {}))
+
+
+@jax.jit
+def checksum(training: Training) -> UInt32[Array, ""]:
+    """A number that one changed bit changes, the same however the leaves are split."""
+    total = jnp.uint32(0)
+    for leaf in jax.tree.leaves(training):
+        words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        place = jnp.zeros(words.shape, jnp.uint32)
+        for axis, length in enumerate(words.shape):
+            place = place * np.uint32(length) + jax.lax.broadcasted_iota(
+                jnp.uint32, words.shape, axis
+            )
+        odd = 2 * place + np.uint32(1)
+        total = total * np.uint32(31) + jnp.sum(words * odd, dtype=jnp.uint32)
+    return total
 
 
 class Checkpoints:
@@ -126,10 +146,12 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for manager in self._managers.values():
-            with self._writing():
-                manager.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        # What ended the run is told, and not what else went wrong at its end.
+        with contextlib.suppress(*[UserError] * (kind is not None)), contextlib.ExitStack() as all_:
+            for manager in self._managers.values():
+                all_.enter_context(self._writing())
+                all_.callback(manager.close)
 
     def save(self, training: Training, name: str = "last") -> None:
         """Begin to write one, where there is none of this step; what went wrong before is raised.
@@ -141,9 +163,12 @@ class Checkpoints:
         if step <= (self.newest(name) or -1):
             return
         self.wait()  # over several processes two at once would take one barrier
-        state, run = ocp.args.StandardSave(training._asdict()), ocp.args.JsonSave(self._run)
+        told = {"run": self._run, "checksum": int(checksum(training))}
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(training._asdict()), told=ocp.args.JsonSave(told)
+        )
         with self._writing():
-            self._managers[name].save(step, args=ocp.args.Composite(state=state, run=run))
+            self._managers[name].save(step, args=args)
 
     def wait(self) -> None:
         """Until all is on the disk."""
@@ -168,14 +193,17 @@ class Checkpoints:
         remedy = "remove that folder to go on from the one before it"
         restore = self._managers[name].restore
         try:
-            run = restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
-            if run != self._run:
+            told = restore(step, args=ocp.args.Composite(told=ocp.args.JsonRestore())).told
+            if told["run"] != self._run:
                 raise UserError(f"the checkpoint {where} is that of another run; {remedy}")
             state = ocp.args.StandardRestore(like._asdict())
-            return Training(**restore(step, args=ocp.args.Composite(state=state)).state)
+            found = Training(**restore(step, args=ocp.args.Composite(state=state)).state)
+            if told["checksum"] != int(checksum(found)):
+                raise ValueError("its numbers are not those that were written")
+            return found
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # what a damaged file comes to has no kind of its own
             reason = " ".join(str(error).split())[:160]
             raise UserError(f"the checkpoint {where} cannot be read: {reason}; {remedy}") from error
 
@@ -185,5 +213,7 @@ class Checkpoints:
             yield
         except Exception as error:  # a full disk is an error of another kind in every layer
             text = " ".join(str(error).split())
-            reason = next((cause for cause in CAUSES if cause in text), text[:160])
-            raise _unwritten(self.folder, reason) from error
+            reason = next((cause for cause in CAUSES if cause in text), None)
+            if reason is None and not isinstance(error, OSError):
+                raise  # a mistake of ours, not of the disk
+            raise _unwritten(self.folder, reason or text[:160]) from error

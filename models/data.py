@@ -125,21 +125,31 @@ def read(folder: Path | str) -> Tokens:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}; make one with `jaxkv data`")
-    manifest = read_json(folder / MANIFEST)
+    remedy = "make the folder again with `jaxkv data`"
+    manifest = read_json(folder / MANIFEST, remedy)
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} is no data folder: no {MANIFEST} that says {FORMAT!r}; make one with "
             "`jaxkv data`"
         )
+    if manifest.get("sha256") != _sealed(manifest)["sha256"]:
+        raise UserError(f"{folder / MANIFEST} must be as it was written, and is not; {remedy}")
     shards = [shard for split in SPLITS for shard in manifest["shards"][split]]
     for told in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
         path = folder / told["file"]
         if not path.is_file() or _sha256(path) != told["sha256"]:
             raise UserError(
                 f"{path} must be the file that {MANIFEST} tells of, and is another or not there; "
-                "make the folder again with `jaxkv data`"
+                + remedy
             )
     return Tokens(folder, manifest)
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the checksum of all else in it."""
+    told = {key: value for key, value in manifest.items() if key != "sha256"}
+    text = json.dumps(told, sort_keys=True).encode()
+    return told | {"sha256": hashlib.sha256(text).hexdigest()}
 
 
 def _sha256(path: Path) -> str:
@@ -201,6 +211,7 @@ def prepare(
         "documents": listed,
         "shards": shards,
     }
+    manifest = _sealed(manifest)
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return Tokens(out, manifest)

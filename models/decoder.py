@@ -111,6 +111,7 @@ class Decoder(nnx.Module):
         self.run = run or (step if mesh is None else partial(sharded_step, mesh))
         self.embed = nnx.Param(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
+        self.dtype = weights["layers.0.q"].dtype
         self.head = None if config.tied else nnx.Param(weights["head"])
         self.layers = nnx.data(
             [Layer(config, _layer_weights(weights, i)) for i in range(config.layers)]
@@ -124,7 +125,8 @@ class Decoder(nnx.Module):
         policies: Sequence[Policy],
         states: Sequence[State],
     ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
-        x = jnp.take(self.embed[...], tokens, axis=0).transpose(2, 0, 1)
+        # In training the embedding is wider than the other matrices.
+        x = jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
         new = []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
             x, state = layer(x, policy, state, positions, valid, self.run)
@@ -134,7 +136,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
         """Float32 logits of the next token."""
         head = self.embed if self.head is None else self.head
-        return matmul(head[...], hidden, jnp.float32)
+        return matmul(head[...].astype(hidden.dtype), hidden, jnp.float32)
 
 
 def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:

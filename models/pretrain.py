@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -43,11 +44,11 @@ from models.sampling import Sampling
 from models.text import generate
 from models.tokenizer import read_tokenizer
 from models.training import Setting, Training
+from models.uncached import SINK_HEAD
 
 # The tokens before every sample, by the recipe's `sinks`.
 FRONT = {"token": (data.SINK,), "two_tokens": (data.SINK, data.SECOND_SINK)}
 PROMPT, SAMPLE = "The", 60  # how a sample of text begins, and its new tokens
-SINK_HEAD = 0.3  # mean attention on the first token from which a head is said to have a sink
 LOOKED_AT = 2  # samples whose attention is looked at
 
 
@@ -76,6 +77,7 @@ def pretrain(
             f"data={jax.device_count()}"
         )
     setting = setting_of(recipe, tokens, mesh)
+    board = _board() if tensorboard else None
     data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
     valid = _valid(setting, tokens)
     writes = jax.process_index() == 0
@@ -88,7 +90,7 @@ def pretrain(
         together(lambda: held.enter_context(own(out, run)))
         checkpoints = held.enter_context(Checkpoints(out, run))
         trained = checkpoints.restore(training.shape(setting)) or training.begin(setting)
-        log = Log(out / "log.jsonl", int(trained.step), writes, tensorboard)
+        log = Log(out / "log.jsonl", int(trained.step), writes, board)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped)
         checkpoints.wait()
         if int(trained.step) < recipe.steps:
@@ -105,7 +107,7 @@ def train(
     setting: Setting,
     trained: Training,
     tokens: Tokens,
-    valid: list[Array],
+    valid: list[np.ndarray],
     checkpoints: Checkpoints,
     log: Log,
     tell: Callable[[str], None],
@@ -201,39 +203,37 @@ def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Sett
 def setting_for(
     recipe: Recipe, vocab: int, front: tuple[int, ...], end: int, mesh: Mesh | None = None
 ) -> Setting:
-    """The same, with the ids told: of the sink tokens in front, and of the end of a text."""
+    """What the steps of a recipe compile to; front and end: ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
-    dtype = recipe.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    own = training.native_dtype(jax.local_devices()[0])
+    dtype = own if recipe.dtype == "auto" else recipe.dtype
     return Setting(recipe, config, front, dtype, mesh)
 
 
-def _valid(setting: Setting, tokens: Tokens) -> list[Array]:
+def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
     """The samples of every look, in parts as large as those of training; as many as there are."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate
     most = tokens.count("valid") // recipe.context // size - 1
     parts = max(1, min(most, -(-recipe.valid_samples // size)))
-    return [
-        setting.place_samples(data.batch(tokens, "valid", 0, part, size, recipe.context))
-        for part in range(parts)
-    ]
+    return [data.batch(tokens, "valid", 0, part, size, recipe.context) for part in range(parts)]
 
 
 def look(
     setting: Setting,
     trained: Training,
-    valid: list[Array],
+    valid: list[np.ndarray],
     tokens: Tokens,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """What a run is worth by now: loss on held-back text, where its heads look, how it writes."""
-    losses = [float(training.mean_loss(setting, trained.weights, part)) for part in valid]
+    losses = [
+        float(training.mean_loss(setting, trained.weights, setting.place_samples(part)))
+        for part in valid
+    ]
     weights = _whole(setting, trained.weights)
-    alone = dataclasses.replace(setting, mesh=None)
-    some = np.asarray(jax.device_get(valid[0].addressable_shards[0].data))[:LOOKED_AT]
+    alone, some = dataclasses.replace(setting, mesh=None), valid[0][:LOOKED_AT]
     mass = np.asarray(
         training.first_token_mass(alone, weights, some, min(64, setting.recipe.context // 2))
     )
@@ -263,9 +263,13 @@ def _whole(setting: Setting, weights: dict[str, Array]) -> dict[str, Array]:
     """The weights in one piece on this process's own device; all processes call it together."""
     if setting.mesh is None:
         return weights
-    everywhere = NamedSharding(setting.mesh, PartitionSpec())
-    same = jax.jit(lambda tree: tree, out_shardings=everywhere)(weights)
+    same = _spread(NamedSharding(setting.mesh, PartitionSpec()))(weights)
     return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, same)
+
+
+@functools.cache
+def _spread(everywhere: NamedSharding) -> Callable:
+    return jax.jit(lambda tree: tree, out_shardings=everywhere)
 
 
 def shown(line: dict[str, Any], recipe: Recipe) -> str:
@@ -293,7 +297,10 @@ def title(setting: Setting, trained: Training) -> str:
 
 
 class Pace:
-    """Tokens a second and the share of the hardware's arithmetic, without looks and compiling."""
+    """Tokens a second and the share of the hardware's arithmetic, without looks and compiling.
+
+    seconds: what earlier starts of the run took, all in all, which is what it tells as well.
+    """
 
     def __init__(self, setting: Setting, first: int, seconds: float):
         self._tokens = setting.recipe.rows * setting.recipe.context
@@ -301,19 +308,19 @@ class Pace:
         devices = 1 if setting.mesh is None else setting.mesh.size
         # The devices of a CPU are one processor.
         self._peak = training.peak() * (1 if jax.default_backend() == "cpu" else devices)
-        self._flops, self._total = flops, seconds
+        self._flops, self._start = flops, time.perf_counter() - seconds
         clock()
         self.resume(first)
 
     def since(self, done: int) -> dict[str, float]:
         """Figures of the steps since the last call; call it when they are really done."""
-        spent = time.perf_counter() - self._begun - (clock().seconds - self._compiled)
-        self._total += time.perf_counter() - self._begun
+        now = time.perf_counter()
+        spent = now - self._begun - (clock().seconds - self._compiled)
         pace = (done - self._done) * self._tokens / max(spent, 1e-9)
         return {
             "tokens_per_second": pace,
             "mfu": pace * self._flops / self._peak,
-            "seconds": self._total,
+            "seconds": now - self._start,
         }
 
     def resume(self, done: int) -> None:
@@ -323,13 +330,14 @@ class Pace:
 class Log:
     """OUT/log.jsonl: a line a logged step, none of a step that is still to come."""
 
-    def __init__(self, path: Path, step: int, writes: bool, tensorboard: bool):
+    def __init__(self, path: Path, step: int, writes: bool, board: Callable | None):
         self._path, self._writes = path, writes
         held = path.read_text("utf-8").splitlines() if path.exists() else []
         # What was written behind the checkpoint will be written again.
         self.lines = [line for line in map(_parsed, held) if line and line["step"] <= step]
         self.seconds = self.lines[-1]["seconds"] if self.lines else 0.0
-        self._board = _board(path.parent / "tensorboard") if tensorboard and writes else None
+        there = str(path.parent / "tensorboard")
+        self._board = board(there, purge_step=step + 1) if board and writes else None
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             with writing(path.parent):
@@ -366,7 +374,8 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return None
 
 
-def _board(folder: Path) -> Any:
+def _board() -> Callable:
+    """What writes for TensorBoard; asked for before a run begins, in every process."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
@@ -374,4 +383,4 @@ def _board(folder: Path) -> Any:
             "--tensorboard needs the package tensorboardX; pip install tensorboardX, or leave the "
             "flag away"
         ) from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter

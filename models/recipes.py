@@ -138,8 +138,8 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
 
 LEAST: dict[str, float] = {"last_lr": 0, "warmup": 0, "beta1": 0, "beta2": 0, "weight_decay": 0,
                            "z_loss": 0, "cooldown": 0, "seed": 0, "context": 4}  # fmt: skip
-MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 1, "beta2": 1,
-                          "seed": 2**32 - 1}  # fmt: skip
+MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
+                          "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 
 
 def _value(field: str, kind: Any, text: str) -> Any:

@@ -40,7 +40,7 @@ class Training(NamedTuple):
     weights: dict[str, Float32[Array, "..."]]
     moments: optax.OptState
     step: Int32[Array, ""]
-    failed: Int32[Array, ""]  # the first step whose loss or gradient was no number; -1: none
+    failed: Int32[Array, ""]  # the first step with something that is no number; -1: none
 
 
 class Told(NamedTuple):
@@ -222,19 +222,37 @@ def losses(
     return log_z - picked, log_z, counts
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(setting: Setting, weights: Weights) -> Weights:
-    """The weights as the computation takes them, whole on every device while they are used."""
-    cast = {n: w.astype(setting.dtype) if w.ndim > 1 else w for n, w in weights.items()}
+    """The weights as the computation takes them, whole on every device while they are used.
+
+    Gradients go back to where the weights lie. The embedding stays in float32: its gradient is a
+    sum over tokens, of which the frequent ones would be lost in half precision.
+    """
+    cast = {
+        n: w.astype(setting.dtype) if w.ndim > 1 and n != "embed" else w for n, w in weights.items()
+    }
     if setting.mesh is None:
         return cast
     return jax.lax.with_sharding_constraint(cast, NamedSharding(setting.mesh, PartitionSpec()))
+
+
+def _scatter(setting: Setting, _: None, gradients: Weights) -> tuple[Weights]:
+    wide = {name: gradient.astype(jnp.float32) for name, gradient in gradients.items()}
+    if setting.mesh is None:
+        return (wide,)
+    lying = {name: setting.place(gradient.shape) for name, gradient in wide.items()}
+    return (jax.lax.with_sharding_constraint(wide, lying),)
+
+
+_gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scatter)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
     setting: Setting, training: Training, parts: Int32[Array, "A R X"]
 ) -> tuple[Training, Told]:
-    """One step. One whose loss or gradient is no number changes no weight, and none after it does.
+    """One step. Nothing changes once a loss, a gradient or an update is no number.
 
     The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5).
     """
@@ -263,6 +281,8 @@ def update(
     )
     weights = optax.apply_updates(training.weights, updates)
     sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (training.failed < 0)
+    for change in jax.tree.leaves(updates):
+        sound &= jnp.all(jnp.isfinite(change))
     kept = jax.tree.map(
         lambda new, old: jnp.where(sound, new, old),
         (weights, moments),
@@ -300,10 +320,19 @@ def flops_per_token(config: Config, context: int) -> float:
     return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context
 
 
-# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12,
-         "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12, "v5p": 459e12,
-         "v5": 459e12, "v4": 275e12}  # fmt: skip
+# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind, of which
+# the first that fits counts.
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+         "L4": 121e12, "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12,
+         "v5p": 459e12, "v5": 459e12, "v4": 275e12}  # fmt: skip
+
+
+def native_dtype(device: jax.Device) -> str:
+    """What a device computes in: bfloat16, or float32 where it has no units for that."""
+    if device.platform == "cpu":
+        return "float32"
+    cuda = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+    return "float32" if cuda and float(device.compute_capability) < 8 else "bfloat16"
 
 
 @functools.cache
@@ -315,9 +344,9 @@ def peak() -> float:
 
 
 def measured_peak(repeats: int = 3) -> float:
-    """The best FLOP/s of a product of two square matrices: float32 on a CPU, else bfloat16."""
-    size, dtype = (2048, "float32") if jax.default_backend() == "cpu" else (8192, "bfloat16")
-    a = jnp.ones((size, size), dtype)
+    """The best FLOP/s of a product of two square matrices in the device's own precision."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jnp.ones((size, size), native_dtype(jax.local_devices()[0]))
     product = jax.jit(jnp.matmul)
     product(a, a).block_until_ready()
     seconds = []

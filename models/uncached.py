@@ -27,6 +27,7 @@ from models.decoder import Decoder, Weights
 
 _BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
 _LARGE_BLOCK = 512
+SINK_HEAD = 0.3  # mean attention on the first token from which a head is said to have a sink
 _HALF = ("bfloat16", "float16")
 _SINK_DIMS = 8  # head dims that carry a sink logit through a fused kernel, which takes eights
 _SINK_TERMS = 3  # of which so many hold it: three terms of bfloat16 are a float32

@@ -110,7 +110,9 @@ def _parser(argv: Sequence[str]) -> Parser:
 
 
 def _say(kind: str, message: object) -> None:
-    print(f"jaxkv: {kind}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+    # In one piece: threads of the layers below may be talking too.
+    sys.stderr.write(f"jaxkv: {kind}: {' '.join(str(message).splitlines())}\n")
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager

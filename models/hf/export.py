@@ -6,6 +6,7 @@ and leaves them out in silence.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from jaxkv import files
+from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
 from models.config import SINK_LLAMA, Config
 from models.hf.names import shapes
 from models.recipes import THETA
@@ -35,8 +38,11 @@ def export(
 
     weights: by our names. tokenizer: the tokenizer.json that the model was trained with. front:
     sink tokens, which the written tokenizer then puts before every text.
+    Raises UserError for a model that config.json would not describe (`described`).
     """
     stored = jnp.dtype(dtype)
+    ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
+    description = described(config, dtype) | ids
     tensors = {
         theirs: np.asarray(weights[ours]).astype(stored)
         for ours, (theirs, _) in shapes(config).items()
@@ -47,9 +53,8 @@ def export(
     special = list(zip(tokens, front, strict=True))
     coder.post_processor = TemplateProcessing(" ".join([*tokens, "$A"]), special_tokens=special)
     begin = {"bos_token": tokens[0]} if tokens else {}
-    ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
     told = {
-        "config.json": described(config, dtype) | ids,
+        "config.json": description,
         "generation_config.json": ids,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -71,7 +76,19 @@ def described(config: Config, dtype: str) -> dict[str, Any]:
     """config.json of a Llama without biases or scaled positions, in the dialect all versions read.
 
     What `models.config.read_config` makes of it is the same description again.
+    Raises UserError for any other model.
     """
+    plain = dataclasses.replace(
+        config, family="llama", qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
+        windows=(None,) * config.layers, encoding=rotary(config.head_dim, THETA),
+    )  # fmt: skip
+    other = [f.name for f in dataclasses.fields(Config)
+             if getattr(config, f.name) != getattr(plain, f.name)]  # fmt: skip
+    if other:
+        raise UserError(
+            f"only Llamas without biases, windows and scaled positions are exported, got another "
+            f"{', '.join(other)}; keep the folder that it was loaded from"
+        )
     sinks = {} if config.sink_logit == "none" else {"sink_logit": config.sink_logit}
     return {
         "architectures": [SINK_LLAMA if sinks else "LlamaForCausalLM"],

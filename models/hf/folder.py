@@ -58,19 +58,19 @@ def _download(hub_id: str) -> Path:
     return Path(found)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where there is no such file."""
+def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
+    """The object in a JSON file; {} where there is no such file. remedy: for one that is broken."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); download it again") from None
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); {remedy}") from None
     except RecursionError:
-        raise UserError(f"{path} is nested without end; download it again") from None
+        raise UserError(f"{path} is nested without end; {remedy}") from None
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path} is not valid JSON: {error.msg} in line {error.lineno}; download it again"
+            f"{path} is not valid JSON: {error.msg} in line {error.lineno}; {remedy}"
         ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evals import claims, figures
+from evals import claim, claims, figures
 
 
 def test_the_page_of_claims_is_in_step():
@@ -30,11 +30,12 @@ ABOUT = {
     "date": "2026-01-01T00:00:00",
     "commit": "0123456789",
     "dirty": False,
+    "device": "cpu: cpu",
     "cpu": {"cores": 2, "model": "a CPU", "load": 0.1},
 }
 
 
-@pytest.mark.parametrize("change, verdict", [(0.004, claims.HOLDS), (0.006, claims.NOT)])
+@pytest.mark.parametrize("change, verdict", [(0.004, claim.HOLDS), (0.006, claim.NOT)])
 def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
     summary = {
         "worst_change": change,
@@ -55,5 +56,5 @@ def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
 def test_without_records_nothing_is_claimed(tmp_path):
     rows = [line for line in claims.page(tmp_path).splitlines() if line.startswith("| ")]
     assert all(
-        claims.OPEN in row for row in rows if not row.startswith(("| claim", "| bar", "| --"))
+        claim.OPEN in row for row in rows if not row.startswith(("| claim", "| bar", "| --"))
     )

@@ -126,6 +126,13 @@ DAMAGE = {
     "foreign tokenizer": (change("tokenizer.json", lambda raw: raw + b" "), "tokenizer.json must"),
     "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is another or not there"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no data folder"),
+    "edited manifest": (
+        change("manifest.json", lambda raw: raw.replace(b'"vocab": 300', b'"vocab": 301')),
+        "manifest.json must be as it was written, and is not; make the folder again",
+    ),
+    "half a manifest": (
+        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; make the folder again",
+    ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
         "is no data folder",

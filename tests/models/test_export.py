@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import models
 from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
 from models import data, training
 from models.config import read_config
 from models.hf.export import export
@@ -90,6 +92,21 @@ def test_half_precision_halves_the_file(tokens, tmp_path):
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (whole, half)]
     assert sizes[1] < 0.52 * sizes[0]
     assert read_config(half).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"encoding": rotary(8, 5e5)}, {"windows": (4,)}, {"qk_norm": True}, {"family": "qwen3"}],
+)
+def test_what_the_description_would_leave_out_is_refused(tokens, tmp_path, other):
+    setting = setting_of(small(), tokens)
+    config = dataclasses.replace(setting.config, **other)
+    weights = training.begin(setting).weights
+    with pytest.raises(
+        UserError, match=f"only Llamas .* got another {next(iter(other))}; keep the"
+    ):
+        export(tmp_path / "hf", config, weights, tokens.folder / data.TOKENIZER)
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_tokenizer_with_a_bos_of_its_own_loses_it(tokens, tmp_path):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,8 +21,8 @@ import pytest
 
 import models
 from jaxkv.errors import UserError
-from models import checkpoint, data
-from models.pretrain import pretrain
+from models import checkpoint, data, training
+from models.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,9 +161,9 @@ def test_the_same_losses_in_two_processes(start, straight, tmp_path):
         finish(process)
     found, wanted = lines(out), lines(straight)
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(
-            [x[name] for x in found], [x[name] for x in wanted], rtol=1e-3, err_msg=name
-        )
+        ours, theirs = ([x[name] for x in some] for some in (found, wanted))
+        np.testing.assert_allclose(ours[:4], theirs[:4], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, err_msg=name)
     assert (out / "hf" / "model.safetensors").exists()
 
 
@@ -236,27 +237,79 @@ def test_a_folder_belongs_to_one_run(tokens, straight, tmp_path):
         run_here(tokens, tmp_path / "file")
 
 
-def damage_newest(out: Path, harm) -> Path:
-    """Harm every file of the newest checkpoint that holds numbers."""
-    newest = max((out / "last").iterdir(), key=lambda p: int(p.name))
-    for path in [p for p in newest.rglob("*") if p.is_file()]:
-        harm(path)
-    return newest
+def newest(out: Path) -> Path:
+    return max((out / "last").iterdir(), key=lambda path: int(path.name))
+
+
+HARM = {
+    "a bit": lambda path, raw: path.write_bytes(
+        raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
+    ),
+    "cut": lambda path, raw: path.write_bytes(raw[: len(raw) // 2]),
+    "gone": lambda path, raw: path.unlink(),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "harm", [lambda path: path.write_bytes(b"\xff" * 10), lambda path: path.unlink()]
-)
-def test_a_damaged_checkpoint_is_named(tokens, tmp_path, harm):
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.filterwarnings("ignore")  # Orbax leaves coroutines behind where it fails
+def test_no_damaged_checkpoint_is_taken(tokens, tmp_path, harm):
+    """Every file of one in turn: what is read are the numbers that were written, or nothing."""
+    out = tmp_path / "run"
+    run_here(tokens, out, "steps=4")
+    run, like = (
+        json.loads((out / "run.json").read_text()),
+        training.shape(setting_of(small(), tokens)),
+    )
+    with checkpoint.Checkpoints(out, run) as checkpoints:
+        whole = jax.tree.leaves(checkpoints.restore(like))
+    refused = []
+    for path in [path for path in newest(out).rglob("*") if path.is_file()]:
+        raw = path.read_bytes()
+        HARM[harm](path, raw)
+        with checkpoint.Checkpoints(out, run) as checkpoints:
+            try:
+                found = jax.tree.leaves(checkpoints.restore(like))
+                assert all(map(np.array_equal, found, whole)), path
+            except UserError as error:
+                assert re.search(r"checkpoint .*4 cannot be read: .*; remove that", str(error))
+                refused.append(path.name)
+        path.write_bytes(raw)
+    assert len(refused) >= 4, refused
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tokens, tmp_path):
     """Nothing is taken in its place until the user says so, by removing it."""
     out = tmp_path / "run"
     run_here(tokens, out, "steps=4")
-    newest = damage_newest(out, harm)
-    with pytest.raises(UserError, match=f"checkpoint .*{newest.name} cannot be read.*remove that"):
+    last = newest(out)
+    for path in [path for path in last.rglob("*") if path.is_file()]:
+        path.write_bytes(b"\xff" * 10)
+    with pytest.raises(UserError, match=f"checkpoint .*{last.name} cannot be read.*remove that"):
         run_here(tokens, out, "steps=4")
-    shutil.rmtree(newest)
+    shutil.rmtree(last)
     assert run_here(tokens, out, "steps=4") == out / "hf"
+
+
+def test_tensorboard(tokens, tmp_path, monkeypatch):
+    """Every number of every logged step, and none twice where a run goes on."""
+    told = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            assert folder.endswith("tensorboard")
+            told.append(purge_step)
+
+        add_scalar = staticmethod(lambda name, value, step: told.append((name, step)))
+        flush = staticmethod(lambda: None)
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    run_here(tokens, tmp_path / "run", "steps=2", tensorboard=True)
+    assert told[0] == 1 and ("loss", 2) in told and ("valid_loss", 2) in told
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match="pip install tensorboardX, or leave"):
+        run_here(tokens, tmp_path / "other", "steps=2", tensorboard=True)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

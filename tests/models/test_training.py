@@ -192,6 +192,38 @@ def test_half_precision_keeps_whole_weights(tokens):
     np.testing.assert_allclose(told[:, 0], exact[:, 0], rtol=0.02)
 
 
+def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
+    """Its row of the embedding takes a sum over thousands, which bfloat16 could not hold."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        setting = setting_of(small(f"dtype={dtype}", "context=512"), tokens)
+        runs = np.full((8, 513), 7, np.int32)
+        runs[:, 1::2] = np.arange(100, 356)[None] % 200 + 50  # what follows it, each time another
+        weights = training.begin(setting).weights
+
+        def of_inputs(weights, setting=setting, runs=runs):
+            loss, _, _ = training.losses(setting, training._gather(setting, weights), runs)
+            return jnp.mean(loss)
+
+        found[dtype] = np.asarray(jax.grad(of_inputs)(weights)["embed"], np.float64)
+        assert jax.grad(of_inputs)(weights)["embed"].dtype == jnp.float32
+    off = np.linalg.norm(found["bfloat16"] - found["float32"], axis=1)
+    assert off[7] < 0.02 * np.linalg.norm(found["float32"][7])
+
+
+def test_an_update_that_is_no_number_changes_nothing(tokens):
+    setting = setting_of(small("warmup=0", "weight_decay=0"), tokens)
+    setting = dataclasses.replace(
+        setting, recipe=dataclasses.replace(setting.recipe, lr=float("inf"))
+    )
+    trained = training.begin(setting)
+    before = jax.tree.map(np.array, trained.weights)
+    runs = setting.split(data.batch(tokens, "train", 0, 0, 8, 16))
+    trained, told = training.update(setting, trained, runs)
+    assert np.isfinite(float(told.grad_norm)) and int(trained.failed) == 0
+    assert all(np.array_equal(before[name], w) for name, w in trained.weights.items())
+
+
 def test_operations_of_a_token():
     """6 N + 12 L (N H) T; the first number is from an independent count."""
     config = partial(config_of, bos=None, eos=0)
@@ -233,7 +265,7 @@ BAD = {
     "tiny layers=1.5": "layers must be a whole number",
     "tiny lr=-1": "lr must be a number of at least",
     "tiny lr=nan": "lr must be a number",
-    "tiny beta2=1.5": "beta2 must be a number from 0 to 1, got '1.5'",
+    "tiny beta2=1.5": "beta2 must be a number from 0 to 0.999999, got '1.5'",
     "tiny seed=-1": "seed must be a whole number from 0 to",
     "tiny accumulate=3": "accumulate must divide rows, got 3 and 8",
 }

@@ -1,0 +1,22 @@
+"""What one claim is, and what may come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+HOLDS, PART, NOT, OPEN = "holds", "holds in part", "does not hold here", "not run here"
+UNSEEN = "cannot be told here"  # it was run, and what the claim is about did not come up
+Finding = tuple[str, str]  # what we measured, at which size; the verdict
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """says: the claim. paper: its figure there. experiment: the record that speaks to it."""
+
+    says: str
+    paper: str
+    experiment: str
+    find: Callable[[Results], Finding] | str  # a string: what it would need
