@@ -69,7 +69,8 @@ PRESETS: dict[str, Recipe] = {
         rows=64, steps=800, lr=5e-3, z_loss=0.0,
         log_every=100, look_every=400, save_every=800,
     ),
-    # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop.
+    # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. What
+    # it took and what loss it reached is in evals/results/sink_tables.json, its speed in mfu.json.
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,
@@ -83,7 +84,8 @@ PRESETS: dict[str, Recipe] = {
     # 143,000 steps of 524,288 tokens take Adam at 6e-4 down to 6e-5 by a cosine after 1 % of
     # warm-up, betas 0.9 and 0.95, decay 0.1, clip 1.0, in float16 on the Pile. Pythia's blocks work
     # in parallel, turn a quarter of each head and have a head matrix of their own; these are
-    # Llama's. In eight parts, for the memory of one GPU. Not run yet (ACCELERATOR.md).
+    # Llama's, in bfloat16, with a z-loss. In eight parts, for the memory of one GPU. Not run yet
+    # (ACCELERATOR.md).
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
         rows=256, accumulate=8, steps=143_000, lr=6e-4,

@@ -83,21 +83,34 @@ def straight(start, tmp_path_factory) -> Path:
     return out
 
 
-def test_what_a_run_leaves(straight, tokens):
-    assert [line["step"] for line in lines(straight)] == list(range(1, 13))
-    looked = [line for line in lines(straight) if "valid_loss" in line]
+@pytest.fixture(scope="module")
+def made(tokens, tmp_path_factory) -> Path:
+    """The folder of a run of this process."""
+    out = tmp_path_factory.mktemp("made") / "run"
+    with jax.numpy_dtype_promotion("standard"):
+        run_here(tokens, out, "sinks=token", "save_every=1")
+    return out
+
+
+def run_here(tokens, out, *settings, **how):
+    return pretrain(small(*settings), tokens, out, tell=lambda line: None, **how)
+
+
+def test_what_a_run_leaves(made, tokens):
+    assert [line["step"] for line in lines(made)] == list(range(1, 13))
+    looked = [line for line in lines(made) if "valid_loss" in line]
     assert [line["step"] for line in looked] == [6, 12]
     assert looked[-1]["valid_loss"] < looked[0]["valid_loss"]
     assert {"first_token", "first_token_most", "sink_heads", "text"} < looked[0].keys()
-    assert sorted(p.name for p in (straight / "last").iterdir()) == ["11", "12"]
+    assert sorted(p.name for p in (made / "last").iterdir()) == ["11", "12"]
     best = min(looked, key=lambda line: line["valid_loss"])["step"]
-    assert [p.name for p in (straight / "best").iterdir()] == [str(best)]
-    assert (straight / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert [p.name for p in (made / "best").iterdir()] == [str(best)]
+    assert (made / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_exported_model_writes(straight, tokens):
+def test_the_exported_model_writes(made, tokens):
     """It puts its sink token in front by itself, and its loss is that of the run."""
-    llm = models.load(straight / "hf")
+    llm = models.load(made / "hf")
     sink = tokens.id_of(data.SINK)
     assert llm.tokenizer.encode("the cat")[0] == llm.config.bos == sink
     assert models.generate(llm, "the cat", "streaming:sinks=1,window=15", 40, ignore_eos=True).text
@@ -105,10 +118,11 @@ def test_the_exported_model_writes(straight, tokens):
     found = [
         np.concatenate(list(models.losses(llm, [sink, *run[1:]], "full"))) for run in runs.tolist()
     ]
-    told = lines(straight)[-1]["valid_loss"]
+    told = lines(made)[-1]["valid_loss"]
     assert np.mean(found) == pytest.approx(told, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
     """Killed again and again, at any moment: while starting, training, and writing checkpoints."""
     out, moments, kills, struck = tmp_path / "run", random.Random(0), 0, 0
@@ -140,6 +154,7 @@ def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
         assert (out / "hf" / file).read_bytes() == (straight / "hf" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
     out = tmp_path / "run"
     process = start(out, "steps=100000", "save_every=100000", "look_every=100000")
@@ -153,6 +168,7 @@ def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
     assert int(kept.name) == lines(out)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_the_same_losses_in_two_processes(start, straight, tmp_path):
     """Over loopback, a device each."""
     out, settings = tmp_path / "run", ("sinks=token", "steps=12", "save_every=12")
@@ -203,10 +219,6 @@ def test_what_one_process_finds_wrong_ends_both(start, tmp_path):
             assert process.returncode == 2 and told in err and "Traceback" not in err, err
 
 
-def run_here(tokens, out, *settings, **how):
-    return pretrain(small(*settings), tokens, out, tell=lambda line: None, **how)
-
-
 def test_a_loss_that_is_no_number_stops_the_run(tokens, tmp_path):
     """It says at which step, and the last good checkpoint stays."""
     with pytest.raises(UserError, match="no number at step") as told:
@@ -218,9 +230,9 @@ def test_a_loss_that_is_no_number_stops_the_run(tokens, tmp_path):
         run_here(tokens, tmp_path / "other", "z_loss=1e38")
 
 
-def test_a_folder_belongs_to_one_run(tokens, straight, tmp_path):
+def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
     with pytest.raises(UserError, match=r"of another run: .*sinks was 'token' and is now 'zero'"):
-        run_here(tokens, straight, "sinks=zero")
+        run_here(tokens, made, "sinks=zero")
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")
