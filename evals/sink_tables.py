@@ -106,6 +106,7 @@ def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
         "weights": sum(weight.size for weight in llm.weights.values()),
         "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
         "seconds": log[-1]["seconds"],
+        "device": log[-1].get("device"),
         "valid_loss": looks[-1]["valid_loss"],
         "curve": [[x["step"], x["valid_loss"], x["first_token"], x["sink_heads"]] for x in looks],
     }

@@ -117,8 +117,9 @@ def train(
     recipe, first = setting.recipe, int(trained.step)
     name = title(setting, trained)
     used, there = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
+    device = f"{used} x {jax.devices()[0].device_kind}"
     tell(
-        f"{name}, {setting.dtype}, {used} x {jax.devices()[0].device_kind}"
+        f"{name}, {setting.dtype}, {device}"
         + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
         + (f"; going on from step {first}" if first else "")
     )
@@ -143,7 +144,7 @@ def train(
         }
         _check(trained, checkpoints)
         if looking:
-            line |= look(setting, trained, valid, tokens, tell)
+            line |= look(setting, trained, valid, tokens, tell) | {"device": device}
         log.write(line)
         tell(shown(line, recipe))
         if looking:
