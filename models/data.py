@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -36,6 +37,7 @@ MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 FORMAT = "jaxkv tokens 1"
 SHARD = 2**24  # tokens a shard holds at most: 32 MiB in 16 bits
 _PIECE = 2**20  # characters encoded at a time
+_LINE = re.compile(r"\n(?=\S)")  # where they may be cut
 
 Split = Literal["train", "valid"]
 
@@ -266,11 +268,11 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in parts that end with a line: tokens of a byte-level BPE never cross it."""
+    """A long text in parts, cut where no token of a byte-level BPE crosses."""
     start = 0
     while start < len(text):
-        end = text.find("\n", start + _PIECE)
-        end = len(text) if end < 0 else end + 1
+        found = _LINE.search(text, start + _PIECE)
+        end = found.end() if found else len(text)
         yield text[start:end]
         start = end
 

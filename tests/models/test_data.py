@@ -45,6 +45,20 @@ def test_special_tokens_in_a_text_are_letters(tmp_path):
     assert read_tokenizer(made.folder).decode(ids) == told
 
 
+def test_a_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
+    """Cut nowhere that a token crosses, such as two line ends in a row."""
+    paths = [tmp_path / "text.txt", tmp_path / "held.txt"]
+    for path in paths:
+        path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
+    made = []
+    for piece in (10**6, 1, 7):
+        monkeypatch.setattr(data, "_PIECE", piece)
+        found = data.prepare(paths[:1], tmp_path / str(piece), 280, valid=paths[1:])
+        made.append(found.run("train", 0, found.count("train")))
+    np.testing.assert_array_equal(made[1], made[0])
+    np.testing.assert_array_equal(made[2], made[0])
+
+
 def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
     """Every token of an epoch is seen once, but for the one that two runs share."""
     length, rows = 16, 1
