@@ -53,7 +53,7 @@ def test_a_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
     made = []
     for piece in (10**6, 1, 7):
         monkeypatch.setattr(data, "_PIECE", piece)
-        found = data.prepare(paths[:1], tmp_path / str(piece), 280, valid=paths[1:])
+        found = data.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
         made.append(found.run("train", 0, found.count("train")))
     np.testing.assert_array_equal(made[1], made[0])
     np.testing.assert_array_equal(made[2], made[0])
