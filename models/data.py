@@ -37,7 +37,7 @@ MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 FORMAT = "jaxkv tokens 1"
 SHARD = 2**24  # tokens a shard holds at most: 32 MiB in 16 bits
 _PIECE = 2**20  # characters encoded at a time
-_LINE = re.compile(r"\n(?=\S)")  # where they may be cut
+_LINE = re.compile(r"(?<=[^\W_])(?=\n)")  # where they may be cut: a letter, and its line ends
 
 Split = Literal["train", "valid"]
 
@@ -272,7 +272,7 @@ def _pieces(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
         found = _LINE.search(text, start + _PIECE)
-        end = found.end() if found else len(text)
+        end = found.start() if found else len(text)
         yield text[start:end]
         start = end
 
