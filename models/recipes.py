@@ -147,7 +147,8 @@ MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 0.9
 def _value(field: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is Literal:
         if text not in typing.get_args(kind):
-            raise UserError(f"{field} must be one of {', '.join(typing.get_args(kind))}: {text!r}")
+            names = ", ".join(typing.get_args(kind))
+            raise UserError(f"{field} must be one of {names}, got {text!r}; choose one of them")
         return text
     least = LEAST.get(field, 1 if kind is int else 1e-12)
     most = MOST.get(field, float("inf"))

@@ -138,7 +138,7 @@ def begin(setting: Setting) -> Training:
 
 
 def shape(setting: Setting) -> Training:
-    """The shapes of the same, and where each leaf lies."""
+    """The shapes of a run's leaves, and where each lies."""
     training = jax.eval_shape(partial(_fresh, setting))
     here = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
