@@ -21,9 +21,15 @@ NO_SHARED = "../shared/data is absent: the test model and stories are not redist
 def set_environment():
     """What jax and libtpu read when they are imported. A value that is already set stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    # Compiling is most of the time that tests take. CI lets one lane compile as users do.
+    for flag, value in {
+        "force_host_platform_device_count": 8,
+        "backend_optimization_level": 0,
+    }.items():
+        if not any(given.startswith(f"--xla_{flag}=") for given in flags):
+            flags.append(f"--xla_{flag}={value}")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ.setdefault("JAXKV_COMPILATION_CACHE", "off")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # libtpu as a compiler: look for no TPU, share it
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

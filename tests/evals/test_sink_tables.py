@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 
@@ -25,14 +28,22 @@ def llm(tmp_path_factory):
     return models.load(folder)
 
 
+@partial(jax.jit, static_argnums=0)
+def predicted(config, weights, inputs):
+    decoder, hidden, _ = uncached.forward(config, weights, inputs, uncached.look)
+    return decoder.logits(hidden)
+
+
 def alone(llm, context, choice):
     """Mean log-likelihood of a choice, and whether greedy decoding writes it, of one pair."""
     front, ids = list(llm.tokenizer.front), llm.tokenizer.encode(choice, bos=False)
     before = llm.tokenizer.encode(context, bos=False) or [llm.eos[0]]
     keep = llm.config.context + 1 - len(front) - len(ids)
     whole = np.array([front + before[max(0, len(before) - keep) :] + ids], np.int32)
-    decoder, hidden, _ = uncached.forward(llm.config, llm.weights, whole[:, :-1])
-    logits = np.asarray(decoder.logits(hidden), np.float64)[:, 0, -len(ids) :]
+    inputs = np.pad(whole[:, :-1], ((0, 0), (0, llm.config.context + 1 - whole.shape[1])))
+    first = whole.shape[1] - 1 - len(ids)
+    logits = np.asarray(predicted(llm.config, llm.weights, inputs), np.float64)
+    logits = logits[:, 0, first : first + len(ids)]
     likely = logits - np.log(np.exp(logits).sum(0))
     return likely[ids, range(len(ids))].mean(), list(logits.argmax(0)) == ids
 
@@ -90,8 +101,8 @@ def test_the_first_token_is_the_sink(llm):
     mass = sink_tables.first_token(llm, {"text": ids}, skip=16)
     runs = sink_tables.samples(llm, {"text": ids}, llm.config.context)
     assert runs.shape == (sink_tables.SAMPLES, 48) and set(runs[:, 0]) == {llm.tokenizer.front[0]}
-    seen = uncached.forward(llm.config, llm.weights, runs, uncached.look)[2]
-    wanted = [np.asarray(layer)[:, :, 16:, 0].mean((0, 2)) for layer in seen]
+    seen = sink_tables.maps(llm.config, llm.weights, runs)
+    wanted = [np.asarray(layer)[:, 16:, 0].mean(1) for layer in seen]
     np.testing.assert_allclose(mass, wanted, rtol=1e-5)
     assert sink_tables.draw(llm, {"text": ids}, "token").startswith(b"\x89PNG")
 

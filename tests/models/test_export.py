@@ -40,8 +40,9 @@ def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
     llm = models.load(tmp_path / "hf")
     assert llm.tokenizer.front == setting.front
     runs = data.batch(tokens, "valid", 0, 0, 2, 16)
-    wanted, _, _ = training.losses(setting, weights, jnp.asarray(runs))
-    plain, _, _ = training.losses(
+    losses = jax.jit(training.losses, static_argnums=0)
+    wanted, _, _ = losses(setting, weights, jnp.asarray(runs))
+    plain, _, _ = losses(
         setting_of(small("layers=2"), tokens), {n: weights[n] for n in weights if "sinks" not in n},
         jnp.asarray(runs),
     )  # fmt: skip

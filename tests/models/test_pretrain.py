@@ -290,6 +290,7 @@ def test_no_damaged_checkpoint_is_taken(tokens, tmp_path, harm):
     assert len(refused) >= 4, refused
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_named(tokens, tmp_path):
     """Nothing is taken in its place until the user says so, by removing it."""
     out = tmp_path / "run"

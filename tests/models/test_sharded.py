@@ -82,6 +82,7 @@ def test_nothing_but_sums_travels(tiny_folder, mesh):
     assert sorted(found) == sorted(sums * (heads > 1) + done * (rows > 1))
 
 
+@pytest.mark.slow
 def test_stories(stories, record_property):
     """A trained model, rows and heads split, at once and greedy."""
     texts = []

@@ -107,9 +107,11 @@ def test_masks_by_block_are_the_mask(rng, monkeypatch, encoding):
     valid = jnp.asarray(rng.random((2, 45)) < 0.9)
     tokens = Chunk(q, k, v, positions, valid)
     first, then = (jax.tree.map(lambda a, s=s: a[:, s], tokens) for s in (slice(38), slice(38, 45)))
-    state = policy.extend(spec, policy.init(spec, 2, jax.random.key(0)), first)
-    whole = policy.attend(spec, state, then)
+    state = policy.init(spec, 2, jax.random.key(0))
+    state = jax.jit(lambda state: policy.extend(spec, state, first))(state)
+    attend = lambda: jax.jit(lambda state: policy.attend(spec, state, then))(state)  # noqa: E731
+    whole = attend()
     monkeypatch.setattr(slots, "_WHOLE_MASK", 0)
     monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)
-    for one, other in zip(policy.attend(spec, state, then), whole, strict=True):
+    for one, other in zip(attend(), whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
