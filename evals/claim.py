@@ -20,3 +20,8 @@ class Claim:
     paper: str
     experiment: str
     find: Callable[[Results], Finding] | str  # a string: what it would need
+
+
+def over_base(line: Results) -> str:
+    """By how much a loss exceeds the base, with two standard errors."""
+    return f"({line['loss_over_base']:+.4f} ± {2 * line['standard_error']:.4f})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results
+from evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, over_base
 
 BASE = "streaming:sinks=4,window=252"
 
@@ -48,7 +48,7 @@ def perplexities(r: Results, table: str, *policies: str) -> str:
         lines = []
         for policy in policies:
             line = found[table][policy]
-            gap = f" ({line['loss_over_base']:+.4f} ± {2 * line['standard_error']:.4f})"
+            gap = f" {over_base(line)}"
             lines.append(f"{label(policy)} {line['perplexity']:.2f}{gap if policy != BASE else ''}")
         size = found["predictions" if table == "perplexity" else "predictions_of_beginning"]
         parts.append(f"{text}, {size:,} tokens: {', '.join(lines)}")

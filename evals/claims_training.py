@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN, Claim, Finding, Results
+from evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN, Claim, Finding, Results, over_base
 from evals.palette import ARMS
 
 FELT = 0.02  # nats a token: a difference of losses that counts as one
@@ -69,20 +69,18 @@ def gaps(r: Results, sinks: str) -> list[list[float]]:
     ]
 
 
-def table_3(r: Results, *arms: str) -> str:
-    """What arms read with 0, 1, 2 and 4 first tokens in their caches."""
-    parts = []
-    for sinks in arms:
-        for arm in trained(r, sinks).values():
-            for name, text in arm["perplexity"].items():
-                shown = ", ".join(
-                    f"{key} {line['perplexity']:.2f} ({line['loss_over_base']:+.4f} ± "
-                    f"{2 * line['standard_error']:.4f})"
-                    for key, line in text.items()
-                    if "+" in key
-                )
-                parts.append(f"{sinks}, {name}, {text['predictions']:,} tokens: {shown}")
-    return f"{size_of(r)}; " + "; ".join(parts)
+def table_3(r: Results, sinks: str) -> str:
+    """What the arms of one kind read with 0, 1, 2 and 4 first tokens in their caches."""
+    parts = [size_of(r)]
+    for arm in trained(r, sinks).values():
+        for name, text in arm["perplexity"].items():
+            shown = ", ".join(
+                f"{key} {line['perplexity']:.2f} {over_base(line)}"
+                for key, line in text.items()
+                if "+" in key
+            )
+            parts.append(f"{sinks}, {name}, {text['predictions']:,} tokens: {shown}")
+    return "; ".join(parts)
 
 
 def several_needed(r: Results) -> Finding:

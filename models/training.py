@@ -331,8 +331,8 @@ def native_dtype(device: jax.Device) -> str:
     """What a device computes in: bfloat16, or float32 where it has no units for that."""
     if device.platform == "cpu":
         return "float32"
-    cuda = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
-    return "float32" if cuda and float(device.compute_capability) < 8 else "bfloat16"
+    capability = uncached.cuda_capability(device)
+    return "float32" if capability is not None and capability < 8 else "bfloat16"
 
 
 @functools.cache

@@ -80,6 +80,13 @@ def attend(
     return out, state
 
 
+def cuda_capability(device: jax.Device) -> float | None:
+    """The compute capability of an NVIDIA GPU; None of any other device."""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return None
+    return float(device.compute_capability)
+
+
 def cudnn_lacks(
     device: jax.Device,
     q: Float[Array, "B T N H"],
@@ -88,9 +95,9 @@ def cudnn_lacks(
     sink: object = None,
 ) -> str:
     """What keeps cuDNN's flash attention from being used; empty where nothing does."""
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+    capability = cuda_capability(device)
+    if capability is None:
         return f"on an NVIDIA GPU, got {device.platform}"
-    capability = float(device.compute_capability)
     if capability < 8:
         return f"from compute capability 8.0 on, got {capability}"
     if q.dtype.name not in _HALF:
