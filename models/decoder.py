@@ -135,8 +135,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
         """Float32 logits of the next token."""
-        head = self.embed if self.head is None else self.head
-        return matmul(head[...].astype(hidden.dtype), hidden, jnp.float32)
+        return matmul(self.unembedding().astype(hidden.dtype), hidden, jnp.float32)
+
+    def unembedding(self) -> Float[Array, "V D"]:
+        """The matrix that reads hidden states."""
+        return (self.embed if self.head is None else self.head)[...]
 
 
 def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:

@@ -75,6 +75,12 @@ PRESETS: dict[str, Recipe] = {
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,
     ),
+    # The model that comes with the package, of the shape of tiny: 16 million tokens. Its time and
+    # loss are in evals/results/default_model.json.
+    "default": Recipe(
+        layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sinks="token",
+        rows=8, steps=4000, optimizer="muon", lr=7e-3, last_lr=0.02,
+    ),
     # 28 million weights at a vocabulary of 4,096: one GPU or TPU. Not run yet (ACCELERATOR.md).
     "small": Recipe(
         layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,

@@ -26,6 +26,7 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float32, Int32
 from models import uncached
 from models.config import Config
+from models.cross_entropy import cross_entropy
 from models.decoder import Weights
 from models.hf.names import shapes
 from models.recipes import Recipe
@@ -208,18 +209,18 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
 
 
 def losses(
-    setting: Setting, weights: Weights, runs: Int32[Array, "B X"]
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Array]:
-    """Natural-log losses of every target, log Z of every softmax, and which targets count."""
+    setting: Setting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
+) -> tuple[Float32[Array, ""], Float32[Array, "B T"], Array]:
+    """What a step makes small, natural-log losses of every target, and which targets count.
+
+    The first is the mean over all targets that count, z_loss x (log Z)^2 added.
+    """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
     decoder, hidden, _ = uncached.forward(setting.config, weights, inputs, run)
-    logits = decoder.logits(hidden)  # [V,B,T]
-    log_z = jax.nn.logsumexp(logits, axis=0)
-    # A sum over a mask, for the gradient of a gather is written one by one.
-    own = np.arange(setting.config.vocab)[:, None, None] == targets[None]
-    picked = jnp.sum(jnp.where(own, logits, 0), axis=0)
-    return log_z - picked, log_z, counts
+    share = counts / jnp.sum(counts)
+    cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
+    return cost, found, counts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -256,16 +257,14 @@ def update(
 
     The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5).
     """
-    z_loss = np.float32(setting.recipe.z_loss)
 
-    def loss_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
-        loss, log_z, counts = losses(setting, _gather(setting, weights), runs)
-        share = counts / jnp.sum(counts)
-        mean = jnp.sum(share * loss)
-        return mean + z_loss * jnp.sum(share * log_z**2), mean
+    def cost_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
+        gathered = _gather(setting, weights)
+        cost, found, counts = losses(setting, gathered, runs, setting.recipe.z_loss)
+        return cost, jnp.sum(found * counts) / jnp.sum(counts)
 
     def gradient(runs: Array) -> tuple[Array, Weights]:
-        (_, loss), found = jax.value_and_grad(loss_of, has_aux=True)(training.weights, runs)
+        (_, loss), found = jax.value_and_grad(cost_of, has_aux=True)(training.weights, runs)
         return loss, found
 
     if len(parts) == 1:
@@ -298,8 +297,7 @@ def update(
 @partial(jax.jit, static_argnums=0)
 def mean_loss(setting: Setting, weights: Weights, runs: Int32[Array, "B X"]) -> Array:
     """The mean loss of a batch, without the z-loss."""
-    loss, _, counts = losses(setting, _gather(setting, weights), runs)
-    return jnp.sum(loss * counts) / jnp.sum(counts)
+    return losses(setting, _gather(setting, weights), runs)[0]
 
 
 def first_token_mass(

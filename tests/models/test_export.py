@@ -41,8 +41,8 @@ def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
     assert llm.tokenizer.front == setting.front
     runs = data.batch(tokens, "valid", 0, 0, 2, 16)
     losses = jax.jit(training.losses, static_argnums=0)
-    wanted, _, _ = losses(setting, weights, jnp.asarray(runs))
-    plain, _, _ = losses(
+    _, wanted, _ = losses(setting, weights, jnp.asarray(runs))
+    _, plain, _ = losses(
         setting_of(small("layers=2"), tokens), {n: weights[n] for n in weights if "sinks" not in n},
         jnp.asarray(runs),
     )  # fmt: skip

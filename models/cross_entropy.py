@@ -1,0 +1,131 @@
+"""The loss of a batch and its gradient, some tokens at a time: logits of a whole batch never stand.
+
+The gradient is made where the logits are, going forward, as Liger Kernel does (Hsu et al. 2024):
+what is left for the way back are two arrays of the size of the head and of the hidden states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxkv.typing import Array, Float, Float32, Int32
+from models.decoder import dot
+
+_LOGITS = {"cpu": 2**21}  # taken at a time: what a CPU's cache holds
+_MANY_LOGITS = 2**27
+
+
+def cross_entropy(
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "D B T"],
+    targets: Int32[Array, "B T"],
+    share: Float32[Array, "B T"],
+    z_loss: float,
+    mesh: Mesh | None = None,
+) -> tuple[Float32[Array, ""], Float32[Array, "B T"]]:
+    """What training makes small, the sum of share x (loss + z_loss x (log Z)^2); and every loss.
+
+    share: the weight of each target. z_loss: PaLM, section 5. mesh: its axis `data` splits samples.
+    Products are in the precision of `hidden`. Only the first result has a gradient, towards head
+    and hidden.
+    """
+    if mesh is None:
+        cost, losses = _of_samples(head, hidden, targets, share, z_loss)
+        return cost, jax.lax.stop_gradient(losses)
+
+    def one(*arrays: Array) -> tuple[Array, Array]:
+        cost, losses = _of_samples(*arrays, z_loss)
+        return cost[None], losses
+
+    samples, whole = PartitionSpec("data"), PartitionSpec()
+    split = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(whole, PartitionSpec(None, "data"), samples, samples),
+        out_specs=samples,
+        check_vma=False,
+    )
+    costs, losses = split(head, hidden, targets, share)
+    return jnp.sum(costs), jax.lax.stop_gradient(losses)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_samples(
+    head: Array, hidden: Array, targets: Array, share: Array, z_loss: float
+) -> tuple[Array, Array]:
+    cost, losses, _ = _in_blocks(head, hidden, targets, share, z_loss, with_gradient=False)
+    return cost, losses
+
+
+def _forward(
+    head: Array, hidden: Array, targets: Array, share: Array, z_loss: float
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    cost, losses, gradients = _in_blocks(head, hidden, targets, share, z_loss, with_gradient=True)
+    return (cost, losses), gradients
+
+
+def _backward(
+    z_loss: float, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    return *((cotangents[0] * g.astype(jnp.float32)).astype(g.dtype) for g in gradients), None, None
+
+
+_of_samples.defvjp(_forward, _backward)
+
+
+def _in_blocks(
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "D B T"],
+    targets: Int32[Array, "B T"],
+    share: Float32[Array, "B T"],
+    z_loss: float,
+    with_gradient: bool,
+) -> tuple[Array, Array, tuple[Array, Array] | None]:
+    vocab, (_, rows, tokens) = head.shape[0], hidden.shape
+    most = _LOGITS.get(jax.default_backend(), _MANY_LOGITS)
+    count = min(tokens, -(-rows * tokens * vocab // most))
+    size = -(-tokens // count)
+    behind = size * count - tokens  # of share 0, so that blocks are alike
+    cast, ids = head.astype(hidden.dtype), np.arange(vocab)[:, None]
+
+    def blocks(array: Array) -> Array:
+        """[..., B, T] as a block after another of [..., rows x size]."""
+        padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, behind)])
+        cut = padded.reshape(*array.shape[:-1], count, size)
+        return jnp.moveaxis(cut, -2, 0).reshape(count, *array.shape[:-2], rows * size)
+
+    def whole(parts: Array) -> Array:
+        """What `blocks` has cut."""
+        cut = parts.reshape(count, *parts.shape[1:-1], rows, size)
+        return jnp.moveaxis(cut, 0, -2).reshape(*parts.shape[1:-1], rows, -1)[..., :tokens]
+
+    def one(so_far: tuple[Array, ...], block: tuple[Array, ...]) -> tuple[tuple, tuple]:
+        x, target, of_loss = block
+        target, of_loss = target[None], of_loss[None]
+        logits = dot(cast, x, (1, 0), jnp.float32)  # [V, rows x size]
+        top = jnp.max(logits, axis=0, keepdims=True)
+        powers = jnp.exp(logits - top)
+        total = jnp.sum(powers, axis=0, keepdims=True)
+        log_z = top + jnp.log(total)
+        own = ids == target
+        # A sum over a mask, for a gather is taken one by one.
+        loss = log_z - jnp.sum(jnp.where(own, logits, 0), axis=0, keepdims=True)
+        cost = so_far[0] + jnp.sum(of_loss * (loss + np.float32(z_loss) * log_z**2))
+        if not with_gradient:
+            return (cost,), (loss[0],)
+        of_powers = of_loss * (1 + np.float32(2 * z_loss) * log_z) / total
+        d_logits = (powers * of_powers - jnp.where(own, of_loss, 0)).astype(x.dtype)
+        d_head = so_far[1] + dot(d_logits, x, (1, 1), jnp.float32)
+        return (cost, d_head), (loss[0], dot(cast, d_logits, (0, 0)))
+
+    nothing = (jnp.float32(0),)
+    if with_gradient:
+        nothing += (jnp.zeros(head.shape, jnp.float32),)
+    sums, parts = jax.lax.scan(one, nothing, tuple(map(blocks, (hidden, targets, share))))
+    gradients = (sums[1].astype(head.dtype), whole(parts[1])) if with_gradient else None
+    return sums[0], whole(parts[0]), gradients

@@ -1,0 +1,78 @@
+"""The loss in blocks and its own gradient, beside plain JAX over all logits at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from models import cross_entropy as ours
+from models.cross_entropy import cross_entropy
+
+VOCAB, DEPTH, ROWS, TOKENS = 37, 12, 4, 23
+Z_LOSS = 0.05
+
+
+def arrays(dtype="float32"):
+    random = np.random.default_rng(0)
+    head = random.normal(size=(VOCAB, DEPTH)).astype(np.float32)
+    hidden = random.normal(size=(DEPTH, ROWS, TOKENS)).astype(np.float32)
+    targets = random.integers(0, VOCAB, (ROWS, TOKENS)).astype(np.int32)
+    share = random.random((ROWS, TOKENS)).astype(np.float32)
+    share[:, 0] = 0
+    return jnp.asarray(head), jnp.asarray(hidden, dtype), targets, share / share.sum()
+
+
+def plain(head, hidden, targets, share):
+    """The definition, in float64 where it is asked for with numbers of it."""
+    logits = jnp.einsum("vd,dbt->btv", head, hidden.astype(head.dtype))
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    losses = log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jnp.sum(share * (losses + Z_LOSS * log_z**2)), losses
+
+
+@pytest.mark.parametrize("logits_at_once", [1, VOCAB * ROWS * 5, VOCAB * ROWS * 8, 2**30])
+def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logits_at_once):
+    """One token, five (which leaves three), eight (seven) and all of a row at a time."""
+    monkeypatch.setattr(ours, "_LOGITS", {"cpu": logits_at_once})
+    head, hidden, *rest = arrays()
+    of = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
+    cost, found = of(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
+    wanted_cost, wanted = of(plain)(head, hidden, *rest)
+    np.testing.assert_allclose(cost, wanted_cost, rtol=1e-6)
+    for ours_, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours_, theirs, atol=1e-6)
+    alone, losses = jax.jit(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
+    np.testing.assert_allclose(3 * alone, wanted_cost, rtol=1e-6)
+    np.testing.assert_allclose(losses, plain(head, hidden, *rest)[1], atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_over_a_mesh(size):
+    mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
+    head, hidden, *rest = arrays()
+    for each in (None, mesh):
+        gradient = jax.jit(
+            jax.grad(lambda *a, each=each: cross_entropy(*a, Z_LOSS, each)[0], argnums=(0, 1))
+        )(head, hidden, *rest)
+        for ours_, theirs in zip(
+            gradient, jax.grad(lambda *a: plain(*a)[0], argnums=(0, 1))(head, hidden, *rest),
+            strict=True,
+        ):  # fmt: skip
+            np.testing.assert_allclose(ours_, theirs, atol=1e-6)
+
+
+def test_half_precision_keeps_what_it_gets():
+    head, hidden, *rest = arrays("bfloat16")
+    gradient = jax.grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
+    found = gradient(head, hidden, *rest)
+    assert [leaf.dtype for leaf in found] == [jnp.float32, jnp.bfloat16]
+    wanted = gradient(head, hidden.astype(jnp.float32), *rest)
+    for ours_, theirs in zip(found, wanted, strict=True):
+        off = np.linalg.norm(np.asarray(ours_, np.float32) - np.asarray(theirs))
+        assert off < 0.02 * np.linalg.norm(theirs)
+
+
+def test_losses_alone_have_no_gradient():
+    head, hidden, *rest = arrays()
+    assert not jax.grad(lambda h: jnp.sum(cross_entropy(h, hidden, *rest, Z_LOSS)[1]))(head).any()
