@@ -204,7 +204,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # what a damaged file comes to has no kind of its own
-            reason = " ".join(str(error).split())[:160]
+            # TensorStore puts details of its own behind what is wrong.
+            reason = " ".join(str(error).split()).split(" See full")[0].rstrip(".")[:160]
             raise UserError(f"the checkpoint {where} cannot be read: {reason}; {remedy}") from error
 
     @contextlib.contextmanager

@@ -179,6 +179,8 @@ def prepare(
     """
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
+    if vocab is not None:
+        _dtype_for(vocab, dtype)  # before minutes of training one
     documents = _splits(texts, valid, share)
     sizes = {path: path.stat().st_size for split in SPLITS for path in documents[split]}
     # To train a tokenizer each training text is read once more, before it is encoded.

@@ -27,10 +27,10 @@ def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 
     return folder
 
 
-def write_tokens(folder: Path, **how) -> data.Tokens:
+def write_tokens(folder: Path, vocab: int = VOCAB, **how) -> data.Tokens:
     """A data folder over such documents, the last of them held back."""
     texts = sorted(write_texts(folder / "texts").glob("*.txt"))
-    return data.prepare(texts[:-1], folder / "tokens", VOCAB, valid=texts[-1:], **how)
+    return data.prepare(texts[:-1], folder / "tokens", vocab, valid=texts[-1:], **how)
 
 
 def small(*settings: str) -> Recipe:
