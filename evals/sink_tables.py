@@ -237,7 +237,8 @@ def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
     """Of each choice behind its context: mean log-likelihood, and whether each token is likeliest.
 
-    A text that is longer than the model's context loses its beginning, but not its sink tokens.
+    A text that is longer than the model's context loses its beginning, but not its sink tokens, nor
+    the one token that stands before the choice.
     """
     front, most = list(llm.tokenizer.front), llm.config.context
     texts = []
@@ -246,7 +247,7 @@ def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]
         before = llm.tokenizer.encode(context, bos=False)
         # One token must stand before what is predicted.
         before = before or [llm.eos[0]]
-        room = most + 1 - len(front) - len(ids)
+        room = max(1, most + 1 - len(front) - len(ids))
         texts.append((front + before[max(0, len(before) - room) :], ids))
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
     found: dict[int, tuple[float, bool]] = {}

@@ -38,9 +38,9 @@ def alone(llm, context, choice):
     """Mean log-likelihood of a choice, and whether greedy decoding writes it, of one pair."""
     front, ids = list(llm.tokenizer.front), llm.tokenizer.encode(choice, bos=False)
     before = llm.tokenizer.encode(context, bos=False) or [llm.eos[0]]
-    keep = llm.config.context + 1 - len(front) - len(ids)
+    keep = max(1, llm.config.context + 1 - len(front) - len(ids))
     whole = np.array([front + before[max(0, len(before) - keep) :] + ids], np.int32)
-    inputs = np.pad(whole[:, :-1], ((0, 0), (0, llm.config.context + 1 - whole.shape[1])))
+    inputs = np.pad(whole[:, :-1], ((0, 0), (0, max(0, llm.config.context + 1 - whole.shape[1]))))
     first = whole.shape[1] - 1 - len(ids)
     logits = np.asarray(predicted(llm.config, llm.weights, inputs), np.float64)
     logits = logits[:, 0, first : first + len(ids)]
@@ -49,12 +49,13 @@ def alone(llm, context, choice):
 
 
 def test_scores_are_those_of_one_pair_alone(llm):
-    """Short and long, without a context, and one that must lose its beginning."""
+    """Short and long, without a context, one that must lose its beginning, all but one token."""
     pairs = [
         ("the cat", " sat on a mat"),
         ("", "dog"),
         (TEXT, " over the hill"),
         (TEXT * 4, " sun"),
+        ("the cat sat", " " + TEXT * 4),
         ("the dog run over", " the hill to see what was there"),
     ]
     found = sink_tables.score(llm, pairs * 9)  # more than are scored at a time
