@@ -100,9 +100,11 @@ class Chain:
 
 
 def write(chain: Chain, folder: Path) -> data.Tokens:
-    """The stream as a data folder."""
+    """The stream as a data folder, or the one that is there."""
+    if (folder / "tokens").exists():
+        return data.read(folder / "tokens")
     texts = folder / "texts"
-    texts.mkdir(parents=True)
+    texts.mkdir(parents=True, exist_ok=True)
     paths = [texts / f"{number:02}.txt" for number in range(DOCUMENTS)]
     for number, path in enumerate(paths):
         path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
@@ -126,6 +128,7 @@ def run(
 ) -> dict[str, Any]:
     """Train one arm and read the held-back letters with it."""
     llm = models.load(pretrain(recipe_of(arm, seed), tokens, out, tell=lambda text: None))
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
     cache = llm.config.context // 2
     lines = table_3(llm, ids, cache)
     mass = dormant(llm, chain, ids, cache)
@@ -135,6 +138,8 @@ def run(
     )
     return {
         "seed": seed,
+        "seconds": log[-1]["seconds"],
+        "curve": [[x["step"], x["valid_loss"], x["first_token"]] for x in log if "text" in x],
         "loss": lines,
         "first_token": float(mass.mean()),
         "first_token_most": float(mass.max()),

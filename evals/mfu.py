@@ -17,7 +17,7 @@ import numpy as np
 
 from evals.record import Record, spread
 from evals.timing import Variant, bar, ratio, rounds, timed
-from models import training
+from models import device, training
 from models.pretrain import FRONT, setting_for
 from models.recipes import PRESETS, Recipe
 
@@ -65,8 +65,8 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
         shares = {s: ratio(at_peak, seconds[s]) for s in SINKS}
         peak = spread(2 * SIDE**3 / np.array(seconds["peak"]))
     else:
-        shares = {s: spread(flops / np.array(seconds[s]) / training.peak()) for s in SINKS}
-        peak = spread([training.peak()])
+        shares = {s: spread(flops / np.array(seconds[s]) / device.peak()) for s in SINKS}
+        peak = spread([device.peak()])
     return {
         "recipe": dataclasses.asdict(recipe),
         "flops_per_token": flops / tokens,

@@ -37,6 +37,8 @@ class Record:
     ):
         import jax
 
+        from models.device import cores, processor
+
         changed = [line[3:] for line in _git("status", "--porcelain", "--", *CODE).splitlines()]
         device = jax.devices()[0]
         self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
@@ -48,7 +50,7 @@ class Record:
             "changed": changed,  # code that differed from the commit
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": f"{device.platform}: {device.device_kind}",
-            "cpu": {"model": _cpu(), "cores": _cores(), "load": _load()},
+            "cpu": {"model": processor(), "cores": cores(), "load": _load()},
             "system": f"{platform.system()} {platform.machine()}",
             "versions": {"python": platform.python_version()} | _versions(),
             "seeds": list(seeds),
@@ -127,18 +129,6 @@ def _git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
     except FileNotFoundError:
         return ""
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _cores() -> int | None:
-    """Those that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _load() -> float | None:

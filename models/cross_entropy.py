@@ -35,8 +35,7 @@ def cross_entropy(
     and hidden.
     """
     if mesh is None:
-        cost, losses = _of_samples(head, hidden, targets, share, z_loss)
-        return cost, jax.lax.stop_gradient(losses)
+        return _of_samples(head, hidden, targets, share, z_loss)
 
     def one(*arrays: Array) -> tuple[Array, Array]:
         cost, losses = _of_samples(*arrays, z_loss)
@@ -51,7 +50,7 @@ def cross_entropy(
         check_vma=False,
     )
     costs, losses = split(head, hidden, targets, share)
-    return jnp.sum(costs), jax.lax.stop_gradient(losses)
+    return jnp.sum(costs), losses
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -72,6 +71,7 @@ def _forward(
 def _backward(
     z_loss: float, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
+    # The losses beside the cost have none.
     return *((cotangents[0] * g.astype(jnp.float32)).astype(g.dtype) for g in gradients), None, None
 
 

@@ -283,7 +283,9 @@ def _train(documents: Sequence[Path], vocab: int, told: Callable[[int], None]) -
     """A byte-level BPE of `vocab` tokens, 256 bytes and the special tokens among them."""
     least = 256 + len(SPECIAL)
     if vocab < least:
-        raise UserError(f"a vocabulary must hold at least {least} tokens, got {vocab}")
+        raise UserError(
+            f"a vocabulary must hold at least {least} tokens, got {vocab}; ask for more"
+        )
     coder = Coder(BPE())
     coder.pre_tokenizer = ByteLevel(add_prefix_space=False)
     coder.decoder = ByteLevelDecoder()

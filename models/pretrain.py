@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.typing import Array
-from models import curves, data, training
+from models import curves, data, device, training
 from models.chat import Chat
 from models.checkpoint import Checkpoints, own, writing
 from models.compilation import clock, keep_compilations
@@ -117,9 +117,9 @@ def train(
     recipe, first = setting.recipe, int(trained.step)
     name = title(setting, trained)
     used, there = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
-    device = f"{used} x {jax.devices()[0].device_kind}"
+    place = device.used_by(setting.mesh)
     tell(
-        f"{name}, {setting.dtype}, {device}"
+        f"{name}, {setting.dtype}, {place}"
         + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
         + (f"; going on from step {first}" if first else "")
     )
@@ -144,7 +144,8 @@ def train(
         }
         _check(trained, checkpoints)
         if looking:
-            line |= look(setting, trained, valid, tokens, tell) | {"device": device}
+            line |= look(setting, trained, valid, tokens, tell)
+            line |= {"device": place, "jax": jax.__version__}
         log.write(line)
         tell(shown(line, recipe))
         if looking:
@@ -207,7 +208,7 @@ def setting_for(
     """What the steps of a recipe compile to; front and end: ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
-    own = training.native_dtype(jax.local_devices()[0])
+    own = device.native_dtype(jax.local_devices()[0])
     dtype = own if recipe.dtype == "auto" else recipe.dtype
     return Setting(recipe, config, front, dtype, mesh)
 
@@ -308,7 +309,7 @@ class Pace:
         flops = training.flops_per_token(setting.config, setting.recipe.context)
         devices = 1 if setting.mesh is None else setting.mesh.size
         # The devices of a CPU are one processor.
-        self._peak = training.peak() * (1 if jax.default_backend() == "cpu" else devices)
+        self._peak = device.peak() * (1 if jax.default_backend() == "cpu" else devices)
         self._flops, self._start = flops, time.perf_counter() - seconds
         clock()
         self.resume(first)

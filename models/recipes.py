@@ -67,7 +67,7 @@ PRESETS: dict[str, Recipe] = {
     "backcopy": Recipe(
         layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
         rows=64, steps=800, lr=5e-3, z_loss=0.0,
-        log_every=100, look_every=400, save_every=800,
+        log_every=100, look_every=100, save_every=800,
     ),
     # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. What
     # it took and what loss it reached is in evals/results/sink_tables.json, its speed in mfu.json.
@@ -104,7 +104,7 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
     if recipe.width % recipe.heads or recipe.heads % recipe.kv_heads:
         raise UserError(
             "heads must divide width, and kv_heads must divide heads, got "
-            f"width={recipe.width}, heads={recipe.heads}, kv_heads={recipe.kv_heads}"
+            f"width={recipe.width}, heads={recipe.heads}, kv_heads={recipe.kv_heads}; set one anew"
         )
     head_dim = recipe.width // recipe.heads
     return Config(
@@ -165,5 +165,5 @@ def _value(field: str, kind: Any, text: str) -> Any:
     except ValueError:
         value = None
     if value is None or not least <= value <= most or value == float("inf"):
-        raise UserError(f"{field} must be {what} {span}, got {text!r}")
+        raise UserError(f"{field} must be {what} {span}, got {text!r}; choose another")
     return value

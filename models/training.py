@@ -6,9 +6,7 @@ optimizer's moments, and the step. Functions are pure; the mesh decides where th
 
 from __future__ import annotations
 
-import functools
 import math
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -316,40 +314,3 @@ def flops_per_token(config: Config, context: int) -> float:
     held = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
     weights = sum(held.values()) - (held["embed"] if config.own_head else 0)
     return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context
-
-
-# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind, of which
-# the first that fits counts.
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-         "L4": 121e12, "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12,
-         "v5p": 459e12, "v5": 459e12, "v4": 275e12}  # fmt: skip
-
-
-def native_dtype(device: jax.Device) -> str:
-    """What a device computes in: bfloat16, or float32 where it has no units for that."""
-    if device.platform == "cpu":
-        return "float32"
-    capability = uncached.cuda_capability(device)
-    return "float32" if capability is not None and capability < 8 else "bfloat16"
-
-
-@functools.cache
-def peak() -> float:
-    """FLOP/s that one device could do: the data sheet's, or what a large product reaches here."""
-    words = f" {jax.local_devices()[0].device_kind.replace('-', ' ')} "
-    listed = next((flops for name, flops in PEAKS.items() if f" {name} " in words), None)
-    return listed or measured_peak()
-
-
-def measured_peak(repeats: int = 3) -> float:
-    """The best FLOP/s of a product of two square matrices in the device's own precision."""
-    size = 2048 if jax.default_backend() == "cpu" else 8192
-    a = jnp.ones((size, size), native_dtype(jax.local_devices()[0]))
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - begun)
-    return 2 * size**3 / min(seconds)

@@ -24,6 +24,7 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 from models.config import Config
 from models.decoder import Decoder, Weights
+from models.device import cuda_capability
 
 _BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
 _LARGE_BLOCK = 512
@@ -78,13 +79,6 @@ def attend(
     if sink is not None:  # what `merge` with a sink logit comes to
         out = out * jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None])[..., None]
     return out, state
-
-
-def cuda_capability(device: jax.Device) -> float | None:
-    """The compute capability of an NVIDIA GPU; None of any other device."""
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return None
-    return float(device.compute_capability)
 
 
 def cudnn_lacks(

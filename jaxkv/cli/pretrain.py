@@ -13,8 +13,9 @@ from jaxkv.errors import UserError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--preset", required=True, help="the recipe to begin from: tiny, small or 160m"
-    )
+        "--preset", required=True,
+        help="the recipe to begin from: tiny, default, small or 160m (models/recipes.py)",
+    )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="one field of the recipe, may be repeated: sinks=none|zero|token|two_tokens|logit, "

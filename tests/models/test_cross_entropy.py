@@ -1,5 +1,7 @@
 """The loss in blocks and its own gradient, beside plain JAX over all logits at once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,19 +49,28 @@ def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logit
     np.testing.assert_allclose(losses, plain(head, hidden, *rest)[1], atol=2e-6)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_over_a_mesh(size):
+@pytest.mark.parametrize("logits_at_once", [VOCAB * 5, 2**30])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_over_a_mesh(monkeypatch, size, logits_at_once):
+    monkeypatch.setattr(ours, "_LOGITS", {"cpu": logits_at_once})
     mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
-    head, hidden, *rest = arrays()
-    for each in (None, mesh):
-        gradient = jax.jit(
-            jax.grad(lambda *a, each=each: cross_entropy(*a, Z_LOSS, each)[0], argnums=(0, 1))
-        )(head, hidden, *rest)
-        for ours_, theirs in zip(
-            gradient, jax.grad(lambda *a: plain(*a)[0], argnums=(0, 1))(head, hidden, *rest),
-            strict=True,
-        ):  # fmt: skip
-            np.testing.assert_allclose(ours_, theirs, atol=1e-6)
+    given = arrays()
+    of = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)  # noqa: E731
+    found = jax.jit(of(lambda *a: cross_entropy(*a, Z_LOSS, mesh)))(*given)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(of(plain)(*given)), strict=True):
+        np.testing.assert_allclose(one, other, atol=4e-6)
+
+
+def test_logits_of_a_batch_never_stand(monkeypatch):
+    def sizes(at_once):
+        monkeypatch.setattr(ours, "_LOGITS", {"cpu": at_once})
+        step = jax.value_and_grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
+        text = jax.jit(lambda *a: step(*a)).lower(*arrays()).compile().as_text()
+        shapes = re.findall(r"f32\[([\d,]+)\]", text)
+        return {int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes}
+
+    assert max(sizes(2**30)) >= VOCAB * ROWS * TOKENS
+    assert max(sizes(VOCAB * ROWS)) <= max(VOCAB * DEPTH, 2 * DEPTH * ROWS * TOKENS)
 
 
 def test_half_precision_keeps_what_it_gets():

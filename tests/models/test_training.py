@@ -260,7 +260,7 @@ def test_bad_meshes_and_recipes_are_refused(tokens):
 
 
 BAD = {
-    "tinny": "a preset must be one of backcopy, tiny, small, 160m, got 'tinny'",
+    "tinny": "a preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
     "tiny sink=token": "field=value with a field of layers,.*got 'sink=token'",
     "tiny sinks": "field=value",
     "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit, got 'one'",

@@ -1,0 +1,78 @@
+"""What the devices of this machine are, and how much they could do."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind, of which
+# the first that fits counts.
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+         "L4": 121e12, "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12,
+         "v5p": 459e12, "v5": 459e12, "v4": 275e12}  # fmt: skip
+
+
+def native_dtype(device: jax.Device) -> str:
+    """What a device computes in: bfloat16, or float32 where it has no units for that."""
+    if device.platform == "cpu":
+        return "float32"
+    capability = cuda_capability(device)
+    return "float32" if capability is not None and capability < 8 else "bfloat16"
+
+
+def cuda_capability(device: jax.Device) -> float | None:
+    """The compute capability of an NVIDIA GPU; None of any other device."""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return None
+    return float(device.compute_capability)
+
+
+@functools.cache
+def peak() -> float:
+    """FLOP/s that one device could do: the data sheet's, or what a large product reaches here."""
+    words = f" {jax.local_devices()[0].device_kind.replace('-', ' ')} "
+    listed = next((flops for name, flops in PEAKS.items() if f" {name} " in words), None)
+    return listed or measured_peak()
+
+
+def measured_peak(repeats: int = 3) -> float:
+    """The best FLOP/s of a product of two square matrices in the device's own precision."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jnp.ones((size, size), native_dtype(jax.local_devices()[0]))
+    product = jax.jit(jnp.matmul)
+    product(a, a).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        product(a, a).block_until_ready()
+        seconds.append(time.perf_counter() - begun)
+    return 2 * size**3 / min(seconds)
+
+
+def used_by(mesh: Mesh | None) -> str:
+    """What computes, in words: devices by their kind, or the processor that is all of a CPU's."""
+    count, kind = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
+    if jax.default_backend() != "cpu":
+        return f"{count} x {kind}"
+    split = "" if count == 1 else f"{count} virtual devices on "
+    return f"{split}{cores()} cores of {processor()}"
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def cores() -> int | None:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
