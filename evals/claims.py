@@ -27,10 +27,10 @@ HEAD = """\
 What the papers claim, and what we measured. Written by `python -m evals.claims` from
 `evals/results/*.json`, which hold commit, machine, versions, command, data and spread; edit
 `evals/claims*.py`, not this page. Our models are small: stories260K (260 thousand weights, trained
-on TinyStories with a context of 512) and a Llama of 110 million random weights, which has the
-size of a real model and nothing to say. `s+w` is a cache of s sinks and a window of w; behind a
-perplexity stands by how much the loss exceeds that of 4+252, in nats per token, with two standard
-errors.
+on TinyStories with a context of 512), a Llama of 110 million random weights, which has the size of
+a real model and nothing to say, and those that were trained here, whose sizes stand beside them.
+`s+w` is a cache of s sinks and a window of w; behind a perplexity stands by how much the loss
+exceeds that of 4 sinks in a cache of the same size, in nats per token, with two standard errors.
 """
 
 
