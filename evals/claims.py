@@ -17,7 +17,7 @@ from evals.record import RESULTS, read
 PAGE = Path(__file__).with_name("CLAIMS.md")
 EXPERIMENTS = (
     *("agreement", "endless", "sinks", "latency", "startup", "mfu", "mfu_gpu"),
-    *("backcopy", "sink_tables", "sink_tables_160m"),
+    *("backcopy", "sink_tables", "sink_tables_160m", "default_model"),
 )
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 

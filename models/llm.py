@@ -25,6 +25,7 @@ from models.hf.weights import load_weights
 from models.tokenizer import Tokenizer, read_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT = Path(__file__).with_name("default")  # the model that comes with the package
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +62,14 @@ class Llm:
 
 
 def load(
-    folder_or_id: str | Path,
+    folder_or_id: str | Path = DEFAULT,
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llm:
     """A model of the Llama family with its tokenizer, from a folder or a Hub id.
 
+    folder_or_id: left out, the small model that comes with the package (models/default/README.md).
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (rows) and `model` (heads).
     progress: called with (bytes read, bytes in all).

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
     results = [compare.result(llm, policy, found, block) for policy, found in scores.items()]
-    name = Path(args.model).name
+    name = (llm.folder if args.model is None else Path(args.model)).name
     source = "standard input" if args.text == "-" else Path(args.text).name
     told = record.about | {
         "policies": results,

@@ -44,7 +44,10 @@ def number(text: str) -> float:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that runs a model."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a model folder or a Hub id")
+    group.add_argument(
+        "--model", metavar="DIR_OR_HUB_ID",
+        help="a model folder or a Hub id (default: the small one that comes with jaxkv)",
+    )  # fmt: skip
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: by device)")
     group.add_argument("--mesh", help="devices to use, as data=2,model=4 (rows, kv heads)")
     group.add_argument(
@@ -102,8 +105,6 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     """The model of --model; policies are checked against it before its weights are read."""
-    if not args.model:
-        raise UserError("no model was named; give --model a model folder or a Hub id like org/name")
     with Progress("loading", unit="bytes") as progress:
         import jax
 
@@ -112,6 +113,7 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
         from jaxkv.stack import by_layer
         from models.config import read_config
         from models.hf.folder import find
+        from models.llm import DEFAULT
 
         try:
             jax.devices()
@@ -120,7 +122,7 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
                 f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or leave it unset"
             ) from None
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
-        folder = find(args.model)
+        folder = DEFAULT if args.model is None else find(args.model)
         config = read_config(folder)
         if mesh is not None:
             sharding.check(mesh, 1, config.kv_heads)

@@ -22,6 +22,8 @@ def find(folder_or_id: str | Path) -> Path:
     if not isinstance(folder_or_id, str | Path):
         raise UserError(f"a model is a folder or a Hub id like org/name, got {folder_or_id!r}")
     text = str(folder_or_id)
+    if not text:
+        raise UserError("no model was named, got an empty name; name a folder or a Hub id")
     try:
         path = Path(folder_or_id).expanduser()
         is_folder, exists = path.is_dir(), path.exists()

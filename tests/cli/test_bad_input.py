@@ -115,9 +115,9 @@ def test_commands(run):
     refused(run("generat"), "'generat'", "generate", "jaxkv --help")
 
 
-def test_model_not_named(run, text):
+def test_model_with_an_empty_name(run, text):
     for words in (["generate", "Hi"], ["chat"], ["perplexity", "--text", text]):
-        refused(run(*words), "no model was named", "--model")
+        refused(run(*words, "--model", ""), "no model was named", "name a folder")
 
 
 def test_no_such_model(run, tmp_path, text):

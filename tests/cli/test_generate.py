@@ -98,3 +98,11 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
     found = json.loads(ran.out)
     assert ran.code == 130
     assert found["finish_reason"] == "interrupted" and 0 < len(found["tokens"]) < 10000
+
+
+def test_without_a_model_ours_writes(run):
+    words = ("Once upon a time", "--max-new-tokens", 20, "--temperature", 0.8, "--json")
+    found = run("generate", *words).json
+    assert found["text"] == models.generate(
+        models.load(), words[0], max_new_tokens=20, temperature=0.8
+    ).text  # fmt: skip
