@@ -1,7 +1,8 @@
 """The model that comes with the package: stored from a run of the preset `default`, and looked at.
 
-    jaxkv pretrain --preset default --data tokens --out out/runs/default
-    python -m evals.default_model --run out/runs/default --data tokens --texts books/test
+    jaxkv data --text books/train books/train_more --vocab-size 4096 --out out/tokens
+    jaxkv pretrain --preset default --data out/tokens --out out/runs/default
+    python -m evals.default_model --run out/runs/default --data out/tokens --texts books/test
 
 It reads books that it was not trained on and writes a text of its own, both far past its context
 under its streaming policy, and gets its model card. `--check` only says if the card is in step.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import numpy as np
 
 import models
 from evals import endless
-from evals.record import TRIALS, Record, read
+from evals.record import TRIALS, Record, plain, read, sha256
 from evals.timing import bar
 from models import data
 from models.hf.export import export
@@ -29,6 +32,7 @@ from models.llm import DEFAULT, Llm
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time
 PROMPT, TEMPERATURE = "Once upon a time", 0.8
+LAST = 100  # steps whose mean is the loss of training
 WORD, RUN = re.compile(r"[^\W\d_]+"), 4  # words in a row that should not come again and again
 CARD = "README.md"
 PAGE = """\
@@ -39,19 +43,20 @@ language: en
 # The default model of jaxkv
 
 A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), made by
-`jaxkv pretrain --preset default`, so that `jaxkv generate` has something to write with. This page
-was written by
-`{command}`
-from evals/results/default_model.json.
+`jaxkv pretrain --preset default`, so that `jaxkv generate` has something to write with. The
+commands, from the texts on, are at the top of evals/default_model.py, which wrote this page from
+evals/results/default_model.json.
 
 | | |
 | --- | --- |
-| data | {documents} English books, public domain in the United States; the record names them |
+| data | {documents} English books, public domain in the United States (the record names them) |
 | tokens | {tokens:,} of the {tokens_there:,} there are; a byte-level BPE of {vocab:,} |
 | a step | {rows} samples of {context} tokens; {steps:,} steps; seed {seed} |
 | recipe | {recipe} |
-| hardware | {device}, {dtype}, {minutes:.0f} minutes |
-| loss | {loss:.3f}; of held-back books {valid:.3f} (nats a token) |
+| hardware | {device}, {dtype}, {minutes:.0f} minutes; jax {jax} |
+| loss | {loss:.3f} nats a token in the last {last_steps} steps |
+| ... of {held_back} books held back | {valid:.3f}; other books of their authors were trained on |
+| ... of {tested} books by others | {tested_loss:.3f}, the mean over what follows |
 | stored | bfloat16, {megabytes:.1f} MB |
 | licence | Apache-2.0, as the code |
 
@@ -59,12 +64,14 @@ from evals/results/default_model.json.
 
 It was trained on samples of {context} tokens. Under `{policy}` it
 
-- read {read:,} tokens of books by other authors, in blocks of {block:,}. The loss of the first was
-  {begins:.3f}, of the last {ends:.3f}. They are other texts: read afresh, each alone, no block is
-  further than {worst:.2f} % from what it was in the stream;
+- read {read:,} tokens of {tested} books by authors it had never seen, one behind the other, in
+  blocks of {block:,}. The loss of the first block was {begins:.3f}, of the last {ends:.3f}. They
+  are other texts: read afresh, each alone, no block is further than {worst:.2f} % from what it was
+  in the stream;
 - wrote {written:,} tokens at temperature {temperature}. Of the words of the first block
-  {known_first:.1f} % are words of those books, of the last {known_last:.1f} %. Of a book's own
-  words {known_least:.1f} to {known_most:.1f} % are words of the others.
+  {known_first:.1f} % are words of those books, of the last {known_last:.1f} % (one book left out,
+  the one that knows most). Of a book's own words {known_least:.1f} to {known_most:.1f} % are words
+  of the others.
 
 How it goes on from "{prompt}":
 
@@ -101,28 +108,29 @@ def main() -> None:
     if given.block % CHUNK or given.tokens % given.block:
         ask.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
 
+    files = sorted(given.texts.glob("*.txt"))
+    if len(files) < 2 or given.tokens % len(files):
+        ask.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
+    record = Record("default_model", files, [0], given.quick)
+    told = training(given.run, given.data)
     folder = TRIALS / "default" if given.quick else DEFAULT
-    store(given.run, folder)
-    llm = models.load(folder)
-    ids, files = endless.tokens_of(llm, given.texts, given.tokens + 1)
-    record = Record("default_model", [folder / "model.safetensors", *files], [0], given.quick)
-    results = {"training": training(given.run, given.data), "model": model(llm)}
-    results["reading"] = endless.run(llm, ids, POLICY, CHUNK, given.block)
-    texts = [file.read_text("utf-8") for file in sorted(given.texts.glob("*.txt"))]
-    results["writing"] = writing(llm, texts, given.tokens, given.block)
-    results["bars"] = bars(results)
-    for one in results["bars"]:
-        print(f"{one['bar']}: {one['value']:.4f} ({one['ask']})")
-    file = record.save(results)
-    (folder / CARD).write_text(card(read(file.stem, file.parent)), "utf-8")
-    print("wrote", file.name, "and", CARD)
+    with tempfile.TemporaryDirectory() as scratch:
+        stored = store(given.run, Path(scratch))
+        results = measure(models.load(stored), files, given.tokens, given.block)
+        weights = stored / "model.safetensors"
+        record.about["data"][f"models/default/{weights.name}"] = sha256(weights)
+        results = {"training": told, **results}
+        text = card(json.loads(json.dumps(plain(record.about | {"results": results}))))
+        (stored / CARD).write_text(text, "utf-8")
+        shutil.copytree(stored, folder, dirs_exist_ok=True)
+    print("wrote", record.save(results).name, "and", folder.name)
 
 
-def store(run: Path, folder: Path) -> None:
-    """The trained model in bfloat16, and nothing else of the run."""
+def store(run: Path, folder: Path) -> Path:
+    """The trained model in bfloat16, and nothing else of the run; the folder."""
     llm = models.load(run / "hf")
     front = llm.tokenizer.front
-    export(folder, llm.config, llm.weights, run / "hf" / data.TOKENIZER, front, "bfloat16")
+    return export(folder, llm.config, llm.weights, run / "hf" / data.TOKENIZER, front, "bfloat16")
 
 
 def training(run: Path, folder: Path) -> dict[str, Any]:
@@ -130,16 +138,39 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     about, tokens = json.loads((run / "run.json").read_text("utf-8")), data.read(folder)
     if tokens.digest != about["data"]:
         raise SystemExit(f"{run} was not trained on {folder}; name its own data folder")
-    documents = json.loads((folder / data.MANIFEST).read_text("utf-8"))["documents"]
     log = [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
     last, recipe = log[-1], about["recipe"]
+    if last["step"] < recipe["steps"]:
+        raise SystemExit(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")
+    documents = tokens.manifest["documents"]
     return about | {
         "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
         "tokens_there": tokens.count("train"),
-        "documents": [one["file"] for one in documents if one["split"] == "train"],
+        "documents": {
+            split: [one["file"] for one in documents if one["split"] == split]
+            for split in data.SPLITS
+        },
         "curve": [[line["step"], line["valid_loss"]] for line in log if "valid_loss" in line],
-        **{key: last[key] for key in ("seconds", "device", "loss", "valid_loss", "first_token")},
+        "loss": np.mean([x["loss"] for x in log if x["step"] > recipe["steps"] - LAST]),
+        **{key: last[key] for key in ("seconds", "device", "jax", "valid_loss", "first_token")},
     }
+
+
+def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
+    """What the model is, how it reads books in a row, as much of each, and how it writes."""
+    texts = [file.read_text("utf-8") for file in files]
+    each = tokens // len(files)
+    books = [llm.tokenizer.encode(text, bos=False) for text in texts]
+    if min(map(len, books)) < each:
+        raise SystemExit(f"of each book {each:,} tokens are read, one has fewer; ask for fewer")
+    ids = [*llm.tokenizer.front, *(i for book in books for i in book[:each])]
+    results = {"model": model(llm)}
+    results["reading"] = endless.run(llm, ids[: tokens + 1], POLICY, CHUNK, block)
+    results["writing"] = writing(llm, texts, tokens, block)
+    results["bars"] = bars(results)
+    for one in results["bars"]:
+        print(f"{one['bar']}: {one['value']:.4f} ({one['ask']})")
+    return results
 
 
 def model(llm: Llm) -> dict[str, Any]:
@@ -155,8 +186,9 @@ def model(llm: Llm) -> dict[str, Any]:
 def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str, Any]:
     """A text of so many tokens, a line for each block, beside what the same measures give books.
 
-    known: the share of words that are words of the books; of a book, of the others. anew: the share
-    of runs of four words that are the first of their kind in the block.
+    known: the share of words that the books have, one of them left out; of a book, that the others
+    have; of what was written the least. anew: the share of runs of four words that are the first of
+    their kind in the block.
     """
     answer = models.generate(
         llm, PROMPT, POLICY, tokens, temperature=TEMPERATURE, seed=0, ignore_eos=True
@@ -164,12 +196,13 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
     parts = (answer.tokens[at : at + block] for at in range(0, tokens, block))
     pieces = [llm.tokenizer.decode(part) for part in parts]
     every = [set(words(text)) for text in texts]
-    written = [measures(piece, set().union(*every)) for piece in pieces]
     size = int(np.median([len(piece) for piece in pieces]))
-    books = [
-        measures(text[len(text) // 2 :][:size], set().union(*every[:i], *every[i + 1 :]))
-        for i, text in enumerate(texts)
-    ]
+    written, books = [], []
+    for i, text in enumerate(texts):
+        others = set().union(*every[:i], *every[i + 1 :])
+        books.append(measures(text[len(text) // 2 :][:size], others))
+        written.append([measures(piece, others) for piece in pieces])
+    blocks = [min(of, key=lambda x: x["known"]) for of in zip(*written, strict=True)]
     return {
         "policy": POLICY,
         "prompt": PROMPT,
@@ -179,7 +212,7 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
         "state_bytes": answer.state_bytes,
         "first": pieces[0][:400],
         "last": pieces[-1][-400:],
-        "blocks": written,
+        "blocks": blocks,
         "books": books,
     }
 
@@ -221,15 +254,19 @@ def card(record: dict[str, Any]) -> str:
     results = record["results"]
     training, writing = results["training"], results["writing"]
     recipe, summary = training["recipe"], results["reading"]["summary"]
+    run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax")
     told = ("steps", "rows", "context", "seed", "dtype")
     known = [100 * block["known"] for block in writing["blocks"]]
     of_books = [100 * book["known"] for book in writing["books"]]
     return PAGE.format(
-        **{key: training[key] for key in ("tokens", "tokens_there", "device", "dtype", "loss")},
+        **{key: training[key] for key in run},
         **{key: results["model"][key] for key in ("weights", "vocab")},
         **{key: recipe[key] for key in ("steps", "rows", "context", "seed")},
-        command=record["command"],
-        documents=len(training["documents"]),
+        documents=len(training["documents"]["train"]),
+        held_back=len(training["documents"]["valid"]),
+        tested=len(writing["books"]),
+        tested_loss=np.mean([block["loss"] for block in results["reading"]["endless"]]),
+        last_steps=LAST,
         recipe=", ".join(f"{key} {value}" for key, value in recipe.items() if key not in told),
         minutes=training["seconds"] / 60,
         valid=training["valid_loss"],

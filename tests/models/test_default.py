@@ -1,14 +1,21 @@
 """The model that comes with the package."""
 
+import dataclasses
 import json
+import sys
 
+import jax
 import numpy as np
+import pytest
 
 import models
 from evals import default_model
 from evals.record import read, sha256
+from jaxkv.errors import UserError
 from models.llm import DEFAULT
-from models.recipes import PRESETS, read_recipe
+from models.pretrain import pretrain
+from models.recipes import PRESETS
+from tests.models.training_data import small, write_texts
 
 MOST = 10_000_000  # bytes of its weights
 
@@ -19,10 +26,8 @@ def test_it_is_what_the_record_says():
     assert record["data"]["models/default/model.safetensors"] == sha256(weights)
     assert weights.stat().st_size <= MOST
     recipe = record["results"]["training"]["recipe"]
-    assert recipe == {k: v for k, v in vars(PRESETS["default"]).items() if k in recipe}
-    assert set(vars(read_recipe("default"))) - set(recipe) == {
-        "log_every", "look_every", "save_every", "valid_samples",
-    }  # fmt: skip
+    preset = dataclasses.asdict(PRESETS["default"])
+    assert {k: preset[k] for k in recipe} == recipe
 
 
 def test_its_card_is_in_step():
@@ -49,3 +54,51 @@ def test_it_writes_words_with_a_sink_token_in_front():
 def test_measures_of_a_text():
     found = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
     assert found == {"words": 9, "known": 8 / 9, "anew": 4 / 6}
+
+
+@pytest.fixture
+def made(tokens, tmp_path, monkeypatch):
+    """`evals.default_model` over a run of four steps and two texts; the folder it writes to."""
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+        pretrain(
+            small("sinks=token", "context=256", "rows=1", "steps=4"),
+            tokens,
+            tmp_path / "run",
+            tell=len,
+        )
+    write_texts(tmp_path / "texts", documents=2, words=900)
+    monkeypatch.setattr(default_model, "TRIALS", tmp_path / "out")
+    monkeypatch.setattr("evals.record.TRIALS", tmp_path / "out")
+
+    def make(**other):
+        flags = {"run": "run", "texts": "texts", "data": tokens.folder} | other
+        words = [word for f, v in flags.items() for word in (f"--{f}", str(tmp_path / v))]
+        words += ["--tokens", "800", "--block", "200", "--quick"]
+        monkeypatch.setattr(sys, "argv", ["default_model", *words])
+        default_model.main()
+        return tmp_path / "out"
+
+    return make
+
+
+def test_a_run_becomes_a_model_with_its_card(made, tokens):
+    out = made()
+    record = read("default_model", out)
+    results = record["results"]
+    assert results["training"]["data"] == tokens.digest
+    assert results["training"]["tokens"] == 4 * 256
+    assert results["reading"]["tokens"] == results["writing"]["tokens"] == 800
+    assert len(results["writing"]["blocks"]) == 4 and len(results["bars"]) == 4
+    weights = out / "default" / "model.safetensors"
+    assert record["data"]["models/default/model.safetensors"] == sha256(weights)
+    assert (out / "default" / "README.md").read_text("utf-8") == default_model.card(record)
+    llm = models.load(out / "default")
+    assert llm.config.dtype == "bfloat16" and llm.tokenizer.front == (tokens.id_of("<|sink|>"),)
+
+
+def test_nothing_is_stored_of_another_run(made, tmp_path):
+    (tmp_path / "one").mkdir()
+    for other in ({"data": "texts"}, {"texts": "one"}):
+        with pytest.raises((SystemExit, UserError)):
+            made(**other)
+    assert not (tmp_path / "out").exists()
