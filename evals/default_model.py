@@ -86,8 +86,9 @@ and where it ended:
 ## What it cannot do
 
 It writes English sentences that look like old novels and mean nothing for long; it knows no facts,
-follows no instructions and holds no conversation. What a cache has evicted is gone. Its books are
-of their time, in their prejudices too, and nobody has filtered them or it.
+follows no instructions and holds no conversation. Left to write for very long it drifts, into lists
+or names or one subject, as the figures above say. What a cache has evicted is gone. Its books are of
+their time, in their prejudices too, and nobody has filtered them or it.
 """
 
 
