@@ -87,8 +87,8 @@ and where it ended:
 
 It writes English sentences that look like old novels and mean nothing for long; it knows no facts,
 follows no instructions and holds no conversation. Left to write for very long it drifts, into lists
-or names or one subject, as the figures above say. What a cache has evicted is gone. Its books are of
-their time, in their prejudices too, and nobody has filtered them or it.
+or names or one subject, as the figures above say. What a cache has evicted is gone. Its books are
+of their time, in their prejudices too, and nobody has filtered them or it.
 """
 
 
@@ -247,7 +247,7 @@ def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     books = {key: min(book[key] for book in writing["books"]) for key in ("known", "anew")}
     texts = [text["blocks"] for text in writing[f"{TEMPERATURE:g}"]]
     least = {key: min(text[-1][key] for text in texts) for key in ("known", "anew")}
-    kept = min(text[-1]["known"] / text[0]["known"] for text in texts)
+    kept = min(text[-1]["known"] / max(text[0]["known"], 1e-9) for text in texts)
     far = f"{results['reading']['tokens']:,} tokens"
     here = f"default model, the worst of {len(texts)} texts of {far}: "
     return [

@@ -67,7 +67,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
 
     refused(pretrain(run, tmp_path / "nowhere", out), "no such folder", "jaxkv data")
     refused(pretrain(run, texts, out), "is no data folder", "jaxkv data")
-    refused(pretrain(run, folder, out, preset="large"), "tiny, small, 160m", "'large'")
+    refused(pretrain(run, folder, out, preset="large"), "tiny, default, small, 160m", "'large'")
     refused(pretrain(run, folder, out, "sink=token"), "field=value", "'sink=token'")
     refused(pretrain(run, folder, out, "context=4096"), "a batch of 8 samples", "give more text")
     refused(pretrain(run, folder, out, "rows=4", flags=("--mesh", "data=8")), "must divide")
