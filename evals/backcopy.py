@@ -20,7 +20,7 @@ import numpy as np
 
 import models
 from evals.record import Record, spread
-from evals.sink_tables import samples, table_3
+from evals.sink_tables import logged, samples, table_3
 from jaxkv.typing import Float
 from models import data, uncached
 from models.llm import Llm
@@ -128,7 +128,7 @@ def run(
 ) -> dict[str, Any]:
     """Train one arm and read the held-back letters with it."""
     llm = models.load(pretrain(recipe_of(arm, seed), tokens, out, tell=lambda text: None))
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    log = logged(out)
     cache = llm.config.context // 2
     lines = table_3(llm, ids, cache)
     mass = dormant(llm, chain, ids, cache)

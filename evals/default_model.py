@@ -24,6 +24,7 @@ import numpy as np
 import models
 from evals import endless
 from evals.record import TRIALS, Record, plain, read, sha256
+from evals.sink_tables import logged
 from evals.timing import bar
 from models import data
 from models.hf.export import export
@@ -141,7 +142,7 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     about, tokens = json.loads((run / "run.json").read_text("utf-8")), data.read(folder)
     if tokens.digest != about["data"]:
         raise SystemExit(f"{run} was not trained on {folder}; name its own data folder")
-    log = [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
+    log = logged(run)
     last, recipe = log[-1], about["recipe"]
     if last["step"] < recipe["steps"]:
         raise SystemExit(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")

@@ -96,7 +96,7 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
 
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
     """What a run was, and how its loss went (Figure 6)."""
-    log = [json.loads(text) for text in (folder / "log.jsonl").read_text("utf-8").splitlines()]
+    log = logged(folder)
     looks = [x for x in log if "valid_loss" in x]
     recipe = run["recipe"]
     return {
@@ -110,6 +110,11 @@ def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
         "valid_loss": looks[-1]["valid_loss"],
         "curve": [[x["step"], x["valid_loss"], x["first_token"], x["sink_heads"]] for x in looks],
     }
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    return [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
 
 def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:

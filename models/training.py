@@ -209,7 +209,7 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
 def losses(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
 ) -> tuple[Float32[Array, ""], Float32[Array, "B T"], Array]:
-    """What a step makes small, natural-log losses of every target, and which targets count.
+    """What a step makes small, natural-log losses of every target, and its share of their mean.
 
     The first is the mean over all targets that count, z_loss x (log Z)^2 added.
     """
@@ -218,7 +218,7 @@ def losses(
     decoder, hidden, _ = uncached.forward(setting.config, weights, inputs, run)
     share = counts / jnp.sum(counts)
     cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
-    return cost, found, counts
+    return cost, found, share
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,8 +258,8 @@ def update(
 
     def cost_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
         gathered = _gather(setting, weights)
-        cost, found, counts = losses(setting, gathered, runs, setting.recipe.z_loss)
-        return cost, jnp.sum(found * counts) / jnp.sum(counts)
+        cost, found, share = losses(setting, gathered, runs, setting.recipe.z_loss)
+        return cost, jnp.sum(share * found)
 
     def gradient(runs: Array) -> tuple[Array, Weights]:
         (_, loss), found = jax.value_and_grad(cost_of, has_aux=True)(training.weights, runs)

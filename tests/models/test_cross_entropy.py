@@ -26,7 +26,7 @@ def arrays(dtype="float32"):
 
 
 def plain(head, hidden, targets, share):
-    """The definition, in float64 where it is asked for with numbers of it."""
+    """The definition, over all logits at once."""
     logits = jnp.einsum("vd,dbt->btv", head, hidden.astype(head.dtype))
     log_z = jax.nn.logsumexp(logits, axis=-1)
     losses = log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
