@@ -22,7 +22,7 @@ import models
 from evals.record import Record, spread
 from evals.sink_tables import logged, samples, table_3
 from jaxkv.typing import Float
-from models import data, uncached
+from models import corpus, data, uncached
 from models.llm import Llm
 from models.pretrain import pretrain
 from models.recipes import PRESETS, Recipe
@@ -114,7 +114,7 @@ def write(chain: Chain, folder: Path) -> data.Tokens:
     letters = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
     letters |= {"version": "1.0", "pre_tokenizer": by_byte, "decoder": by_byte}
     (folder / "letters.json").write_text(json.dumps(letters))
-    return data.prepare(
+    return corpus.prepare(
         paths[:-2], folder / "tokens", tokenizer=folder / "letters.json", valid=paths[-2:]
     )
 

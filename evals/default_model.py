@@ -26,9 +26,11 @@ from evals import endless
 from evals.record import TRIALS, Record, plain, read, sha256
 from evals.sink_tables import logged
 from evals.timing import bar
+from jaxkv.cli.progress import Progress
 from models import data
 from models.hf.export import export
 from models.llm import DEFAULT, Llm
+from models.text import Run, encode
 
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time
@@ -193,11 +195,15 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
     known = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
     found: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
     for temperature in (TEMPERATURE, COLDER):
-        answers = models.generate(
-            llm, [PROMPT] * len(SEEDS), POLICY, tokens, temperature=temperature, seed=SEEDS,
-            ignore_eos=True,
+        run = Run(
+            llm, encode(llm, [PROMPT] * len(SEEDS)), POLICY, tokens,
+            knobs={"temperature": temperature}, seed=SEEDS, ignore_eos=True,
         )  # fmt: skip
-        written = [blocks_of(llm, answer.tokens, block, known) for answer in answers]
+        total = tokens * len(SEEDS)
+        with Progress(f"writing at {temperature:g}", total) as progress:
+            for _ in run.blocks():
+                progress.at(sum(row.count for row in run.rows))
+        written = [blocks_of(llm, row.tokens, block, known) for row in run.rows]
         found[f"{temperature:g}"] = written
     size = int(np.median([part["letters"] for text in written for part in text["blocks"]]))
     found["books"] = [

@@ -33,6 +33,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
         help="of the shards (default: the smaller that holds every id)",
     )  # fmt: skip
+    parser.add_argument(
+        "--remove", metavar="PATTERN",
+        help="what this regular expression finds is left out of the texts (_italics_: --remove _)",
+    )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="for shards and manifest.json")
     flags.add_json(parser)
 
@@ -40,10 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out, ())
     with Progress("reading", unit="bytes") as progress:
-        from models import data
+        from models import corpus, data
 
         try:
-            tokens = data.prepare(
+            tokens = corpus.prepare(
                 [Path(text) for text in args.text],
                 out,
                 args.vocab_size,
@@ -51,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 [Path(text) for text in args.valid],
                 args.valid_share,
                 args.token_dtype,
+                args.remove,
                 progress.at,
             )
         except OSError as error:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from models import data
+from models import corpus, data
 from models.tokenizer import read_tokenizer
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
@@ -39,7 +39,7 @@ def test_special_tokens_in_a_text_are_letters(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=2)
     told = "a<|sink|>b<|endoftext|>c"
     (texts / "0.txt").write_text(told)
-    made = data.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
+    made = corpus.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
     ids = made.run("train", 0, made.count("train"))
     assert np.isin(ids, [made.id_of(name) for name in data.SPECIAL]).sum() == 1  # its own end
     assert read_tokenizer(made.folder).decode(ids) == told
@@ -52,8 +52,8 @@ def test_a_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
         path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
     made = []
     for piece in (10**6, 1, 7):
-        monkeypatch.setattr(data, "_PIECE", piece)
-        found = data.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
+        monkeypatch.setattr(corpus, "_PIECE", piece)
+        found = corpus.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
         made.append(found.run("train", 0, found.count("train")))
     np.testing.assert_array_equal(made[1], made[0])
     np.testing.assert_array_equal(made[2], made[0])
@@ -87,7 +87,7 @@ def test_a_batch_depends_on_seed_and_step_alone(tokens):
 
 def test_shards_are_read_as_one(tmp_path, monkeypatch):
     whole = write_tokens(tmp_path / "whole")
-    monkeypatch.setattr(data, "SHARD", 101)
+    monkeypatch.setattr(corpus, "SHARD", 101)
     cut = write_tokens(tmp_path / "cut")
     assert len(cut.manifest["shards"]["train"]) > 3
     for start, length in ((0, 1), (100, 1), (100, 2), (90, 230), (0, whole.count("train"))):
@@ -98,8 +98,8 @@ def test_shards_are_read_as_one(tmp_path, monkeypatch):
 
 def test_documents_are_held_back_by_their_content(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=30)
-    held = data.prepare([texts], tmp_path / "one", VOCAB, share=0.2)
-    again = data.prepare(sorted(texts.glob("*.txt"))[::-1], tmp_path / "two", VOCAB, share=0.2)
+    held = corpus.prepare([texts], tmp_path / "one", VOCAB, share=0.2)
+    again = corpus.prepare(sorted(texts.glob("*.txt"))[::-1], tmp_path / "two", VOCAB, share=0.2)
 
     def valid(tokens):
         return {d["file"] for d in tokens.manifest["documents"] if d["split"] == "valid"}
@@ -108,11 +108,26 @@ def test_documents_are_held_back_by_their_content(tmp_path):
 
 
 def test_a_tokenizer_that_is_there_already(tmp_path, tokens):
-    taken = data.prepare(
+    taken = corpus.prepare(
         [tokens.folder.parent / "texts"], tmp_path / "out",
         tokenizer=tokens.folder / "tokenizer.json", share=0.4,
     )  # fmt: skip
     assert taken.vocab == tokens.vocab and taken.manifest["special"] == tokens.manifest["special"]
+
+
+MARKS = r"_|([^\w\s] ?)\1{3,}"  # of emphasis, and lines of one sign
+
+
+def test_what_is_to_be_removed_is_in_no_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A _word_ alone.\n____\nNo more. . . . .\n" * 20, "utf-8")
+    held = write_texts(tmp_path / "held")
+    made = corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove=MARKS)
+    ids = made.run("train", 0, made.count("train"))
+    assert read_tokenizer(made.folder).decode(ids[:-1]) == "A word alone.\n\nNo more.\n" * 20
+    assert made.manifest["removed"] == MARKS
+    with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; mend it"):
+        corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove="(")
 
 
 def test_16_bits_where_they_suffice(tmp_path, tokens):
@@ -171,7 +186,7 @@ def test_nothing_to_train_on_is_refused(tmp_path, tokens):
 
     def refused(told, *args, **how):
         with pytest.raises(UserError, match=told):
-            data.prepare(*args, **how)
+            corpus.prepare(*args, **how)
         assert not (tmp_path / "out" / "manifest.json").exists()
 
     out = tmp_path / "out"
@@ -194,7 +209,7 @@ def test_a_half_made_folder_is_none(tmp_path, monkeypatch, tokens):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data._Shards, "close", fail)
+    monkeypatch.setattr(corpus._Shards, "close", fail)
     with pytest.raises(KeyboardInterrupt):
         write_tokens(tmp_path)
     with pytest.raises(UserError, match="is no data folder"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models import data
+from models import corpus, data
 from models.recipes import Recipe, read_recipe
 
 TEXT = "the cat sat on a mat and saw the dog run over the hill to see what was there in the sun"
@@ -30,7 +30,7 @@ def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 
 def write_tokens(folder: Path, vocab: int = VOCAB, **how) -> data.Tokens:
     """A data folder over such documents, the last of them held back."""
     texts = sorted(write_texts(folder / "texts").glob("*.txt"))
-    return data.prepare(texts[:-1], folder / "tokens", vocab, valid=texts[-1:], **how)
+    return corpus.prepare(texts[:-1], folder / "tokens", vocab, valid=texts[-1:], **how)
 
 
 def small(*settings: str) -> Recipe:

@@ -1,0 +1,282 @@
+"""Texts to a data folder: the tokenizer trained on them, their token shards, the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer as Coder
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from jaxkv.errors import UserError
+from jaxkv.files import decode, whole_file
+from models.data import (
+    END,
+    FORMAT,
+    MANIFEST,
+    SPECIAL,
+    SPLITS,
+    TOKENIZER,
+    Tokens,
+    sealed,
+    sha256_of,
+)
+
+SHARD = 2**24  # tokens a shard holds at most: 32 MiB in 16 bits
+_PIECE = 2**20  # characters encoded at a time
+_LINE = re.compile(r"(?<=[^\W_])(?=\n)")  # where they may be cut: a letter, and its line ends
+
+
+def prepare(
+    texts: Sequence[Path],
+    out: Path,
+    vocab: int | None = None,
+    tokenizer: Path | None = None,
+    valid: Sequence[Path] = (),
+    share: float = 0.02,
+    dtype: Literal["auto", "uint16", "uint32"] = "auto",
+    remove: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tokens:
+    """Write the token shards of some texts, with the tokenizer that made them.
+
+    texts, valid: files, or folders, of which every *.txt is taken; a file is a document and lies
+    in one split as a whole. Without `valid`, a document is held back where the hash of its text
+    falls into `share`. vocab: train a byte-level BPE of that size on the training texts;
+    tokenizer: a tokenizer.json to take instead. remove: a regular expression; what it finds is left
+    out of every text. progress: called with (bytes done, bytes in all).
+    Raises UserError for a text that cannot be read, or ids that do not fit `dtype`.
+    """
+    if (vocab is None) == (tokenizer is None):
+        raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
+    if vocab is not None:
+        _dtype_for(vocab, dtype)  # before minutes of training one
+    read_text = _reader(remove)
+    documents = _splits(texts, valid, share)
+    sizes = {path: path.stat().st_size for split in SPLITS for path in documents[split]}
+    # To train a tokenizer each training text is read once more, before it is encoded.
+    first = sum(sizes[path] for path in documents["train"]) if tokenizer is None else 0
+    told = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
+    if tokenizer is None:
+        coder = _train(documents["train"], read_text, vocab, told)
+    else:
+        coder = _take(tokenizer)
+    coder.encode_special_tokens = True  # written out in a text they are letters like others
+    size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
+    kind = _dtype_for(size, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)  # until the new one is whole there is none
+    shards, listed = _write(out, kind, coder, documents, read_text, lambda done: told(first + done))
+    with whole_file(out / TOKENIZER) as file:
+        file.write(coder.to_str(pretty=True).encode())
+    manifest = {
+        "format": FORMAT,
+        "vocab": size,
+        "dtype": kind.name,
+        "removed": remove,
+        "special": {name: coder.token_to_id(name) for name in SPECIAL},
+        "tokenizer": sha256_of(out / TOKENIZER),
+        "documents": listed,
+        "shards": shards,
+    }
+    manifest = sealed(manifest)
+    with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
+        file.write((json.dumps(manifest, indent=1) + "\n").encode())
+    return Tokens(out, manifest)
+
+
+def _write(
+    out: Path,
+    kind: np.dtype,
+    coder: Coder,
+    documents: dict[str, list[Path]],
+    read_text: Callable[[Path], str],
+    told: Callable[[int], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The shards of every split, and what the manifest says of them and of the documents."""
+    done, shards, listed = 0, {}, []
+    for split in SPLITS:
+        writer = _Shards(out, split, kind)
+        for path in documents[split]:
+            text = read_text(path)
+            ids = [*_encode(coder, text), coder.token_to_id(END)]
+            writer.add(np.asarray(ids, kind))
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            listed.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
+            done += path.stat().st_size
+            told(done)
+        shards[split] = writer.close()
+    return shards, listed
+
+
+def _splits(texts: Sequence[Path], valid: Sequence[Path], share: float) -> dict[str, list[Path]]:
+    """The documents of each split; one that is named for both is held back."""
+    every, held = documents_in(texts), documents_in(valid)
+    if not valid:
+        held = [path for path in every if _held_back(path, share)]
+    away = {path.resolve() for path in held}
+    documents = {"train": [p for p in every if p.resolve() not in away], "valid": held}
+    for split in SPLITS:
+        if not documents[split]:
+            raise UserError(
+                f"{split} has no document; give more texts, or name those of the valid split"
+            )
+    return documents
+
+
+def documents_in(paths: Iterable[Path]) -> list[Path]:
+    """The text files that are named, and those in the folders that are named, sorted by name."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(path.rglob("*.txt"))
+            if not inside:
+                raise UserError(f"no *.txt in the folder {path}; name files, or another folder")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise UserError(f"no such text: {path}; name a file or a folder of *.txt")
+    return list(dict.fromkeys(found))
+
+
+def _held_back(path: Path, share: float) -> bool:
+    """Whether a document belongs to the valid split: by its content, wherever it lies."""
+    digest = hashlib.sha256(_read_bytes(path)).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _reader(remove: str | None) -> Callable[[Path], str]:
+    """What reads a document, without what the pattern finds."""
+    try:
+        pattern = re.compile(remove) if remove is not None else None
+    except re.error as error:
+        raise UserError(
+            f"what is to be removed must be a regular expression, got {remove!r}: {error}; mend it"
+        ) from None
+
+    def read_text(path: Path) -> str:
+        text = decode(_read_bytes(path), str(path))
+        return pattern.sub("", text) if pattern else text
+
+    return read_text
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts, cut where no token of a byte-level BPE crosses."""
+    start = 0
+    while start < len(text):
+        found = _LINE.search(text, start + _PIECE)
+        end = found.start() if found else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _train(
+    documents: Sequence[Path],
+    read_text: Callable[[Path], str],
+    vocab: int,
+    told: Callable[[int], None],
+) -> Coder:
+    """A byte-level BPE of `vocab` tokens, 256 bytes and the special tokens among them."""
+    least = 256 + len(SPECIAL)
+    if vocab < least:
+        raise UserError(
+            f"a vocabulary must hold at least {least} tokens, got {vocab}; ask for more"
+        )
+    coder = Coder(BPE())
+    coder.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    coder.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        done = 0
+        for path in documents:
+            yield from _pieces(read_text(path))
+            done += path.stat().st_size
+            told(done)
+
+    coder.train_from_iterator(texts(), trainer)
+    if coder.get_vocab_size() < vocab:
+        raise UserError(
+            f"the texts have words for {coder.get_vocab_size()} tokens and {vocab} were asked for; "
+            "ask for fewer, or give more text"
+        )
+    return coder
+
+
+def _take(path: Path) -> Coder:
+    """A published tokenizer.json, with the special tokens that it lacks."""
+    try:
+        coder = Coder.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for every bad file
+        raise UserError(f"{path} is no tokenizer.json: {error}; name another") from None
+    coder.add_special_tokens(list(SPECIAL))
+    coder.no_truncation()
+    coder.no_padding()
+    return coder
+
+
+def _encode(coder: Coder, text: str) -> list[int]:
+    parts = coder.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
+    return [i for part in parts for i in part.ids]
+
+
+def _dtype_for(vocab: int, wanted: str) -> np.dtype:
+    if wanted == "uint16" and vocab > 2**16:
+        raise UserError(
+            f"uint16 holds ids up to 65,535, the vocabulary has {vocab:,} tokens; take uint32"
+        )
+    name = ("uint16" if vocab <= 2**16 else "uint32") if wanted == "auto" else wanted
+    return np.dtype(name)
+
+
+class _Shards:
+    """Writes tokens to files of at most SHARD each."""
+
+    def __init__(self, out: Path, split: str, dtype: np.dtype):
+        self.out, self.split, self.dtype = out, split, dtype
+        self.rest, self.waiting, self.written = [], 0, []
+
+    def add(self, ids: np.ndarray) -> None:
+        self.rest.append(ids)
+        self.waiting += len(ids)
+        while self.waiting >= SHARD:
+            whole = np.concatenate(self.rest)
+            self._write(whole[:SHARD])
+            self.rest, self.waiting = [whole[SHARD:]], len(whole) - SHARD
+
+    def close(self) -> list[dict[str, Any]]:
+        if self.waiting:
+            self._write(np.concatenate(self.rest))
+        return self.written
+
+    def _write(self, ids: np.ndarray) -> None:
+        name = f"{self.split}-{len(self.written):05}.npy"
+        raw = io.BytesIO()
+        np.save(raw, ids.astype(self.dtype))
+        with whole_file(self.out / name) as file:
+            file.write(raw.getbuffer())
+        digest = hashlib.sha256(raw.getbuffer()).hexdigest()
+        self.written.append({"file": name, "tokens": len(ids), "sha256": digest})
