@@ -107,7 +107,8 @@ def one_enough(r: Results) -> Finding:
 
 
 def loss_unharmed(r: Results) -> Finding:
-    """At no seed is the sink token's loss on held-back text the larger one by something felt."""
+    """At no seed is the sink token's loss on held-back text the larger one by something felt; of
+    one seed alone nothing is concluded."""
     shown = ", ".join(
         f"{sinks} " + " ".join(f"{arm['valid_loss']:.4f}" for arm in trained(r, sinks).values())
         for sinks in ARMS
@@ -116,7 +117,10 @@ def loss_unharmed(r: Results) -> Finding:
     if not pairs(r):
         return "", f"{OPEN}: needs arms of equal seeds"
     harm = max(token["valid_loss"] - plain["valid_loss"] for plain, token in pairs(r))
-    return f"{size_of(r)}; valid loss: {shown}", HOLDS if harm < FELT else NOT
+    text = f"{size_of(r)}; valid loss: {shown}"
+    if len(pairs(r)) < 2:
+        return text, f"{UNSEEN}: one seed does not tell harm from chance"
+    return text, HOLDS if harm < FELT else NOT
 
 
 def tasks_unharmed(r: Results) -> Finding:

@@ -32,6 +32,13 @@ def verdict(number, *arms):
     return claims.claims("sink_tables")[number].find(record)[1]
 
 
+def both_seeds(loss):
+    """Plain softmax and a sink token of that loss, each by two seeds."""
+    pairs = ([arm("none", seed=seed), arm("token", loss=loss, seed=seed)] for seed in (0, 1))
+    first, second = pairs
+    return [first[0], second[0], first[1], second[1]]
+
+
 NEEDS = (3.0, 0.1, 0.05, 0.0)  # as plain softmax in the paper
 ONE = (3.0, 0.0, 0.0, 0.0)
 CASES = {
@@ -44,8 +51,9 @@ CASES = {
     "enough, but nothing gained": (2, [arm("none"), arm("token", ONE)], PART),
     "not enough": (2, [arm("none", NEEDS), arm("token", NEEDS)], NOT),
     "nothing to see": (2, [arm("none"), arm("token")], UNSEEN),
-    "no worse": (3, [arm("none", loss=4.0), arm("token", loss=4.01)], HOLDS),
-    "worse": (3, [arm("none", loss=4.0), arm("token", loss=4.03)], NOT),
+    "no worse": (3, both_seeds(4.01), HOLDS),
+    "worse": (3, both_seeds(4.03), NOT),
+    "worse, by one seed": (3, both_seeds(4.03)[::2], UNSEEN),
     "worse at one seed": (
         3,
         [arm("none", loss=4.0), arm("none", loss=4.2, seed=1), arm("token", loss=4.1),
