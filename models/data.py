@@ -32,7 +32,7 @@ Split = Literal["train", "valid"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A data folder as `prepare` wrote it."""
+    """A data folder as `corpus.prepare` wrote it."""
 
     folder: Path
     manifest: dict[str, Any]

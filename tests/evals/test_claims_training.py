@@ -34,9 +34,8 @@ def verdict(number, *arms):
 
 def both_seeds(loss):
     """Plain softmax and a sink token of that loss, each by two seeds."""
-    pairs = ([arm("none", seed=seed), arm("token", loss=loss, seed=seed)] for seed in (0, 1))
-    first, second = pairs
-    return [first[0], second[0], first[1], second[1]]
+    arms = (("none", 4.0), ("token", loss))
+    return [arm(sinks, loss=of, seed=seed) for sinks, of in arms for seed in (0, 1)]
 
 
 NEEDS = (3.0, 0.1, 0.05, 0.0)  # as plain softmax in the paper
