@@ -69,6 +69,7 @@ def reports():
         env=os.environ
         | {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",  # libtpu ends the process at a flag of the CPU's compiler
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
