@@ -31,7 +31,7 @@ def set_environment():
     flags = os.environ.get("XLA_FLAGS", "")
     if "force_host_platform_device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
-    # CI gives the level in one lane, which so compiles as users do. libtpu knows no flag of the CPU.
+    # CI gives the level in a lane that compiles as users do. libtpu knows no flag of the CPU.
     if cpu and "backend_optimization_level" not in flags:
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()

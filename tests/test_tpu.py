@@ -29,6 +29,7 @@ from models.decoding import Decoding, Static, _write
 from models.hf.names import shapes
 from models.sampling import Sampling
 
+pytestmark = [pytest.mark.slow, pytest.mark.tpu_check]
 ROOT = Path(__file__).parents[1]
 LLAMA_1B = {  # Llama 3.2 1B, as published
     "architectures": ["LlamaForCausalLM"],
@@ -82,7 +83,6 @@ def reports():
     return {(r["policy"], r["seen"]): r for r in map(json.loads, result.stdout.splitlines())}
 
 
-@pytest.mark.tpu_check
 def test_the_same_memory_however_much_was_seen(reports, record_property):
     early, late = (reports[STREAMING, seen] for seen in (1_000, 1_000_000))
     for seen, report in ((1_000, early), (1_000_000, late)):
@@ -93,7 +93,6 @@ def test_the_same_memory_however_much_was_seen(reports, record_property):
     assert early["program"] == late["program"]
 
 
-@pytest.mark.tpu_check
 def test_full_attention_grows(reports):
     """The control: where everything is kept, the same test shows the memory of it."""
     early, late = (reports[FULL, seen] for seen in (1_000, 100_000))
@@ -104,7 +103,6 @@ def test_full_attention_grows(reports):
     assert early["program"] != late["program"]
 
 
-@pytest.mark.tpu_check
 @pytest.mark.parametrize("case", CASES)
 def test_the_cache_is_donated(reports, case):
     """Whole. Heads of 64 fill half a TPU's lanes, so what the loop carries is padded to twice that:
@@ -115,7 +113,6 @@ def test_the_cache_is_donated(reports, case):
     assert report["memory"]["temporary"] < 2 * report["caches"] + 2**25
 
 
-@pytest.mark.tpu_check
 @pytest.mark.xfail(reason="one row's write and its read want other layouts of the cache on a TPU")
 def test_no_step_copies_the_cache(reports):
     assert reports[STREAMING, 1_000]["copies in the loop"] == 0
