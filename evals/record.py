@@ -45,7 +45,7 @@ class Record:
         self.about: dict[str, Any] = {
             "name": name,
             "command": command(),
-            "commit": _git("rev-parse", "HEAD").strip(),
+            "commit": _commit(quick),
             "dirty": bool(changed),
             "changed": changed,  # code that differed from the commit
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -129,6 +129,17 @@ def _git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
     except FileNotFoundError:
         return ""
+
+
+def _commit(quick: bool) -> str:
+    """Raises SystemExit where nobody says it; only a trial may do without."""
+    found = _git("rev-parse", "HEAD").strip() or os.environ.get("JAXKV_COMMIT", "")
+    if found or quick:
+        return found
+    raise SystemExit(
+        "a record names the commit of its code: run this in a git checkout, or say it in "
+        "JAXKV_COMMIT"
+    )
 
 
 def _load() -> float | None:

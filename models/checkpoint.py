@@ -180,18 +180,18 @@ class Checkpoints:
         """The step of the newest checkpoint; None where there is none."""
         return self._managers[name].latest_step()
 
-    def restore(self, like: Training, name: str = "last") -> Training | None:
+    def restore(self, like: Training) -> Training | None:
         """The newest checkpoint; None where there is none yet.
 
         like: the shapes of a run, and where its leaves lie (models.training.shape).
         Raises UserError for one that cannot be read, or is of another run.
         """
-        step = self.newest(name)
+        step = self.newest()
         if step is None:
             return None
-        where = self.folder / name / str(step)
-        remedy = "remove that folder to go on from the one before it"
-        restore = self._managers[name].restore
+        where = self.folder / "last" / str(step)
+        remedy = "move that folder away to go on from the one before it"
+        restore = self._managers["last"].restore
         try:
             told = restore(step, args=ocp.args.Composite(told=ocp.args.JsonRestore())).told
             if told["run"] != self._run:
@@ -201,9 +201,11 @@ class Checkpoints:
             if told["checksum"] != int(checksum(found)):
                 raise ValueError("its numbers are not those that were written")
             return found
-        except UserError:
+        except (UserError, MemoryError):
             raise
         except Exception as error:  # what a damaged file comes to has no kind of its own
+            if "RESOURCE_EXHAUSTED" in str(error):  # the device's memory
+                raise
             # TensorStore puts details of its own behind what is wrong.
             reason = " ".join(str(error).split()).split(" See full")[0].rstrip(".")[:160]
             raise UserError(f"the checkpoint {where} cannot be read: {reason}; {remedy}") from error

@@ -33,6 +33,8 @@ from models.data import (
 
 SHARD = 2**24  # tokens a shard holds at most: 32 MiB in 16 bits
 _PIECE = 2**20  # characters encoded at a time
+# A shard, or what a run that was killed left of a file.
+_OURS = re.compile(r"\.?(train|valid)-\d{5}\.npy(\..*)?|\.(tokenizer|manifest)\.json\..*")
 _LINE = re.compile(r"(?<=[^\W_])(?=\n)")  # where they may be cut: a letter, and its line ends
 
 
@@ -54,12 +56,14 @@ def prepare(
     falls into `share`. vocab: train a byte-level BPE of that size on the training texts;
     tokenizer: a tokenizer.json to take instead. remove: a regular expression; what it finds is left
     out of every text. progress: called with (bytes done, bytes in all).
-    Raises UserError for a text that cannot be read, or ids that do not fit `dtype`.
+    Raises UserError for a text that cannot be read, ids that do not fit `dtype`, or an `out` that
+    holds something else.
     """
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
     if vocab is not None:
         _dtype_for(vocab, dtype)  # before minutes of training one
+    _check_ours(out)
     read_text = _reader(remove)
     documents = _splits(texts, valid, share)
     sizes = {path: path.stat().st_size for split in SPLITS for path in documents[split]}
@@ -92,6 +96,19 @@ def prepare(
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return Tokens(out, manifest)
+
+
+def _check_ours(out: Path) -> None:
+    """Raise UserError for a folder that holds others' files: some might bear the names of ours."""
+    found = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    others = {name for name in found if not _OURS.fullmatch(name)}
+    if len(others) < len(found):  # a folder of shards, whole or begun
+        others -= {MANIFEST, TOKENIZER}
+    if others:
+        raise UserError(
+            f"--out must be a new folder, or one that `jaxkv data` wrote; {out} holds "
+            f"{min(others)}; name another"
+        )
 
 
 def _write(

@@ -127,7 +127,11 @@ def read(folder: Path | str) -> Tokens:
     shards = [shard for split in SPLITS for shard in manifest["shards"][split]]
     for told in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
         path = folder / told["file"]
-        if not path.is_file() or sha256_of(path) != told["sha256"]:
+        try:
+            same = path.is_file() and sha256_of(path) == told["sha256"]
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); allow it") from None
+        if not same:
             raise UserError(
                 f"{path} must be the file that {MANIFEST} tells of, and is another or not there; "
                 + remedy

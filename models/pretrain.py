@@ -208,8 +208,8 @@ def setting_for(
     """What the steps of a recipe compile to; front and end: ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
-    own = device.native_dtype(jax.local_devices()[0])
-    dtype = own if recipe.dtype == "auto" else recipe.dtype
+    native = device.native_dtype(jax.local_devices()[0])
+    dtype = native if recipe.dtype == "auto" else recipe.dtype
     return Setting(recipe, config, front, dtype, mesh)
 
 

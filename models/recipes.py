@@ -62,8 +62,9 @@ class Recipe:
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
-    # Sinks in a minute on a laptop: one head that has nothing to do most of the time, and an MLP
-    # too small to take back what it adds. Not for text: `python -m evals.backcopy` makes the data.
+    # A sink token at work in a minute on a laptop: one head that has nothing to do most of the
+    # time, and an MLP too small to take back what it adds. Plain softmax grows no sink here. Not
+    # for text: `python -m evals.backcopy` makes the data; its record says time and loss.
     "backcopy": Recipe(
         layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
         rows=64, steps=800, lr=5e-3, z_loss=0.0,
@@ -81,7 +82,9 @@ PRESETS: dict[str, Recipe] = {
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sinks="token",
         rows=8, steps=4000, optimizer="muon", lr=7e-3, last_lr=0.02,
     ),
-    # 28 million weights at a vocabulary of 4,096: one GPU or TPU. Not run yet (ACCELERATOR.md).
+    # 28 million weights at a vocabulary of 4,096: one GPU or TPU. By the operations that its 330
+    # million tokens take, three minutes of an H100 at 45 % of its peak. Not run yet, so nobody
+    # knows what loss to expect (ACCELERATOR.md).
     "small": Recipe(
         layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,
         rows=64, accumulate=4, steps=5000, lr=1e-3,
@@ -90,8 +93,9 @@ PRESETS: dict[str, Recipe] = {
     # 143,000 steps of 524,288 tokens take Adam at 6e-4 down to 6e-5 by a cosine after 1 % of
     # warm-up, betas 0.9 and 0.95, decay 0.1, clip 1.0, in float16 on the Pile. Pythia's blocks work
     # in parallel, turn a quarter of each head and have a head matrix of their own; these are
-    # Llama's, in bfloat16, with a z-loss. In eight parts, for the memory of one GPU. Not run yet
-    # (ACCELERATOR.md).
+    # Llama's, in bfloat16, with a z-loss. In eight parts, for the memory of one GPU: 75 thousand
+    # million tokens, by their operations 38 hours of an H100 at 45 % of its peak. Not run yet, so
+    # nobody knows what loss to expect (ACCELERATOR.md).
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
         rows=256, accumulate=8, steps=143_000, lr=6e-4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from evals import claims_training as claims
@@ -26,6 +28,11 @@ def arm(sinks, gaps=(0.0, 0.0, 0.0, 0.0), loss=4.0, seed=0, accuracy=None, chanc
     }
 
 
+def paper(*perplexities):
+    """A row of its Table 3, as gaps."""
+    return tuple(math.log(one / perplexities[-1]) for one in perplexities)
+
+
 def verdict(number, *arms):
     """Of the claim of that number, by a record of these arms."""
     record = {"arms": {f"{a['recipe']['sinks']}-{a['recipe']['seed']}": a for a in arms}}
@@ -44,8 +51,17 @@ CASES = {
     "several are needed": (0, [arm("none", NEEDS)], HOLDS),
     "one is needed": (0, [arm("none", ONE)], PART),
     "none is needed": (0, [arm("none")], NOT),
-    "zero between": (1, [arm("none", NEEDS), arm("zero", (3, 0.05, 0, 0))], HOLDS),
-    "zero as plain": (1, [arm("none", NEEDS), arm("zero", NEEDS)], NOT),
+    "the paper's plain softmax": (0, [arm("none", paper(27.87, 18.49, 18.05, 18.05))], HOLDS),
+    "the paper's zero sink": (1, [arm("zero", paper(29214, 19.90, 18.27, 18.01))], HOLDS),
+    "the paper's sink token": (
+        2,
+        [arm("none", paper(27.87, 18.49, 18.05, 18.05)),
+         arm("token", paper(1235, 18.01, 18.01, 18.02))],
+        HOLDS,
+    ),
+    "zero needs one": (1, [arm("zero", ONE)], PART),
+    "zero needs none": (1, [arm("zero")], UNSEEN),
+    "zero is better without": (1, [arm("zero", (-0.1, 0, 0, 0))], NOT),
     "one token is enough": (2, [arm("none", NEEDS), arm("token", ONE)], HOLDS),
     "enough, but nothing gained": (2, [arm("none"), arm("token", ONE)], PART),
     "not enough": (2, [arm("none", NEEDS), arm("token", NEEDS)], NOT),

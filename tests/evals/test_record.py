@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv("JAXKV_COMMIT", "0" * 40)  # where these tests are in no checkout
     return tmp_path
 
 
@@ -43,6 +44,15 @@ def test_a_record_is_written_whole_or_not_at_all(results):
         run.save({"x": float("nan")})
     assert (results / "trial.json").read_text() == before
     assert [path.name for path in results.iterdir()] == ["trial.json"]
+
+
+def test_a_record_has_a_commit(results, monkeypatch):
+    monkeypatch.setattr(record, "_git", lambda *words: "")
+    assert Record("trial").about["commit"] == "0" * 40
+    monkeypatch.delenv("JAXKV_COMMIT")
+    with pytest.raises(SystemExit, match="JAXKV_COMMIT"):
+        Record("trial")
+    Record("trial", quick=True)
 
 
 def test_paths_are_those_of_the_repository_or_bare():

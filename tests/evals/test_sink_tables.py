@@ -68,10 +68,11 @@ def test_greedy_choices_are_known(llm):
     """What decoding writes is found to be so."""
     context = "the cat sat"
     text = models.generate(llm, context, "full", 3, ignore_eos=True).text
-    if llm.tokenizer.encode(context + text) == [
+    # What is written must be what is read, or another text would be scored.
+    assert llm.tokenizer.encode(context + text) == [
         *llm.tokenizer.encode(context), *llm.tokenizer.encode(text, bos=False)
-    ]:  # fmt: skip
-        assert sink_tables.score(llm, [(context, text)])[0][1]
+    ]  # fmt: skip
+    assert sink_tables.score(llm, [(context, text)])[0][1]
     assert not sink_tables.score(llm, [(context, " zzz")])[0][1]
 
 

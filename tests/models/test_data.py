@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -94,6 +95,27 @@ def test_shards_are_read_as_one(tmp_path, monkeypatch):
         np.testing.assert_array_equal(
             whole.run("train", start, length), cut.run("train", start, length)
         )
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path):
+    """A folder of ours, whole or left by a run that was killed, is written anew."""
+    texts = write_texts(tmp_path / "texts", documents=3)
+    make = partial(corpus.prepare, [texts], vocab=VOCAB, share=0.4)
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    for folder, named in (("texts", "0.txt"), ("model", "config"), ("tokenizer", "tokenizer")):
+        before = {p: p.read_bytes() for p in (tmp_path / folder).iterdir()}
+        with pytest.raises(UserError, match=f"holds {named}"):
+            make(out=tmp_path / folder)
+        assert {p: p.read_bytes() for p in (tmp_path / folder).iterdir()} == before
+    out = tmp_path / "out"
+    first = make(out=out).manifest
+    (out / "manifest.json").unlink()
+    (out / ".train-00000.npy.x1y2").write_bytes(b"half")
+    assert make(out=out).manifest == first == make(out=out).manifest
 
 
 def test_documents_are_held_back_by_their_content(tmp_path):
