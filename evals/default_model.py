@@ -57,7 +57,7 @@ evals/results/default_model.json.
 | | |
 | --- | --- |
 | data | {documents} English novels, public domain in the United States (the record names them) |
-| tokens | {tokens:,} of the {tokens_there:,} there are; a byte-level BPE of {vocab:,} |
+| tokens | {tokens:,}, of texts of {tokens_there:,}; a byte-level BPE of {vocab:,} |
 | a step | {rows} samples of {context} tokens; {steps:,} steps; seed {seed} |
 | recipe | {recipe} |
 | hardware | {device}, {dtype}, {minutes:.0f} minutes; jax {jax} |
@@ -92,9 +92,9 @@ and where it ended:
 ## What it cannot do
 
 It writes English sentences that look like old novels and mean nothing for long; it knows no facts,
-follows no instructions and holds no conversation. Left to write for very long it drifts, into lists
-or names or one subject, as the figures above say. What a cache has evicted is gone. Its books are
-of their time, in their prejudices too, and nobody has filtered them or it.
+follows no instructions and holds no conversation. It wanders: what a cache has evicted is gone, and
+who was spoken of a page ago with it. Its books are of their time, in their prejudices too, and
+nobody has filtered them or it.
 """
 
 
