@@ -61,8 +61,9 @@ def test_specs_follow_the_letters():
 
 @pytest.mark.parametrize(
     "mesh, encoding",
-    [("data=2,model=4", "rotary"), ("data=4", "rotary"), ("model=2", "rotary"),
-     ("data=2,model=4", "alibi"), ("data=1,model=1", "alibi")],
+    [("data=2,model=4", "rotary"), ("data=2,model=4", "alibi"),
+     *(pytest.param(*other, marks=pytest.mark.slow) for other in
+       [("data=4", "rotary"), ("model=2", "rotary"), ("data=1,model=1", "alibi")])],
 )  # fmt: skip
 def test_sharded_equals_unsharded(rng, mesh, encoding):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))

@@ -81,6 +81,7 @@ def made(tokens, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_model_with_its_card(made, tokens):
     out = made()
     record = read("default_model", out)

@@ -33,7 +33,11 @@ def exported(tokens, folder, *settings, dtype="float32"):
     return setting, weights
 
 
-@pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token", "two_tokens"])
+@pytest.mark.parametrize(
+    "sinks",
+    ["logit", "two_tokens",
+     *(pytest.param(sinks, marks=pytest.mark.slow) for sinks in ("none", "zero", "token"))],
+)  # fmt: skip
 def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
     """The losses of training, from the loaded folder, token by token and in chunks."""
     setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")

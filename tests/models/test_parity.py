@@ -25,6 +25,7 @@ LIMIT = 1e-4  # largest difference of a float32 logit
 NEW = 200  # greedy tokens
 CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens read at a time: before, at and beyond windows of 24
 FULL = "full:max=512,start=256"  # doubled once on the way
+EVERY_DAY = ("llama32", "llama_biases", "mistral", "qwen3_layers", "smollm2", "yarn_new")
 
 
 def untokenized(folder: Path) -> Llm:
@@ -106,7 +107,11 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
+     for name in FAMILIES],
+)  # fmt: skip
 def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     folder = write_model(tmp_path, family)
     llm, theirs = untokenized(folder), reference(folder)

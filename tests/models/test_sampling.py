@@ -75,6 +75,7 @@ def test_every_combination(rng):
     assert jitted_shape._cache_size() <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_every_combination_as_transformers(rng):
     import torch

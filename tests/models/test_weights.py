@@ -252,8 +252,12 @@ def large(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "stored, wanted",
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"),
+     pytest.param("float32", "float32", marks=pytest.mark.slow),
+     pytest.param("float32", "bfloat16", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_peak_memory(stored, wanted, large):
     folder = large[stored]
     weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
