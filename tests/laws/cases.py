@@ -95,6 +95,11 @@ CASES = [
     Case("sampling-alibi", Sampling(2, 4, 3), 9, oracle.sampling(2, 4, 3), 2, FEW,
          encoding=ALIBI, drawn=True),
 ]  # fmt: skip
+# What another case of the same policy shows nearly as well is left to CI.
+SELDOM = {
+    *("full-growing", "window-12", "streaming-1-1", "streaming-4-1", "streaming-1-12"),
+    *("streaming-9-4", "alibi-absolute", "no-position", "bfloat16-cache", "sampling-alibi"),
+}
 
 
 class Stream(NamedTuple):

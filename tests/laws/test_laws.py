@@ -18,6 +18,7 @@ from tests.laws import cases
 from tests.laws.cases import (
     CASES,
     QUICK,
+    SELDOM,
     begin,
     expected,
     jitted_kept,
@@ -27,12 +28,16 @@ from tests.laws.cases import (
     stream,
 )
 
-every = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-
 
 def some(wanted):
-    chosen = [case for case in CASES if wanted(case)]
-    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
+    def param(case):
+        marks = [pytest.mark.slow] if case.name in SELDOM else []
+        return pytest.param(case, id=case.name, marks=marks)
+
+    return pytest.mark.parametrize("case", [param(case) for case in CASES if wanted(case)])
+
+
+every = some(lambda case: True)
 
 
 def leaves(*trees):
