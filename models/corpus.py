@@ -101,7 +101,7 @@ def prepare(
 def _check_ours(out: Path) -> None:
     """Raise UserError for a folder that holds others' files: some might bear the names of ours."""
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    others = {name for name in found if not _OURS.fullmatch(name)}
+    others = {name for name in found if not (_OURS.fullmatch(name) and _is_ours(out / name))}
     if len(others) < len(found):  # a folder of shards, whole or begun
         others -= {MANIFEST, TOKENIZER}
     if others:
@@ -109,6 +109,12 @@ def _check_ours(out: Path) -> None:
             f"--out must be a new folder, or one that `jaxkv data` wrote; {out} holds "
             f"{min(others)}; name another"
         )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file of such a name may be ours: a shard is, a part of a file, and an empty one."""
+    with path.open("rb") as file:
+        return path.suffix != ".npy" or file.read(6) in (b"", b"\x93NUMPY")
 
 
 def _write(

@@ -123,6 +123,8 @@ def train(
         + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
         + (f"; going on from step {first}" if first else "")
     )
+    left = first < recipe.steps
+    tell(f"compiling; a line every {recipe.log_every} steps" if left else "all steps are done")
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)

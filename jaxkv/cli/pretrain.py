@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -57,7 +58,13 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr, flush=True)
 
     pressed: list[bool] = []
-    with on_interrupt(lambda: pressed.append(True)):
+
+    def stop() -> None:
+        pressed.append(True)
+        # Not print: Ctrl-C may come in the middle of one.
+        os.write(2, b"\nstopping when this step is done and kept; Ctrl-C again leaves at once\n")
+
+    with on_interrupt(stop):
         model = pretrain(
             recipe, tokens, Path(args.out), mesh, tell, lambda: bool(pressed), args.tensorboard
         )

@@ -106,7 +106,11 @@ def test_a_folder_of_others_is_left_alone(tmp_path):
         (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    for folder, named in (("texts", "0.txt"), ("model", "config"), ("tokenizer", "tokenizer")):
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "train-00000.npy").write_text("mine")
+    for folder, named in (
+        ("texts", "0.txt"), ("model", "config"), ("tokenizer", "tokenizer"), ("named", "train")
+    ):  # fmt: skip
         before = {p: p.read_bytes() for p in (tmp_path / folder).iterdir()}
         with pytest.raises(UserError, match=f"holds {named}"):
             make(out=tmp_path / folder)
