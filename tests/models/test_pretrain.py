@@ -286,7 +286,7 @@ def test_no_damaged_checkpoint_is_taken(tokens, tmp_path, harm):
                 found = jax.tree.leaves(checkpoints.restore(like))
                 assert all(map(np.array_equal, found, whole)), path
             except UserError as error:
-                assert re.search(r"checkpoint .*4 cannot be read: .*; remove that", str(error))
+                assert re.search(r"checkpoint .*4 cannot be read: .*; move that", str(error))
                 refused.append(path.name)
         path.write_bytes(raw)
     assert len(refused) >= 4, refused
@@ -301,7 +301,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tokens, tmp_path):
     last = newest(out)
     for path in [path for path in last.rglob("*") if path.is_file()]:
         path.write_bytes(b"\xff" * 10)
-    with pytest.raises(UserError, match=f"checkpoint .*{last.name} cannot be read.*remove that"):
+    with pytest.raises(UserError, match=f"checkpoint .*{last.name} cannot be read.*move that"):
         run_here(tokens, out, "steps=4")
     shutil.rmtree(last)
     assert run_here(tokens, out, "steps=4") == out / "hf"
@@ -336,7 +336,7 @@ def test_a_foreign_checkpoint_is_refused(tokens, tmp_path, setting):
     run_here(tokens, tmp_path / "run", "steps=2")
     shutil.rmtree(tmp_path / "run" / "last")
     shutil.copytree(tmp_path / "other" / "last", tmp_path / "run" / "last")
-    with pytest.raises(UserError, match=r"checkpoint .* is that of another run; remove"):
+    with pytest.raises(UserError, match=r"checkpoint .* is that of another run; move"):
         run_here(tokens, tmp_path / "run", "steps=2")
 
 
