@@ -9,6 +9,7 @@ from evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN, Claim, Finding, Results,
 from evals.palette import ARMS
 
 FELT = 0.02  # nats a token: a difference of losses that counts as one
+NOBODY_LEANS = f"{UNSEEN}: no model of this size leans on its first tokens"
 
 
 def claims(experiment: str) -> list[Claim]:
@@ -83,21 +84,19 @@ def table_3(r: Results, sinks: str) -> str:
     return "; ".join(parts)
 
 
-def several_needed(r: Results) -> Finding:
+def several_needed(r: Results, sinks: str = "none") -> Finding:
     """Without its first token a cache is worse, and with one of them it still is."""
-    found = gaps(r, "none")
-    needed = [all(gap[sinks] > FELT for gap in found) for sinks in (0, 1)]
-    return table_3(r, "none"), HOLDS if all(needed) else PART if needed[0] else NOT
+    found = gaps(r, sinks)
+    needed = [all(gap[kept] > FELT for gap in found) for kept in (0, 1)]
+    return table_3(r, sinks), HOLDS if all(needed) else PART if needed[0] else NOT
 
 
 def zero_needs_some(r: Results) -> Finding:
-    """Without its first tokens a cache is worse, and with one of them it still is. Whether by more
-    or less than plain softmax's is shown and not judged: in the paper it is both."""
-    found = gaps(r, "zero")
-    if all(abs(gap[0]) < FELT for gap in found):
-        return table_3(r, "zero"), f"{UNSEEN}: no model of this size leans on its first tokens"
-    needed = [all(gap[sinks] > FELT for gap in found) for sinks in (0, 1)]
-    return table_3(r, "zero"), HOLDS if all(needed) else PART if needed[0] else NOT
+    """The same of a zero sink. Whether by more or less than plain softmax's is shown and not
+    judged: in the paper it is both."""
+    if all(abs(gap[0]) < FELT for gap in gaps(r, "zero")):
+        return table_3(r, "zero"), NOBODY_LEANS
+    return several_needed(r, "zero")
 
 
 def one_enough(r: Results) -> Finding:
@@ -105,7 +104,7 @@ def one_enough(r: Results) -> Finding:
     found, plain = gaps(r, "token"), gaps(r, "none")
     enough = all(abs(gap[1]) < FELT for gap in found)
     if all(abs(gap[0]) < FELT for gap in (*found, *plain)):
-        return table_3(r, "token"), f"{UNSEEN}: no model of this size leans on its first tokens"
+        return table_3(r, "token"), NOBODY_LEANS
     gained = all(gap[0] > FELT for gap in found) and all(gap[1] > FELT for gap in plain)
     return table_3(r, "token"), HOLDS if enough and gained else PART if enough else NOT
 

@@ -113,6 +113,8 @@ def _check_ours(out: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     """Whether a file of such a name may be ours: a shard is, a part of a file, and an empty one."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return path.suffix != ".npy" or file.read(6) in (b"", b"\x93NUMPY")
 

@@ -108,6 +108,9 @@ def test_a_folder_of_others_is_left_alone(tmp_path):
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     (tmp_path / "named").mkdir()
     (tmp_path / "named" / "train-00000.npy").write_text("mine")
+    (tmp_path / "deep" / "train-00000.npy").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds train"):
+        make(out=tmp_path / "deep")
     for folder, named in (
         ("texts", "0.txt"), ("model", "config"), ("tokenizer", "tokenizer"), ("named", "train")
     ):  # fmt: skip
