@@ -16,6 +16,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies import Full, Streaming
 from jaxkv.rotary import Alibi, rotary
 from jaxkv.sharding import mesh_of, sharded_step, specs
+from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
 POLICY = Streaming(sinks=2, window=4)
@@ -62,8 +63,7 @@ def test_specs_follow_the_letters():
 @pytest.mark.parametrize(
     "mesh, encoding",
     [("data=2,model=4", "rotary"), ("data=2,model=4", "alibi"),
-     *(pytest.param(*other, marks=pytest.mark.slow) for other in
-       [("data=4", "rotary"), ("model=2", "rotary"), ("data=1,model=1", "alibi")])],
+     seldom("data=4", "rotary"), seldom("model=2", "rotary"), seldom("data=1,model=1", "alibi")],
 )  # fmt: skip
 def test_sharded_equals_unsharded(rng, mesh, encoding):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))

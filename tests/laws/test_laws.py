@@ -27,12 +27,12 @@ from tests.laws.cases import (
     run,
     stream,
 )
+from tests.seldom import seldom
 
 
 def some(wanted):
     def param(case):
-        marks = [pytest.mark.slow] if case.name in SELDOM else []
-        return pytest.param(case, id=case.name, marks=marks)
+        return (seldom if case.name in SELDOM else pytest.param)(case, id=case.name)
 
     return pytest.mark.parametrize("case", [param(case) for case in CASES if wanted(case)])
 

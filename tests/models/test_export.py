@@ -18,6 +18,7 @@ from models.config import read_config
 from models.hf.export import export
 from models.pretrain import setting_of
 from tests.models.training_data import small
+from tests.seldom import seldom
 
 
 def exported(tokens, folder, *settings, dtype="float32"):
@@ -36,7 +37,7 @@ def exported(tokens, folder, *settings, dtype="float32"):
 @pytest.mark.parametrize(
     "sinks",
     ["logit", "two_tokens",
-     *(pytest.param(sinks, marks=pytest.mark.slow) for sinks in ("none", "zero", "token"))],
+     *(seldom(sinks) for sinks in ("none", "zero", "token"))],
 )  # fmt: skip
 def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
     """The losses of training, from the loaded folder, token by token and in chunks."""

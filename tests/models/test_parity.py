@@ -20,6 +20,7 @@ from models.hf.weights import load_weights
 from models.llm import Llm
 from models.sampling import Sampling
 from tests.models.folders import FAMILIES, write_model
+from tests.seldom import seldom
 
 LIMIT = 1e-4  # largest difference of a float32 logit
 NEW = 200  # greedy tokens
@@ -109,7 +110,7 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "family",
-    [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
+    [name if name in EVERY_DAY else seldom(name)
      for name in FAMILIES],
 )  # fmt: skip
 def test_logits_and_greedy_tokens(family, tmp_path, record_property):

@@ -17,6 +17,7 @@ from models.hf.export import export
 from models.pretrain import setting_of
 from models.recipes import PRESETS, config_of, read_recipe
 from tests.models.training_data import small
+from tests.seldom import seldom
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_parts_of_a_batch_add_up_to_it(tokens):
 
 @pytest.mark.parametrize(
     "devices, sinks, optimizer",
-    [pytest.param(2, "logit", "adamw", marks=pytest.mark.slow), (8, "token", "muon")],
+    [seldom(2, "logit", "adamw"), (8, "token", "muon")],
 )
 def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
     recipe = small(f"sinks={sinks}", f"optimizer={optimizer}", "lr=2e-3")

@@ -21,6 +21,7 @@ from models.hf.folder import find
 from models.hf.names import shapes
 from models.hf.weights import load_weights, read_header
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
+from tests.seldom import seldom
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROOT = Path(__file__).parents[2]
@@ -255,8 +256,7 @@ def large(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     "stored, wanted",
     [("bfloat16", "bfloat16"), ("bfloat16", "float32"),
-     pytest.param("float32", "float32", marks=pytest.mark.slow),
-     pytest.param("float32", "bfloat16", marks=pytest.mark.slow)],
+     seldom("float32", "float32"), seldom("float32", "bfloat16")],
 )  # fmt: skip
 def test_peak_memory(stored, wanted, large):
     folder = large[stored]
