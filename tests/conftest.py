@@ -43,8 +43,11 @@ def set_environment():
 
 
 def known(flag):
-    """Whether this jaxlib has that flag of XLA: one that it has not would end the process."""
-    name = flag.partition("=")[0].encode()
+    """Whether this jaxlib has that flag of XLA: one that it has not would end the process.
+
+    A flag's name is a string of its own there; one that is gone may still be part of another.
+    """
+    name = b"\0%b\0" % flag.partition("=")[0].encode()
     for library in Path(find_spec("jaxlib").origin).parent.glob("*.so"):
         with library.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             if content.find(name) >= 0:
