@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -255,6 +256,15 @@ def newest(out: Path) -> Path:
 
 # Orbax leaves coroutines behind where it fails.
 FAILING_READS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def swept():
+    """What a test left behind is collected in it, and is not another's warning."""
+    yield
+    gc.collect()
+
+
 HARM = {
     "a bit": lambda path, raw: path.write_bytes(
         raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
@@ -267,7 +277,7 @@ HARM = {
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM)
 @FAILING_READS
-def test_no_damaged_checkpoint_is_taken(tokens, tmp_path, harm):
+def test_no_damaged_checkpoint_is_taken(swept, tokens, tmp_path, harm):
     """Every file of one in turn: what is read are the numbers that were written, or nothing."""
     out = tmp_path / "run"
     run_here(tokens, out, "steps=4")
@@ -294,7 +304,7 @@ def test_no_damaged_checkpoint_is_taken(tokens, tmp_path, harm):
 
 @pytest.mark.slow
 @FAILING_READS
-def test_a_checkpoint_that_cannot_be_read_is_named(tokens, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_named(swept, tokens, tmp_path):
     """Nothing is taken in its place until the user says so, by removing it."""
     out = tmp_path / "run"
     run_here(tokens, out, "steps=4")
