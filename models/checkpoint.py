@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,21 @@ class Checkpoints:
         if step <= (self.newest(name) or -1):
             return
         self.wait()  # over several processes two at once would take one barrier
+        self._check_room(training)
         told = {"run": self._run, "checksum": int(checksum(training))}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(training._asdict()), told=ocp.args.JsonSave(told)
         )
         with self._writing():
             self._managers[name].save(step, args=args)
+
+    def _check_room(self, training: Training) -> None:
+        """A disk that is full is told before it is: what writes beside us would tell at length."""
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(training))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            reason = f"a checkpoint takes {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
+            raise _unwritten(self.folder, reason)
 
     def wait(self) -> None:
         """Until all is on the disk."""

@@ -10,6 +10,7 @@ from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.rotary import Alibi, NoPosition
 from tests import oracle
+from tests.seldom import seldom
 
 
 def problem(rng, rows=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, dtype=jnp.float32):
@@ -59,8 +60,8 @@ def test_many_slots_go_in_blocks(rng, slots, wide):
 
 @pytest.mark.parametrize(
     "like, slots",
-    [((2, 2, 3, 3, 1), 10), ((2, 2, 3, 3, 1), 2560), ((2, 1, 1, 3, 1), 2560), (None, 2560),
-     ((1, 1, 1, 1, 1), 2560)],
+    [((2, 2, 3, 3, 1), 10), ((2, 2, 3, 3, 1), 2560), (None, 2560),
+     seldom((2, 1, 1, 3, 1), 2560), seldom((1, 1, 1, 1, 1), 2560)],
 )  # fmt: skip
 def test_heads_one_at_a_time(rng, monkeypatch, slots, like):
     """As a CPU takes them where their logits are many: the same values and the same gradients."""

@@ -99,6 +99,7 @@ def test_a_run_becomes_a_model_with_its_card(made, tokens):
     assert llm.config.dtype == "bfloat16" and llm.tokenizer.front == (tokens.id_of("<|sink|>"),)
 
 
+@pytest.mark.slow
 def test_nothing_is_stored_of_another_run(made, tmp_path):
     (tmp_path / "one").mkdir()
     for other in ({"data": "texts"}, {"texts": "one"}):

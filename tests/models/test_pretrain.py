@@ -317,6 +317,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(swept, tokens, tmp_path):
     assert run_here(tokens, out, "steps=4") == out / "hf"
 
 
+@pytest.mark.slow
 def test_tensorboard(tokens, tmp_path, monkeypatch):
     """Every number of every logged step, and none twice where a run goes on."""
     told = []
@@ -366,6 +367,17 @@ def test_a_full_disk(start, tmp_path, limit):
     assert process.returncode == 2 and len(error) == 1, err
     assert "can be written to" in error[0] and "File too large" in error[0]
     assert [p.name for p in (out / "last").iterdir() if p.name.isdecimal()] == ["2"]
+
+
+def test_a_disk_too_small_for_a_checkpoint(tokens, tmp_path, monkeypatch):
+    """It is said before anything is written, and the checkpoint before stays."""
+    run_here(tokens, tmp_path / "run", "steps=2")
+    shutil.rmtree(tmp_path / "run" / "last")
+    shutil.rmtree(tmp_path / "run" / "best")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
+    with pytest.raises(UserError, match=r"a checkpoint takes 0\.\d MB and 0\.1 MB are free"):
+        run_here(tokens, tmp_path / "run", "steps=2")
+    assert not list((tmp_path / "run" / "last").iterdir())
 
 
 def test_killed_before_it_had_a_name(tokens, tmp_path):
