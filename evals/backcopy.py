@@ -3,7 +3,8 @@
 Letters follow a Markov chain, but for a few triggers: behind one comes the letter that stood before
 it. A head that copies has nothing to do at every other letter, and where it can it then looks at
 something that says nothing: a sink. Every arm is trained by `models.pretrain` as it stands, and
-reads held-back letters under caches of one size, with and without its first tokens.
+reads held-back letters under caches of one size, with and without its first tokens. Plain softmax
+is tried with more layers, another learning rate and more steps too: might it grow a sink then?
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from models.pretrain import pretrain
 from models.recipes import PRESETS, Recipe
 
 ARMS = ("none", "zero", "logit", "token", "two_tokens")
+TRIES = {  # of plain softmax
+    "two layers": {"layers": 2},
+    "three layers": {"layers": 3},
+    "4 x lr": {"lr": 2e-2},
+    "3 x the steps": {"steps": 2400},
+}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
 TRIGGERS = 20  # of the letters, the most frequent ones
 SPREAD = 0.3  # of the Dirichlet distribution that each letter's successors are drawn from
@@ -38,6 +45,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m evals.backcopy", description=__doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
     ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
     ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
@@ -52,11 +60,21 @@ def main() -> None:
         arms: dict[str, Any] = {}
         for arm in given.arms:
             found = [
-                run(arm, seed, chain, tokens, ids, runs / f"{arm}-{seed}") for seed in given.seeds
+                run(recipe_of(arm, seed), chain, tokens, ids, runs / f"{arm}-{seed}")
+                for seed in given.seeds
             ]
             arms[arm] = {"seeds": found, "summary": summary(found)}
-    recipe = dataclasses.asdict(PRESETS["backcopy"])
-    results = {"recipe": recipe, "floor": chain.floor(chain.letters(10**6, 99)), "arms": arms}
+        tries = {}
+        for name in given.tries:
+            recipe = dataclasses.replace(recipe_of("none", given.seeds[0]), **TRIES[name])
+            found = run(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
+            tries[name] = {"changed": TRIES[name], **found}
+    results = {
+        "recipe": dataclasses.asdict(PRESETS["backcopy"]),
+        "floor": chain.floor(chain.letters(10**6, 99)),
+        "arms": arms,
+        "tries": tries,
+    }
     print("wrote", record.save(results).name)
     if not given.quick:
         from evals.figures import draw
@@ -124,20 +142,22 @@ def recipe_of(arm: str, seed: int) -> Recipe:
 
 
 def run(
-    arm: str, seed: int, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path
+    recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
 ) -> dict[str, Any]:
-    """Train one arm and read the held-back letters with it."""
-    llm = models.load(pretrain(recipe_of(arm, seed), tokens, out, tell=lambda text: None))
+    """Train one model and read the held-back letters with it."""
+    llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
     log = logged(out)
     cache = llm.config.context // 2
     lines = table_3(llm, ids, cache)
     mass = dormant(llm, chain, ids, cache)
     shown = ", ".join(f"{name} {found['loss']:.4f}" for name, found in lines.items())
     print(
-        f"{arm}, seed {seed}: first token {mass.mean():.2f}, {mass.max():.2f}; {shown}", flush=True
+        f"{recipe.sinks}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
+        f"{mass.mean():.2f}, {mass.max():.2f}; {shown}",
+        flush=True,
     )
     return {
-        "seed": seed,
+        "seed": recipe.seed,
         "seconds": log[-1]["seconds"],
         "curve": [[x["step"], x["valid_loss"], x["first_token"]] for x in log if "text" in x],
         "loss": lines,
@@ -148,12 +168,15 @@ def run(
 
 
 def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
-    """Mean attention on the first token of each letter that is no trigger, so copies nothing."""
+    """Mean attention on the first token of each letter that is no trigger, so copies nothing; of
+    several layers the one with most."""
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
-    seen = np.asarray(uncached.forward(llm.config, llm.weights, runs, uncached.look)[2][0])
-    mass, letters = seen[:, 0, skip:, 0], runs[:, skip:]
+    seen = uncached.forward(llm.config, llm.weights, runs, uncached.look)[2]
+    letters = runs[:, skip:]
     others = np.setdiff1d(letters, chain.triggers)
-    return np.array([mass[letters == letter].mean() for letter in others])
+    layers = [np.asarray(layer)[:, 0, skip:, 0] for layer in seen]
+    found = [[mass[letters == letter].mean() for letter in others] for mass in layers]
+    return max(np.array(found), key=np.mean)
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from evals.palette import ARMS, COLOURS, OTHERS
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
-LEGENDS = {name: "upper right" for name in ("backcopy", "sink_tables", "sink_tables_160m")}
+LEGENDS = dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right") | {
+    "backcopy_curves": "center right"
+}
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
 
 def main() -> None:
-    for name in FIGURES:
+    for name in dict.fromkeys(record for record, _ in FIGURES.values()):
         if (RESULTS / f"{name}.json").exists():
-            print("drew", draw(name))
+            print("drew", *draw(name))
     README.write_text(fill(README.read_text("utf-8")), "utf-8")
 
 
@@ -48,21 +50,24 @@ def look_up(results: Any, path: str) -> Any:
     return reduce(step, path.split("/"), results)
 
 
-def draw(name: str) -> str:
-    """The picture of one record."""
+def draw(name: str) -> list[str]:
+    """The pictures of one record."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 3), layout="constrained")
-    FIGURES[name](axes, read(name)["results"])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc=LEGENDS.get(name, "lower left"))
-    # No software version or date inside: the same record gives the same bytes.
-    figure.savefig(RESULTS / f"{name}.png", dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    return f"{name}.png"
+    results = read(name)["results"]
+    pictures = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
+    for picture, fill_in in pictures.items():
+        figure, axes = pyplot.subplots(figsize=(6.4, 3), layout="constrained")
+        fill_in(axes, results)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, loc=LEGENDS.get(picture, "lower left"))
+        # No software version or date inside: the same record gives the same bytes.
+        figure.savefig(RESULTS / f"{picture}.png", dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+    return [f"{picture}.png" for picture in pictures]
 
 
 def endless(axes: Any, results: dict[str, Any]) -> None:
@@ -122,12 +127,24 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
 
 
-FIGURES: dict[str, Callable[[Any, dict], None]] = {
-    "endless": endless,
-    "latency": latency,
-    "sink_tables": sink_tables,
-    "sink_tables_160m": sink_tables,
-    "backcopy": backcopy,
+def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
+    """Whether a sink grows: attention on the first token while each model was trained."""
+    runs = [(arm, found["seeds"][0], ARMS[arm], "solid") for arm, found in results["arms"].items()]
+    tries = zip(results["tries"].items(), OTHERS, strict=True)
+    runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
+    for label, found, colour, line in runs:
+        steps, _, attention = zip(*found["curve"], strict=True)
+        axes.plot(steps, attention, color=colour, linestyle=line, label=label)
+    axes.set(xlabel="steps of training", ylabel="attention on the first token", ylim=(0, None))
+
+
+FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
+    "endless": ("endless", endless),
+    "latency": ("latency", latency),
+    "sink_tables": ("sink_tables", sink_tables),
+    "sink_tables_160m": ("sink_tables_160m", sink_tables),
+    "backcopy": ("backcopy", backcopy),
+    "backcopy_curves": ("backcopy", backcopy_curves),
 }
 
 

@@ -78,7 +78,7 @@ def main() -> None:
         from evals.figures import draw as draw_record
 
         if given.name in FIGURES:
-            print("drew", draw_record(given.name))
+            print("drew", *draw_record(given.name))
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from evals.backcopy import LETTERS, Chain, run, write
+from evals.backcopy import LETTERS, Chain, recipe_of, run, write
 from models import data
 
 
@@ -28,7 +28,7 @@ def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path):
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
     ids = tokens.run("valid", 0, 20_000).tolist()
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        found = run("token", 0, chain, tokens, ids, tmp_path / "run")
+        found = run(recipe_of("token", 0), chain, tokens, ids, tmp_path / "run")
     loss = {name: line["loss"] for name, line in found["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05
