@@ -1,0 +1,62 @@
+"""The shapes that tests and `bench.py` share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.sign_walk.reference import NO_STEP
+
+
+class Shape(NamedTuple):
+    """Blocks of a walk: `members` 1 walks over tokens, 2 over differences of two."""
+
+    blocks: int
+    steps: int
+    members: int
+    head_dim: int
+
+
+LARGEST = {  # a prompt of 131,072 tokens, 8 kv heads, in blocks of 256 tokens
+    "tokens": Shape(131_072 * 8 // 256, 256, 1, 128),
+    "pairs": Shape(131_072 * 8 // 256, 128, 2, 128),
+}
+PROMPT = {  # of 32,768 tokens
+    "tokens": Shape(32_768 * 8 // 256, 256, 1, 128),
+    "pairs": Shape(32_768 * 8 // 256, 128, 2, 128),
+}
+SMALL = {  # for interpreters: whole groups and broken ones, steps that no tile divides
+    "tokens": Shape(16, 128, 1, 32),
+    "pairs": Shape(5, 64, 2, 16),
+    "broken": Shape(3, 40, 1, 24),
+    "one": Shape(1, 256, 2, 64),
+    "wide": Shape(1, 512, 1, 64),
+}
+
+
+def arguments(shape: Shape) -> tuple[jax.Array, ...]:
+    """keys, values, thresholds, shift and gain of `api.balance_walk`, all zero."""
+    tokens = jnp.zeros((shape.blocks, shape.members, shape.steps, shape.head_dim), jnp.float32)
+    each = jnp.zeros(shape.blocks, jnp.float32)
+    return tokens, tokens, jnp.zeros((shape.blocks, shape.steps), jnp.float32), each, each
+
+
+def inputs(shape: Shape, seed: int = 0, share: float = 1.0) -> tuple[jax.Array, ...]:
+    """The same of random tokens; share: of steps that exist.
+
+    Keys near enough to one another that the walk has something to balance, values of unit length,
+    and a gain that leaves most steps to chance and not all.
+    """
+    random = np.random.default_rng(seed)
+    size = (shape.blocks, shape.members, shape.steps, shape.head_dim)
+    keys = 0.5 * random.normal(size=size) / np.sqrt(np.sqrt(shape.head_dim))
+    values = random.normal(size=size) / np.sqrt(shape.head_dim)
+    thresholds = 0.5 - random.random((shape.blocks, shape.steps))
+    there = np.arange(shape.steps) < share * shape.steps
+    thresholds = np.where(there, thresholds, NO_STEP)
+    shift = (keys**2).sum(-1).max((1, 2))
+    gain = np.full(shape.blocks, 1.0)
+    return tuple(jnp.asarray(x, jnp.float32) for x in (keys, values, thresholds, shift, gain))

@@ -1,0 +1,109 @@
+"""The walk on a TPU: eight blocks side by side, one row of each a step. Never run on a TPU yet."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.sign_walk.reference import sign_of, signed_sum
+
+Array = jax.Array
+GROUP = 8  # blocks a program: the sublanes of a vector register
+LANES = 128
+VMEM = 12 * 2**20  # bytes of a core's memory that a program may fill, of 16 MiB
+
+
+def takes(steps: int, width: int = 0) -> bool:
+    """Whether the kernels take walks of so many steps, M being a multiple of GROUP.
+
+    width: numbers of the keys and values of a step that are on the chip; 0 for `walk`.
+    """
+    # What comes in stands twice, for the next is fetched meanwhile.
+    fetched = 2 * width if width else 2 * steps
+    return steps % LANES == 0 and 4 * GROUP * steps * (fetched + steps) <= VMEM
+
+
+def walk(gram: Array, thresholds: Array, interpret: object = False) -> tuple[Array, Array]:
+    """`reference.walk`."""
+    blocks, steps = thresholds.shape
+    # Step i then reads one contiguous tile: row i of eight blocks.
+    rows = gram.reshape(-1, GROUP, steps, steps).transpose(0, 2, 1, 3)
+    whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
+    return pl.pallas_call(
+        _walk_group,
+        grid=(blocks // GROUP,),
+        in_specs=[pl.BlockSpec((None, steps, GROUP, steps), lambda i: (i, 0, 0, 0)), whole],
+        out_specs=[whole, whole],
+        out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+    )(rows, thresholds)
+
+
+def _walk_group(rows_ref, thresholds_ref, signs_ref, met_ref) -> None:
+    _run(rows_ref, thresholds_ref[...], signs_ref, met_ref)
+
+
+def _run(rows_ref, thresholds: Array, signs_ref, met_ref) -> None:
+    shape = thresholds.shape
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        s, signs, seen = carry
+        here = lane == i
+        # Of one number and zeros the sum is exact in any order.
+        pick = lambda x: jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)  # noqa: E731
+        met = pick(s)
+        sign = sign_of(met, pick(thresholds))
+        s = s + sign * rows_ref[i]
+        return s, jnp.where(here, sign, signs), jnp.where(here, met, seen)
+
+    zeros = jnp.where(thresholds > 4, thresholds, 0.0)  # in the layout of the others
+    _, signs, met = jax.lax.fori_loop(0, shape[1], one, (zeros, zeros, zeros))
+    signs_ref[...] = signs
+    met_ref[...] = met
+
+
+def balance(
+    keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
+    interpret: object = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`reference.balance`: the Gram matrices are made on the chip and never leave it."""
+    blocks, steps = thresholds.shape
+    tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
+    whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
+    lanes = lambda x: jnp.broadcast_to(x[:, None], thresholds.shape)  # noqa: E731
+    return pl.pallas_call(
+        partial(_balance_group, tau=tau),
+        grid=(blocks // GROUP,),
+        in_specs=[tokens(keys), tokens(values), whole, whole, whole],
+        out_specs=[whole, whole],
+        out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
+        scratch_shapes=[pltpu.VMEM((steps, GROUP, steps), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+    )(keys, values, thresholds, lanes(shift), lanes(gain))
+
+
+def _balance_group(
+    keys_ref, values_ref, thresholds_ref, shift_ref, gain_ref, signs_ref, met_ref, rows_ref, *, tau
+) -> None:
+    def dot(x: Array, y: Array) -> Array:
+        return jax.lax.dot_general(
+            x, y, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    def part(block: int, p: int, q: int) -> Array:
+        kernel = jnp.exp(dot(keys_ref[block, p], keys_ref[block, q]) - shift_ref[block][None])
+        return kernel * (dot(values_ref[block, p], values_ref[block, q]) + np.float32(tau))
+
+    for block in range(GROUP):
+        whole = signed_sum(partial(part, block), keys_ref.shape[1])
+        rows_ref[:, block, :] = whole * gain_ref[block][None]
+    _run(rows_ref, thresholds_ref[...], signs_ref, met_ref)

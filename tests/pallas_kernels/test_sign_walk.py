@@ -1,0 +1,210 @@
+"""Signs of walks: the scan against plain numpy, the kernels against the scan, and what they compile
+to for hardware that is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.sign_walk import api, reference, shapes
+
+TAU = 1.0
+MANY = shapes.Shape(400, 256, 1, 32)  # 102,400 signs
+ON = {"tpu": api.on_tpu, "gpu": api.on_gpu}
+CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+
+
+def gram(shape, share=0.8):
+    keys, values, thresholds, shift, gain = shapes.inputs(shape, share=share)
+    return reference.gram(keys, values, shift, gain, TAU), thresholds
+
+
+def plain(gram, thresholds):
+    """The walk of the paper in numpy, one float32 after another."""
+    gram, thresholds = np.asarray(gram), np.asarray(thresholds)
+    s, signs, met = np.zeros_like(thresholds), np.zeros_like(thresholds), np.zeros_like(thresholds)
+    for i in range(thresholds.shape[1]):
+        met[:, i] = s[:, i]
+        there = thresholds[:, i] < 2
+        signs[:, i] = np.where(there, np.where(s[:, i] < thresholds[:, i], 1, -1), 0)
+        s += signs[:, i, None] * gram[:, i]
+    return signs, met
+
+
+@pytest.mark.parametrize("name", shapes.SMALL)
+def test_the_scan_is_the_walk(name):
+    given = gram(shapes.SMALL[name])
+    walk = api.sign_walk(*given)
+    signs, met = plain(*given)
+    np.testing.assert_array_equal(walk.signs, signs)
+    np.testing.assert_array_equal(walk.met, met)
+    saturated = np.mean(np.abs(met) > 0.5)
+    assert 0 < saturated < 0.5, "the case must leave some steps to chance, and not all"
+    assert 0 < np.mean(signs == 0) < 0.3, "and have some that are not there"
+
+
+def test_gram_matrices_are_those_of_the_formula():
+    for name, shape in shapes.SMALL.items():
+        keys, values, _, shift, gain = (np.asarray(x, np.float64) for x in shapes.inputs(shape))
+        wanted = np.zeros((shape.blocks, shape.steps, shape.steps))
+        for p in range(shape.members):
+            for q in range(shape.members):
+                inner = np.einsum("mid,mjd->mij", keys[:, p], keys[:, q])
+                of_values = np.einsum("mid,mjd->mij", values[:, p], values[:, q])
+                kernel = np.exp(inner - shift[:, None, None]) * (of_values + TAU)
+                wanted += kernel * (1 if p == q else -1)
+        wanted *= gain[:, None, None]
+        np.testing.assert_allclose(gram(shape)[0], wanted, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("platform", ON)
+def test_the_kernels_walk_bit_for_bit(platform):
+    for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (MANY, 1.0)]:
+        given = gram(shape, share)
+        signs, met = reference.walk(*given)
+        found = ON[platform]("walk", {}, *given, interpret=True)
+        np.testing.assert_array_equal(found[0], signs)
+        np.testing.assert_array_equal(found[1], met)
+
+
+@pytest.mark.slow
+def test_on_a_tpu_nothing_races_and_nothing_is_read_before_it_is_written(capfd):
+    given = gram(MANY, 1.0)
+    signs, met = reference.walk(*given)
+    found = api.on_tpu("walk", {}, *given, interpret=CHECKED)
+    np.testing.assert_array_equal(found[0], signs)
+    np.testing.assert_array_equal(found[1], met)
+    near_enough("tpu", shapes.SMALL["pairs"], CHECKED)
+    assert "RACE" not in capfd.readouterr().out, "which is all that jax does about one"
+
+
+@pytest.mark.parametrize("platform", ON)
+@pytest.mark.parametrize("name", shapes.SMALL)
+def test_the_fused_kernels_walk_alike(platform, name):
+    near_enough(platform, shapes.SMALL[name], True)
+
+
+def near_enough(platform, shape, interpret):
+    """A sign may differ only where s came near its threshold, and those after it."""
+    given = shapes.inputs(shape, share=0.8)
+    wanted, met = (np.asarray(x) for x in reference.balance(*given, TAU))
+    signs, _ = ON[platform]("balance", {"tau": TAU}, *given, interpret=interpret)
+    for block, at in enumerate(np.argmax(np.asarray(signs) != wanted, axis=1)):
+        if signs[block, at] != wanted[block, at]:
+            assert abs(met[block, at] - given[2][block, at]) < 1e-4
+
+
+def test_leading_axes_are_walks_of_their_own():
+    keys, values, thresholds, shift, gain = shapes.inputs(shapes.Shape(12, 16, 2, 8))
+    lead = (2, 3, 2)
+    shaped = [x.reshape(*lead, *x.shape[1:]) for x in (keys, values, thresholds, shift, gain)]
+    walk = jax.jit(partial(api.balance_walk, tau=TAU))(*shaped)
+    signs, met = reference.balance(keys, values, thresholds, shift, gain, TAU)
+    np.testing.assert_array_equal(walk.signs, signs.reshape(*lead, 16))
+    np.testing.assert_allclose(walk.met, met.reshape(*lead, 16), atol=1e-6)
+    assert walk.signs.dtype == jnp.int8
+
+
+def test_what_has_no_kernel_is_refused_by_name_and_done_by_none():
+    wide = gram(shapes.Shape(2, 300, 1, 8))
+    with pytest.raises(ValueError, match=r"300 steps is done by xla, pallas_gpu, got 'pallas_tpu'"):
+        api.sign_walk(*wide, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match=r"got 'cuda'; leave it out"):
+        api.sign_walk(*wide, implementation="cuda")
+    np.testing.assert_array_equal(api.sign_walk(*wide).signs, reference.walk(*wide)[0])
+
+
+@pytest.mark.parametrize("what", ["walk", "balance"])
+@pytest.mark.parametrize("name", shapes.PROMPT)
+def test_it_is_lowered_for_cuda(what, name):
+    shape = shapes.PROMPT[name]
+    text = lowered(what, shape, "pallas_gpu", ("cuda",))
+    assert "__gpu$xla.gpu.triton" in text
+    assert lowered(what, shape, None, ("cuda",)).count("__gpu$xla.gpu.triton") == 1
+
+
+def lowered(what, shape, implementation, platforms):
+    function, args = call(what, shape, implementation)
+    return function.trace(*args).lower(lowering_platforms=platforms).as_text()
+
+
+def call(what, shape, implementation, place=None):
+    """The public function, jitted, and the shapes of its arguments."""
+    given = jax.eval_shape(partial(shapes.arguments, shape))
+    if what == "walk":
+        square = (shape.blocks, shape.steps, shape.steps)
+        given = jax.ShapeDtypeStruct(square, jnp.float32), given[2]
+        function = partial(api.sign_walk, implementation=implementation)
+    else:
+        function = partial(api.balance_walk, tau=TAU, implementation=implementation)
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in given]
+    return jax.jit(function), args
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """What `main` prints, from a process of its own: libtpu reads its settings as jax starts."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.test_sign_walk"],
+        cwd=Path(__file__).parents[2], env=os.environ | {"XLA_FLAGS": ""}, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_check
+def test_a_tpu_compiles_the_largest_walks(reports):
+    assert len(reports) == 2 * 2 * len(shapes.LARGEST) and all(r["kernels"] == 1 for r in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_check
+def test_fused_no_gram_matrix_is_in_memory(reports):
+    """The walk over a matrix that is there, the control, has them."""
+    for report in reports:
+        assert report["gram matrices"] == (report["what"] == "walk"), report
+        if report["what"] == "balance":
+            assert report["temporary"] < report["gram bytes"] / 8, report
+
+
+def main() -> None:
+    """One line of JSON a generation of TPU, function and shape."""
+    for kind in ("v5e:2x2", "v6e:2x2"):
+        device = topologies.get_topology_desc(platform="tpu", topology_name=kind).devices[0]
+        for what in ("walk", "balance"):
+            for name, shape in shapes.LARGEST.items():
+                function, args = call(what, shape, None, SingleDeviceSharding(device))
+                compiled = function.lower(*args).compile()
+                text, size = compiled.as_text(), shape.blocks * shape.steps**2
+                report = {
+                    "kind": kind,
+                    "what": what,
+                    "name": name,
+                    "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+                    "gram matrices": any(
+                        np.prod([int(x) for x in found.split(",")]) == size
+                        for found in re.findall(r"f32\[([\d,]+)\]", text)
+                    ),
+                    "gram bytes": 4 * size,
+                    "temporary": compiled.memory_analysis().temp_size_in_bytes,
+                }
+                print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
