@@ -13,10 +13,14 @@ arrays, passed in and returned, never kept anywhere else. Every function is pure
     policy.formula                      -> bytes of one row of one layer, as an expression
 and, where a method has them:
     policy.decode(spec, state, chunk)   -> Partial, state   one token, fused; the same result
+    policy.take(spec, state, chunk)     -> Partial, state   the same of more tokens, where `attend`
+                                                     must make what `extend` leaves
     policy.reserve(spec, state, tokens) -> state     make room for `tokens` in all, or refuse
     policy.seal(spec, state)            -> state     the prompt is complete
     policy.reach                        -> the most tokens back a query may look, counting its
                                            own; absent: no limit
+    policy.least                        -> the fewest tokens of a prompt of which `seal` drops any
+    policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy
 
@@ -43,7 +47,7 @@ The laws, run on every policy by tests/laws:
  3 rows are independent and permutable.       4 below capacity it equals full attention.
  5 the state does not depend on chunking.     6 sharded over K equals unsharded.
  7 take, put, host round trips are exact.     8 equal configs compile once, however many tokens.
- 9 nothing seen: out 0, lse -inf, no NaN.    10 `decode` equals attend and extend.
+ 9 nothing seen: out 0, lse -inf, no NaN.    10 `decode` and `take` equal attend and extend.
 11 bytes equal `formula`.                    12 an estimate called unbiased is unbiased.
 13 protected slots survive adversarial keys. 14 `seal` touches nothing outside its row.
 15 a plain-numpy oracle agrees at lengths 1 to 3 x capacity.
@@ -69,6 +73,7 @@ class Spec:
 
     scale: logits are q.k x scale. softcap: logits become softcap x tanh(logits / softcap).
     encoding: where tokens stand (jaxkv.rotary). dtype: of stored keys and values, by name.
+    group: query heads that share a kv head, for policies that keep queries.
     """
 
     kv_heads: int
@@ -77,6 +82,7 @@ class Spec:
     encoding: Encoding
     softcap: float | None = None
     dtype: str = "float32"
+    group: int | None = None
 
 
 class Chunk(NamedTuple):

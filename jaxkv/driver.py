@@ -30,8 +30,9 @@ def step(
     """
     check(policy, spec, state, q, k, v, positions, valid, sink)
     chunk = Chunk(q, k, v, positions, valid)
-    if q.shape[1] == 1 and hasattr(policy, "decode"):
-        partial, state = policy.decode(spec, state, chunk)
+    fused = getattr(policy, "decode" if q.shape[1] == 1 else "take", None)
+    if fused is not None:
+        partial, state = fused(spec, state, chunk)
     elif getattr(policy, "needs_scores", False):
         partial, scores = policy.attend(spec, state, chunk)
         state = policy.extend(spec, state, chunk, scores=scores)

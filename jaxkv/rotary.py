@@ -1,8 +1,9 @@
 """Where a token stands: rotations (RoPE), distance penalties (ALiBi), or nothing.
 
-A position scheme is a frozen dataclass with two pure functions:
+A position scheme is a frozen dataclass with three pure functions:
 
     scheme.rotate(x [B,T,*,H], positions [B,T] uint32)            -> x, turned to its position
+    scheme.move(x [B,T,*,H], by [B,T] uint32)                     -> x that was turned, turned on
     scheme.bias(queries [B,T], keys [B,S], kv_heads) (uint32)     -> [B,K,G,T,S] float32, or None
 
 Where kv heads hold different tokens, queries may be [B,K,T] and keys [B,K,S].
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,9 @@ class NoPosition:
     """No position at all: order is learned from the causal mask alone."""
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
+        return x
+
+    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
@@ -63,6 +67,9 @@ class Alibi:
         return Alibi(tuple(series(whole) + series(2 * whole)[0::2][: heads - whole]))
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
+        return x
+
+    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(
@@ -104,6 +111,10 @@ class Rotary:
         cos, sin = cos[:, :, None], sin[:, :, None]
         turned = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
+        """`rotate` for what has the amplitude already."""
+        return replace(self, amplitude=1.0).rotate(x, by)
 
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
         return None

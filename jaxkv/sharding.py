@@ -100,13 +100,7 @@ def sharded_step(
     driver.check(policy, spec, state, q, k, v, positions, valid, sink)
     rows, heads = axes_in(mesh)
     check(mesh, q.shape[0], spec.kv_heads)
-    if heads is not None:
-        encoding = spec.encoding
-        if isinstance(encoding, Alibi):  # the one scheme that differs from head to head
-            encoding = dataclasses.replace(encoding, axis=heads)
-        spec = dataclasses.replace(
-            spec, kv_heads=spec.kv_heads // mesh.shape[heads], encoding=encoding
-        )
+    spec = _of_one_place(mesh, spec)
     by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, None, heads)
     held = specs(policy.axes, rows, heads)
     split = jax.shard_map(
@@ -117,3 +111,26 @@ def sharded_step(
         check_vma=False,  # the kernels of some policies do not say along which axes they vary
     )
     return split(state, q, k, v, positions, valid, sink)
+
+
+def sharded_seal(mesh: Mesh, policy: Policy, spec: Spec, state: State) -> State:
+    """`policy.seal`, each device with its own rows and kv heads."""
+    held = specs(policy.axes, *axes_in(mesh))
+    spec = _of_one_place(mesh, spec)
+    split = jax.shard_map(
+        lambda state: policy.seal(spec, state),
+        mesh=mesh, in_specs=(held,), out_specs=held, check_vma=False,
+    )  # fmt: skip
+    return split(state)
+
+
+def _of_one_place(mesh: Mesh, spec: Spec) -> Spec:
+    """How a device attends that has its share of the kv heads."""
+    _, heads = axes_in(mesh)
+    if heads is None:
+        return spec
+    encoding = spec.encoding
+    if isinstance(encoding, Alibi):  # the one scheme that differs from head to head
+        encoding = dataclasses.replace(encoding, axis=heads)
+    kv_heads = spec.kv_heads // mesh.shape[heads]
+    return dataclasses.replace(spec, kv_heads=kv_heads, encoding=encoding)

@@ -129,13 +129,13 @@ def extend(
     if tokens >= min(size // 2, size - sinks):
         out = write(slots, jnp.zeros_like(slots.count), size)
     else:  # only where something lands: behind the newest, and where the ring begins anew
-        out = write(slots, jnp.minimum(_next_slot(slots, sinks), size - tokens), tokens)
+        out = write(slots, jnp.minimum(next_slot(slots, sinks), size - tokens), tokens)
         if ring:
             out = write(out, jnp.full_like(slots.count, sinks), tokens)
     return out._replace(count=_advance(slots.count, new, sinks, size, ring))
 
 
-def _next_slot(slots: Slots, sinks: int) -> Int32[Array, " B"]:
+def next_slot(slots: Slots, sinks: int) -> Int32[Array, " B"]:
     size = slots.positions.shape[1]
     beyond = sinks + (slots.count - sinks) % (size - sinks)
     return jnp.where(slots.count < size, slots.count, beyond)
@@ -163,7 +163,7 @@ def _extend_one(
     slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool, ring: bool
 ) -> Slots:
     """Absorb one token: no place to look for, no two that meet in a slot."""
-    size, slot = slots.positions.shape[1], _next_slot(slots, sinks)
+    size, slot = slots.positions.shape[1], next_slot(slots, sinks)
     kept = chunk.valid if ring else chunk.valid & (slots.count < size)[:, None]
     keys = turn_keys(spec, chunk, number(slots, chunk.valid), sinks, by_rank)
     new = chunk.valid[:, 0].astype(jnp.int32)
@@ -175,18 +175,23 @@ def _extend_one(
     )
 
 
-def _sink_view(
-    slots: Slots, chunk: Chunk, numbers: Int32[Array, "B T"], by_rank: bool
+def view_by_rank(
+    slots: Slots, numbers: Int32[Array, "B T"], between: Int32[Array, "#B #T"] | int = 0
 ) -> UInt32[Array, "B T"]:
-    """The position a query takes to meet the sinks: its rank among the kept, or where it stands."""
-    if not by_rank:
-        return chunk.positions
+    """The rank of each query among the kept; between: how many of them are behind the sinks and
+    before the ring."""
     last = slots.positions.shape[1] - 1
-    return jnp.clip(numbers, 0, last).astype(jnp.uint32)
+    return (jnp.clip(numbers, 0, last) + between).astype(jnp.uint32)
 
 
 def attend(
-    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, window: int | None, by_rank: bool = True
+    slots: Slots,
+    spec: Spec,
+    chunk: Chunk,
+    sinks: int,
+    window: int | None,
+    by_rank: bool = True,
+    between: Int32[Array, "#B #T"] | int = 0,
 ) -> Partial:
     """The sinks (those of this chunk too), the ring as it was before, and the chunk itself."""
     numbers = number(slots, chunk.valid)
@@ -211,7 +216,7 @@ def attend(
         first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],
                       slots.count)  # fmt: skip
         first = extend_first(first, spec, chunk, numbers, by_rank)
-        view = _sink_view(slots, chunk, numbers, by_rank)
+        view = view_by_rank(slots, numbers, between) if by_rank else chunk.positions
         rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), first.positions.shape)
         seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
         bias = _bias(spec, seen, view, rank if by_rank else first.positions, kv_heads)
@@ -253,7 +258,13 @@ def extend_first(
 
 
 def decode(
-    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool = True, ring: bool = True
+    slots: Slots,
+    spec: Spec,
+    chunk: Chunk,
+    sinks: int,
+    by_rank: bool = True,
+    ring: bool = True,
+    between: Int32[Array, "#B #T"] | int = 0,
 ) -> tuple[Partial, Slots]:
     """One token: written first, then every held slot is in view, so no mask by distance."""
     numbers = number(slots, chunk.valid)
@@ -265,7 +276,7 @@ def decode(
     logits = scores(q, slots.k, spec.scale, spec.softcap) + bias
     if sinks and by_rank:
         # Only the sinks are met from another position; slicing off the ring would copy it.
-        view = _sink_view(slots, chunk, numbers, by_rank)
+        view = view_by_rank(slots, numbers, between)
         rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
         bias = _bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
         turned = spec.encoding.rotate(chunk.q, view)

@@ -63,6 +63,7 @@ def spell(policies: Policy | Sequence[Policy]) -> str:
     """The string that `policy` reads back as the same policies; equal layers need no numbers."""
     if not isinstance(policies, (tuple, list)):
         return _spell_one(policies)
+    policies = [_of_layer(one, 0, 1) for one in policies]
     if len(set(policies)) == 1:
         return _spell_one(policies[0])
     most, _ = Counter(policies).most_common(1)[0]
@@ -86,7 +87,7 @@ def by_layer(
         chosen = [_parse_one(one) if isinstance(one, str) else one for one in chosen]
         if len(chosen) != layers:
             raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
-        return tuple(chosen)
+        return tuple(map(_of_layer, chosen, range(layers), [layers] * layers))
     own = [*windows, *[None] * (layers - len(windows))]
     too_far = [i for i, width in enumerate(own) if width is not None and reach(chosen) > width]
     if too_far and not isinstance(chosen, Full):
@@ -95,7 +96,13 @@ def by_layer(
             f"{spell(chosen)} reaches further; name layers, as in *={spell(chosen)}, to force it",
             stacklevel=2,
         )
-    return tuple(Window(w) if i in too_far else chosen for i, w in enumerate(own))
+    return tuple(
+        Window(w) if i in too_far else _of_layer(chosen, i, layers) for i, w in enumerate(own)
+    )
+
+
+def _of_layer(chosen: Policy, layer: int, layers: int) -> Policy:
+    return chosen.of_layer(layer, layers) if hasattr(chosen, "of_layer") else chosen
 
 
 def reach(chosen: Policy, tokens: int | None = None) -> int | float:
@@ -131,8 +138,8 @@ def describe() -> list[dict[str, object]]:
             "name": name,
             "summary": kind.summary,
             "fields": {
-                f.name: {"type": _type_name(kind, f.name), "default": f.default}
-                for f in dataclasses.fields(kind)
+                f.name: {"type": _type_name(kind, f.name), "default": _written(f.default)}
+                for f in _fields(kind)
             },
             "bytes_per_row_and_layer": kind.formula,
             "source": kind.source,
@@ -141,8 +148,15 @@ def describe() -> list[dict[str, object]]:
     ]
 
 
+def _fields(kind: type | Policy) -> list[dataclasses.Field]:
+    """Those that a string may set: not what `of_layer` fills in."""
+    return [field for field in dataclasses.fields(kind) if field.repr]
+
+
 def _type_name(kind: type, field: str) -> str:
     hint = typing.get_type_hints(kind)[field]
+    if hint is bool:
+        return "true|false"
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
     return "|".join(map(str, choices)) or hint.__name__
 
@@ -153,7 +167,7 @@ def _parse_one(text: str) -> Policy:
         raise UserError(f"unknown policy {name!r}{_nearest(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(kind)]
+    known = [f.name for f in _fields(kind)]
     values: dict[str, object] = {}
     for part in filter(None, fields.split(",")):
         field, equals, value = (piece.strip() for piece in part.partition("="))
@@ -188,10 +202,13 @@ def _spell_one(chosen: Policy) -> str:
     names = {kind: name for name, kind in POLICIES.items()}
     if type(chosen) not in names:
         return repr(chosen)  # a policy of one's own has no name in the table
-    values = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-    fields = ",".join(f"{k}={str(v).lower() if v is True or v is False else v}"
-                      for k, v in values.items())  # fmt: skip
-    return f"{names[type(chosen)]}:{fields}"
+    fields = [f"{f.name}={_written(getattr(chosen, f.name))}" for f in _fields(chosen)]
+    return f"{names[type(chosen)]}:{','.join(fields)}"
+
+
+def _written(value: object) -> object:
+    """As it stands in a string that names a policy."""
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -1,13 +1,28 @@
 """What the policies mean, in plain float64 numpy, one token at a time. Imports nothing of jaxkv.
 
-A rule says which tokens are in view and which are held afterwards. It is called with a row's
-number of tokens, how many of them were its prompt, and a random key, and yields for each token
-(view, held), two lists of (number, log weight) in the order of the text.
+A rule says which tokens are in view and which are held afterwards. It is called with a `Row` and
+yields for each token (view, held), two lists of (number, log weight) in the order of the text; and
+where positions inside the cache have gaps, a third, the place of each token in view.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class Row(NamedTuple):
+    """One kv head of a row: how many tokens, how many of them the prompt, and its random key.
+
+    q [T,G,H], k, v [T,H]: as they came.
+    """
+
+    tokens: int
+    prompt: int
+    key: Any
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
 
 
 def full():
@@ -23,9 +38,9 @@ def window(size):
 def streaming(sinks, size):
     """The first tokens and the newest."""
 
-    def rule(tokens, prompt, key):
+    def rule(row):
         held = []
-        for number in range(tokens):
+        for number in range(row.tokens):
             held.append((number, 0.0))
             if len(held) > sinks + size:
                 del held[sinks]
@@ -34,41 +49,224 @@ def streaming(sinks, size):
     return rule
 
 
-def halving(sinks):
-    """Every token, but of a finished prompt the first and every second one behind them."""
+def reservoir(sinks, size, sample, scheme="uniform", weighted=True, start=0):
+    """First and newest tokens, and a sample of those between, as one token comes after another."""
 
-    def rule(tokens, prompt, key):
-        held = []
-        for number in range(tokens):
-            if number == prompt:
-                held = held[:sinks] + held[sinks::2]
-            held.append((number, 0.0))
-            yield list(held), list(held)
-
-    return rule
-
-
-def sampling(sinks, size, sample, start=0):
-    """First and newest tokens, and of those between the `sample` with the lowest priorities.
-
-    A query sees what was held before it came, and itself.
-    """
-
-    def rule(tokens, prompt, key):
-        first, newest, middle = [], [], []
-        for number in range(tokens):
-            drawn = sorted(middle, key=lambda n: priority(n + start, key))[:sample]
-            weight = math.log(len(middle) / sample) if len(middle) > sample else 0.0
-            before = [(n, 0.0) for n in first + newest] + [(n, weight) for n in drawn]
+    def rule(row):
+        first, newest, held, left = [], [], [], 0
+        for number in range(row.tokens):
             (first if len(first) < sinks else newest).append(number)
             if len(newest) > size:
-                middle.append(newest.pop(0))
-            drawn = sorted(middle, key=lambda n: priority(n + start, key))[:sample]
-            weight = math.log(len(middle) / sample) if len(middle) > sample else 0.0
-            held = [(n, 0.0) for n in first + newest] + [(n, weight) for n in drawn]
-            yield sorted([*before, (number, 0.0)]), sorted(held)
+                leaving = newest.pop(0)
+                draw = priority(leaving + start, row.key)
+                if left < sample:
+                    held.append(leaving)
+                elif scheme == "uniform":
+                    worst = max(held, key=lambda n: priority(n + start, row.key))
+                    if draw < priority(worst + start, row.key):
+                        held[held.index(worst)] = leaving
+                elif draw % (sample + 1) < sample:
+                    held[draw % (sample + 1)] = leaving
+                left += 1
+            weight = math.log(left / sample) if weighted and left > sample else 0.0
+            view = [(n, 0.0) for n in first + newest] + [(n, weight) for n in held]
+            yield sorted(view), sorted(view)
 
     return rule
+
+
+def merge_and_reduce(sinks, size, levels, slots, choose):
+    """First and newest tokens, and those between in levels of `slots`: a full level is halved.
+
+    choose(numbers, chances, row) says which half of some tokens is kept.
+    """
+
+    def rule(row):
+        first, newest, held, left, raised = [], [], [[] for _ in range(levels)], 0, 0
+        came, emptied = {}, 0  # when a token left the window, and when level 0 was last emptied
+        for number in range(row.tokens):
+            (first if len(first) < sinks else newest).append(number)
+            if len(newest) > size:
+                leaving, group = newest.pop(0), 2**raised
+                begun = left - left % group
+                came[leaving] = left
+                if left - begun == priority(begun, row.key) * group // 2**32:
+                    held[0].append(leaving)
+                left, level = left + 1, 0
+                while left % group == 0 and len(held[level]) == slots:
+                    at = left * 0x9E3779B1 + level * slots
+                    chances = [chance(at + i, row.key) for i in range(slots)]
+                    half = choose(held[level], chances, row)
+                    if level == levels - 1:
+                        held[level], raised = half, raised + 1
+                        break
+                    emptied = left
+                    held[level] = []
+                    level += 1
+                    held[level] += half
+            places, at = {}, len(first)
+            for level in range(levels - 1, 0, -1):
+                places |= {n: at + i for i, n in enumerate(held[level])}
+                at += len(held[level])
+            # A group of level 0 has its place from when it begins.
+            places |= {n: at + ((came[n] - emptied) >> raised) for n in held[0]}
+            at += -(-(left - emptied) // 2**raised)
+            places |= {n: at + i for i, n in enumerate(newest)}
+            places |= {n: i for i, n in enumerate(first)}
+            view = [(n, 0.0) for n in first + newest]
+            for level, numbers in enumerate(held):
+                view += [(n, (level + raised) * math.log(2)) for n in numbers]
+            yield sorted(view), sorted(view), [places[n] for n, _ in sorted(view)]
+
+    return rule
+
+
+def heavy_hitters(heavy, size, theta, scale):
+    """The newest tokens, and of those before them the ones that got most attention so far."""
+
+    def rule(row):
+        held, score = [], {}
+        place = np.arange(row.tokens)
+        k = row.k if theta is None else rotate(row.k, place, theta)
+        for number in range(row.tokens):
+            if len(held) == heavy + size:
+                held.remove(min(held[: heavy + 1], key=lambda n: (score[n], n)))
+            held.append(number)
+            score[number] = 0.0
+            for query in row.q[number]:
+                query = query if theta is None else rotate(query[None], [number], theta)[0]
+                e = np.exp(k[held] @ query * scale)
+                for n, share in zip(held, e / e.sum(), strict=True):
+                    score[n] += share
+            yield [(n, 0.0) for n in held], [(n, 0.0) for n in held]
+
+    return rule
+
+
+def thinned(sinks, size, rounds, choose, weight=None):
+    """Every token, but of a finished prompt the ends, and what `choose` keeps of what lies between.
+
+    choose(numbers, row) says which. Groups of 2^rounds are thinned; the last that make none stay.
+    """
+
+    def rule(row):
+        held = []
+        for number in range(row.tokens):
+            if number == row.prompt:
+                between = max(0, number - sinks - size)
+                between -= between % 2**rounds
+                kept = choose(list(range(sinks, sinks + between)), row)
+                log = rounds * math.log(2) if weight is None else weight
+                held = held[:sinks] + [(n, log) for n in kept] + held[sinks + between :]
+            held.append((number, 0.0))
+            yield sorted(held), sorted(held)
+
+    return rule
+
+
+def in_blocks(rounds, block, choose):
+    """Halve in blocks, and what is left in blocks again."""
+
+    def all_rounds(numbers, row):
+        for round in range(rounds):
+            chances = [chance(16 * i + round, row.key) for i in range(len(numbers))]
+            numbers = [
+                n
+                for at in range(0, len(numbers), block)
+                for n in choose(numbers[at : at + block], chances[at : at + block], row)
+            ]
+        return numbers
+
+    return all_rounds
+
+
+def at_random(rounds):
+    """The tokens of lowest draws, one in 2^rounds."""
+
+    def choose(numbers, row):
+        order = sorted(range(len(numbers)), key=lambda place: priority(place, row.key))
+        return [numbers[place] for place in order[: len(numbers) >> rounds]]
+
+    return choose
+
+
+def most_attended(capacity, size, kernel, pool, theta, scale):
+    """The tokens that the last `size` queries look at most, pooled over neighbours."""
+
+    def choose(numbers, row):
+        last = [n for n in range(row.prompt - size, row.prompt) if n >= 0]
+        score, k = np.zeros(row.prompt), row.k[: row.prompt]
+        k = k if theta is None else rotate(k, np.arange(row.prompt), theta)
+        for n in last:
+            for query in row.q[n]:
+                query = query if theta is None else rotate(query[None], [n], theta)[0]
+                e = np.exp(k[: n + 1] @ query * scale)
+                score[: n + 1] += e / e.sum() / len(row.q[n])
+        score, side = score[: len(numbers)], kernel // 2
+        padded = np.pad(score, side)
+        around = [padded[i : i + kernel] for i in range(len(score))]
+        pooled = [x.max() if pool == "max" else x.mean() for x in around]
+        best = sorted(numbers, key=lambda n: -pooled[n])[: capacity - size]
+        return best
+
+    return choose
+
+
+def by_coin(numbers, chances, row):
+    """One of two neighbours."""
+    return [numbers[i] if chances[i] < 0.5 else numbers[i + 1] for i in range(0, len(numbers), 2)]
+
+
+def by_pairs(theta, scale, temperature, c, by_rank=False):
+    """A self-balancing walk over the differences of neighbours, with chances."""
+
+    def choose(numbers, chances, row):
+        steps = len(numbers) // 2
+        phi = gram(numbers, row.k, row.v, theta, scale, temperature, by_rank)
+        pick = np.zeros((steps, len(numbers)))
+        pick[np.arange(steps), 2 * np.arange(steps)] = 1
+        pick[np.arange(steps), 2 * np.arange(steps) + 1] = -1
+        signs = walk(pick @ phi @ pick.T, chances[::2], c)
+        return [numbers[2 * i + (signs[i] < 0)] for i in range(steps)]
+
+    return choose
+
+
+def by_walk(theta, scale, temperature, c, by_rank=False):
+    """A self-balancing walk over tokens; where one sign has more than half some change, by lot."""
+
+    def choose(numbers, chances, row):
+        signs = walk(gram(numbers, row.k, row.v, theta, scale, temperature, by_rank), chances, c)
+        lot = lambda i: (signs[i] < 0, chances[i] * 4096 % 1)  # noqa: E731
+        first = sorted(range(len(numbers)), key=lot)[: len(numbers) // 2]
+        return [numbers[i] for i in sorted(first)]
+
+    return choose
+
+
+def gram(numbers, keys, values, theta, scale, temperature, by_rank):
+    """exp(<k,k'>) (<v,v'> + 1) of some tokens, keys centred, values no longer than 1."""
+    k, v = keys[numbers], values[numbers]
+    if theta is not None:
+        k = rotate(k, np.arange(len(numbers)) if by_rank else np.array(numbers), theta)
+    k = (k - k.mean(0)) * math.sqrt(temperature * scale)
+    v = v / np.sqrt((v**2).sum(1).max())
+    return np.exp(k @ k.T) * (v @ v.T + 1)
+
+
+def walk(gram, chances, c):
+    """Signs: +1 with the chance 1/2 - s/(2c), no vector being longer than 1."""
+    gram = gram / gram.diagonal().max()
+    s, signs = np.zeros(len(gram)), []
+    for i, chance in enumerate(chances):
+        signs.append(1 if s[i] / (2 * c) < 0.5 - chance else -1)
+        s += signs[-1] * gram[i]
+    return signs
+
+
+def chance(number, key):
+    """A draw from 0 to less than 1."""
+    return (priority(number % 2**32, key) >> 8) / 2**24
 
 
 def priority(position, key):
@@ -111,11 +309,14 @@ def attention(
     held = [[None] * kv_heads for _ in range(tokens)]
     for kv in range(kv_heads):
         key = None if keys is None else keys[kv]
-        for t, (view, after) in enumerate(rule(tokens, prompt, key)):
+        asked = q[:, kv * group : (kv + 1) * group]
+        row = Row(tokens, prompt, key, asked, k[:, kv], v[:, kv])
+        for t, (view, after, *gaps) in enumerate(rule(row)):
             held[t][kv] = after
             numbers = [number for number, _ in view]
             weights = np.array([weight for _, weight in view])
-            place = np.arange(len(view)) if by_rank else np.array(numbers) + start
+            place = np.array(gaps[0]) if gaps else np.arange(len(view))
+            place = place if by_rank else np.array(numbers) + start
             turned = k[numbers, kv]
             if theta is not None:
                 turned = rotate(turned, place, theta)

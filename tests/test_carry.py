@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Spec, policy
+from jaxkv import Spec
 from jaxkv.carry import fold, share, unfold
 from jaxkv.rotary import NoPosition
-from tests.laws.toys import Sampling
+from jaxkv.stack import by_layer
 
 SPEC = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
-POLICIES = (*policy("1=window:window=3;*=streaming:sinks=1,window=4", 4), Sampling(1, 3, 2))
+POLICIES = by_layer(
+    "1=window:window=3;4=reservoir:sinks=1,window=3,sample=2;*=streaming:sinks=1,window=4", 5
+)
 
 
 def states():

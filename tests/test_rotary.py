@@ -137,6 +137,16 @@ def test_no_drift():
     assert max(errors) <= 2e-6
 
 
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
+def test_what_is_moved_is_as_if_turned_once(scaling, rng):
+    """Also where keys grow by an amplitude, which must come once."""
+    scheme = rotary(16, 1e4, scaling)
+    x = jnp.asarray(rng.normal(size=(2, 5, 3, 16)), jnp.float32)
+    stood, by = jnp.asarray(rng.integers(0, 2**32, (2, 2, 5)), jnp.uint32)
+    moved = scheme.move(scheme.rotate(x, stood), by)
+    np.testing.assert_allclose(moved, scheme.rotate(x, stood + by), atol=3e-6)
+
+
 def test_rotation_keeps_the_dtype(rng):
     x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.bfloat16)
     positions = jnp.arange(3, dtype=jnp.uint32)[None]

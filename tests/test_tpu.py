@@ -25,7 +25,7 @@ from jaxkv.contract import Chunk, Policy, State
 from jaxkv.stack import by_layer
 from models.config import Config, read_config
 from models.decoder import spec_of
-from models.decoding import Decoding, Static, _write
+from models.decoding import Decoding, Static, write_block
 from models.hf.names import shapes
 from models.sampling import Sampling
 
@@ -147,7 +147,7 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
     )
     weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
     static, settings = Static(config, policies, None), Sampling()
-    write = jax.jit(_write, static_argnums=(0, 1, 2), donate_argnums=4)
+    write = jax.jit(write_block, static_argnums=(0, 1, 2), donate_argnums=4)
     args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))
     lowered = write.lower(*args)
     compiled = lowered.compile()

@@ -10,10 +10,21 @@ import numpy as np
 
 from jaxkv.contract import Policy, Spec
 from jaxkv.driver import step
-from jaxkv.policies import Full, Streaming, Window
+from jaxkv.policies import (
+    H2O,
+    Balance,
+    BalanceStream,
+    Full,
+    PyramidKV,
+    Reservoir,
+    SnapKV,
+    Stratified,
+    Streaming,
+    Uniform,
+    Window,
+)
 from jaxkv.rotary import Alibi, NoPosition, Rotary, rotary
 from tests import oracle
-from tests.laws.toys import Halving, Sampling
 
 THETA, KV_HEADS, HEAD_DIM, SCALE = 100.0, 2, 8, 8**-0.5
 ROTARY, ALIBI, NONE = rotary(HEAD_DIM, THETA), Alibi.of(4), NoPosition()
@@ -25,7 +36,9 @@ class Case(NamedTuple):
     capacity: up to so many tokens it is full attention. rule: what it means (tests/oracle.py).
     chunks: sizes in which the stream comes, the first of them 1; () stands for the usual five.
     exact: the number of first tokens that are never lost. by_rank: positions inside the cache.
-    longest: tokens of a row. unbiased: claims so. drawn: depends on positions by its draws.
+    longest: tokens of a row. unbiased: claims so. drawn: depends on positions by its draws. loose:
+    a larger chunk shows more keys, or others. scored: what is kept depends on queries, and so on
+    chunks.
     """
 
     name: str
@@ -43,10 +56,12 @@ class Case(NamedTuple):
     longest: int = 0
     unbiased: bool = False
     drawn: bool = False
+    loose: bool = False
+    scored: bool = False
 
     @property
     def spec(self) -> Spec:
-        return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype)
+        return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype, self.group)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,6 +82,9 @@ class Case(NamedTuple):
 
 
 FEW = (1, 7)
+WALK = {"theta": THETA, "scale": SCALE, "temperature": 0.1, "c": 0.25}
+by_pairs = functools.partial(oracle.by_pairs, **WALK)
+by_walk = functools.partial(oracle.by_walk, **WALK)
 S45 = {"policy": Streaming(4, 5), "capacity": 9, "rule": oracle.streaming(4, 5), "exact": 4}
 
 CASES = [
@@ -90,15 +108,63 @@ CASES = [
     Case("one-query-head-each", **S45, by_rank=True, group=1, chunks=FEW),
     Case("bfloat16", **S45, by_rank=True, dtype="bfloat16", incoming="bfloat16", chunks=(1, 3, 19)),
     Case("bfloat16-cache", **S45, by_rank=True, dtype="bfloat16", chunks=FEW),
-    Case("halving", Halving(2, 16, 8), 10, oracle.halving(2), 2, chunks=(1, 7, 21)),
-    Case("sampling", Sampling(2, 4, 3), 9, oracle.sampling(2, 4, 3), 2, unbiased=True, drawn=True),
-    Case("sampling-alibi", Sampling(2, 4, 3), 9, oracle.sampling(2, 4, 3), 2, FEW,
-         encoding=ALIBI, drawn=True),
+    Case("reservoir", Reservoir(2, 4, 3, positions="absolute"), 9, oracle.reservoir(2, 4, 3), 2,
+         unbiased=True, drawn=True),
+    Case("reservoir-by-rank", Reservoir(2, 4, 3), 9, oracle.reservoir(2, 4, 3), 2, by_rank=True,
+         drawn=True, loose=True),
+    Case("reservoir-geometric", Reservoir(1, 5, 2, "geometric", False, "absolute"), 8,
+         oracle.reservoir(1, 5, 2, "geometric", False), 1, FEW, drawn=True),
+    Case("reservoir-softcap", Reservoir(1, 5, 3), 9, oracle.reservoir(1, 5, 3), 1, FEW,
+         by_rank=True, softcap=2.0, group=1, drawn=True, loose=True),
+    Case("reservoir-alibi", Reservoir(0, 3, 4, weighted=False), 7,
+         oracle.reservoir(0, 3, 4, weighted=False), 0, FEW, by_rank=True, encoding=ALIBI,
+         drawn=True, loose=True),
+    Case("balance-stream", BalanceStream(2, 4, 3, 4, positions="absolute"), 9,
+         oracle.merge_and_reduce(2, 4, 3, 4, by_pairs()), 2,
+         (1, 3, 7, 40), longest=60, unbiased=True),
+    Case("balance-stream-walk", BalanceStream(0, 2, 2, 8, "walk", positions="absolute"), 9,
+         oracle.merge_and_reduce(0, 2, 2, 8, by_walk()), 0,
+         FEW, longest=60),
+    Case("balance-stream-by-rank", BalanceStream(1, 3, 4, 4), 7,
+         oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(by_rank=True)), 1,
+         FEW, by_rank=True, longest=90),
+    Case("balance-stream-softcap", BalanceStream(1, 3, 3, 4), 7,
+         oracle.merge_and_reduce(1, 3, 3, 4, by_pairs(by_rank=True)), 1,
+         FEW, by_rank=True, longest=60, softcap=2.0, group=1),
+    Case("balance-stream-bfloat16", BalanceStream(2, 4, 2, 8, "coin"), 13,
+         oracle.merge_and_reduce(2, 4, 2, 8, oracle.by_coin), 2, FEW, by_rank=True, longest=40,
+         dtype="bfloat16", incoming="bfloat16"),
+    Case("stratified", Stratified(1, 3, 4, "absolute"), 7,
+         oracle.merge_and_reduce(1, 3, 1, 4, oracle.by_coin), 1, (1, 7, 30), longest=60,
+         unbiased=True),
+    Case("stratified-alibi", Stratified(1, 3, 8), 11,
+         oracle.merge_and_reduce(1, 3, 1, 8, oracle.by_coin), 1, FEW, by_rank=True,
+         encoding=ALIBI, longest=50),
+    Case("balance", Balance(2, 3, 2, 8, start=64), 8,
+         oracle.thinned(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60),
+    Case("balance-bfloat16", Balance(2, 3, 1, 8, "coin", start=64), 6,
+         oracle.thinned(2, 3, 1, oracle.in_blocks(1, 8, oracle.by_coin)), 2, FEW, longest=40,
+         dtype="bfloat16", incoming="bfloat16"),
+    Case("balance-walk", Balance(0, 2, 1, 8, "walk", start=8), 3,
+         oracle.thinned(0, 2, 1, oracle.in_blocks(1, 8, by_walk())), 0, FEW, longest=50),
+    Case("uniform", Uniform(1, 3, 2, start=16), 7,
+         oracle.thinned(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40),
+    Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40,
+         loose=True, scored=True),
+    Case("snapkv", SnapKV(9, 3, 3, start=16), 9,
+         oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
+         longest=36),
+    Case("pyramidkv", PyramidKV(9, 3, 3, "mean", 2, 16, 1, 3), 9,
+         oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
+         longest=36),
 ]  # fmt: skip
 # What another case of the same policy shows nearly as well is left to CI.
 SELDOM = {
     *("full-growing", "window-12", "streaming-1-1", "streaming-4-1", "streaming-1-12"),
-    *("streaming-9-4", "alibi-absolute", "no-position", "bfloat16-cache", "sampling-alibi"),
+    *("streaming-9-4", "alibi-absolute", "no-position", "bfloat16-cache", "reservoir-softcap"),
+    *("reservoir-geometric", "reservoir-alibi", "balance-stream-walk", "balance-stream-softcap"),
+    *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "pyramidkv"),
+    *("balance-walk",),
 }
 
 

@@ -1,0 +1,219 @@
+"""BalanceKV as its theorem has it (Han et al. 2025, 2502.07861): Algorithms 1 to 3, for one stream.
+
+Published code does something else and so do the policies (see jaxkv/halving.py, merge_reduce.py);
+this is the reference that the bound speaks of, streaming in fixed shapes. Where the paper's listing
+is misprinted: a bucket holds 2^i <= |v| < 2^(i+1), a value of length 0 is in no bucket, and p of
+Algorithm 3 is the number of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+from pallas_kernels.sign_walk import NO_STEP, balance_walk
+
+
+class Class(NamedTuple):
+    """chosen [...,n]: the smaller of the two classes. failed [...]: whether some |s| was beyond
+    c R^2, or a key or value longer than its radius, where Algorithm 2 gives no answer."""
+
+    chosen: Bool[Array, "... S"]
+    failed: Bool[Array, "..."]
+
+
+def softmax_balance(
+    keys: Float[Array, "... S H"],
+    values: Float[Array, "... S X"],
+    uniforms: Float32[Array, "... S"],
+    there: Bool[Array, "... S"],
+    r_key: float,
+    r_value: Float32[Array, "..."],
+    delta: float,
+    walks: float = 30.0,
+    n: int | None = None,
+) -> Class:
+    """Algorithm 2 over the tokens that are `there`.
+
+    r_key, r_value: radii, no key or value being longer. delta: of failure. walks: the constant of
+    c = 30 log(n / delta); smaller ones lean sooner and fail more often. n: tokens; None: the slots.
+    """
+    slots, head_dim = keys.shape[-2:]
+    n = slots if n is None else n
+    c = walks * math.log(n / delta)
+    # All is divided by R^2 = exp(r_key^2 / sqrt d) r_value^2, which float32 cannot always hold.
+    scaled = keys.astype(jnp.float32) * np.float32(head_dim**-0.25)
+    units = values.astype(jnp.float32) / r_value[..., None, None]
+    shift = jnp.full(r_value.shape, r_key**2 / head_dim**0.5, jnp.float32)
+    gain = jnp.full(r_value.shape, 1 / (2 * c), jnp.float32)
+    thresholds = jnp.where(there, np.float32(0.5) - uniforms, NO_STEP)
+    one = lambda a: a[..., None, :, :]  # noqa: E731
+    walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
+    count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
+    chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
+    # What is no number is beyond everything.
+    beyond = jnp.any(there & ~(jnp.abs(walk.met) <= 0.5), axis=-1)
+    length = lambda a: jnp.sqrt(jnp.sum(jnp.square(a.astype(jnp.float32)), axis=-1))  # noqa: E731
+    inside = length(keys) <= np.float32(r_key * (1 + 1e-6))
+    inside &= length(units) <= np.float32(1 + 1e-6)
+    far = jnp.any(there & ~inside, axis=-1)
+    return Class(chosen, beyond | far)
+
+
+class Instances(NamedTuple):
+    """Merge and reduce (Algorithm 3), I times: levels 0 .. T of room for 2t tokens each.
+
+    The last is never emptied, and has room for four halves; the others hold t at most.
+    """
+
+    k: Float32[Array, "I L S H"]
+    v: Float32[Array, "I L S X"]
+    there: Bool[Array, "I L S"]
+    tokens: UInt32[Array, " I"]
+    failures: Int32[Array, " I"]
+    longest: Float32[Array, " 1"]  # value so far
+
+
+@dataclass(frozen=True)
+class BalanceKV:
+    """Algorithm 1: one instance of merge and reduce for each power of two that values' lengths lie
+    between, for the numerator, and one of ones for the denominator.
+
+    batch: t. rounds: T. r: radius of keys and queries. epsilon: precision, by which small buckets
+    are erased. lowest, buckets: the first has values of up to 2^(lowest+1); a value longer than the
+    last bucket's is a failure.
+    """
+
+    batch: int
+    rounds: int
+    r: float
+    epsilon: float = 0.1
+    lowest: int = -8
+    buckets: int = 12
+    walks: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.batch < 2 or self.batch % 2 or self.rounds < 0:
+            raise UserError(
+                f"batch must be even and rounds 0 or more, got {self.batch} and {self.rounds}"
+            )
+
+    @property
+    def most(self) -> int:
+        """Tokens that fit: the last level has room for four halves."""
+        return 2 * self.batch * (2**self.rounds) - 1 if self.rounds else 2 * self.batch
+
+    def init(self, head_dim: int, value_dim: int) -> Instances:
+        sizes = self.buckets + 1, self.rounds + 1, 2 * self.batch
+        return Instances(
+            jnp.zeros((*sizes, head_dim), jnp.float32),
+            jnp.zeros((*sizes, value_dim), jnp.float32),
+            jnp.zeros(sizes, bool),
+            jnp.zeros(sizes[:1], jnp.uint32),
+            jnp.zeros(sizes[:1], jnp.int32),
+            jnp.zeros((1,), jnp.float32),
+        )
+
+    @property
+    def radii(self) -> np.ndarray:
+        """Of the values of each instance."""
+        exponents = self.lowest + np.arange(self.buckets, dtype=np.float32)
+        return np.append(2 ** (exponents + 1), 1).astype(np.float32)
+
+    def insert(
+        self, state: Instances, k: Float[Array, " H"], v: Float[Array, " X"], key: jax.Array
+    ) -> Instances:
+        """One token more."""
+        length = jnp.sqrt(jnp.sum(jnp.square(v)))
+        exponent = jnp.floor(jnp.log2(jnp.maximum(length, np.float32(1e-30)))) - self.lowest
+        bucket = jnp.clip(exponent.astype(jnp.int32), 0, self.buckets - 1)
+        number = jnp.arange(self.buckets + 1)
+        goes = ((number == bucket) & (length > 0)) | (number == self.buckets)
+        # The denominator's values are ones: one number each, the others zero.
+        ones = jnp.zeros_like(v).at[0].set(1)
+        values = jnp.where((number == self.buckets)[:, None], ones[None], v[None])
+        slot = state.tokens % np.uint32(self.batch) if self.rounds else state.tokens
+        here = goes[:, None] & (jnp.arange(2 * self.batch, dtype=jnp.uint32)[None] == slot[:, None])
+
+        def first(leaf: Array, new: Array) -> Array:
+            return leaf.at[:, 0].set(jnp.where(here[..., None], new[:, None], leaf[:, 0]))
+
+        state = Instances(
+            k=first(state.k, jnp.broadcast_to(k[None], (len(number), len(k)))),
+            v=first(state.v, values),
+            there=state.there.at[:, 0].set(here | state.there[:, 0]),
+            tokens=state.tokens + goes.astype(jnp.uint32),
+            failures=state.failures
+            + ((state.tokens >= self.most) | ~(length < jnp.inf)).astype(jnp.int32),
+            longest=jnp.where(length < jnp.inf, jnp.maximum(state.longest, length), state.longest),
+        )
+        state = self._erase(state)
+        full = goes & (state.tokens % np.uint32(self.batch) == 0)
+        batches = state.tokens // np.uint32(self.batch)
+        for level in range(self.rounds):
+            does = full & (batches % np.uint32(2**level) == 0)
+            key = jax.random.fold_in(key, level)
+            halve = partial(self._halve, level, does, batches >> np.uint32(level), key)
+            state = jax.lax.cond(jnp.any(does), halve, lambda s: s, state)
+        return state
+
+    def _halve(
+        self, level: int, does: Array, halvings: Array, key: jax.Array, state: Instances
+    ) -> Instances:
+        """The smaller class of a level, of instances that it `does`, to the next."""
+        uniforms = jax.random.uniform(key, state.there.shape[::2])
+        kept = softmax_balance(
+            state.k[:, level], state.v[:, level], uniforms, state.there[:, level], self.r,
+            jnp.asarray(self.radii), 1 / self.most, self.walks, self.batch,
+        )  # fmt: skip
+        half = self.batch // 2
+        order = jnp.argsort(~kept.chosen, axis=1, stable=True)[:, :half]
+        # One half behind the other; but for the last level there are never more than two.
+        place = halvings - np.uint32(1) if level + 1 == self.rounds else (halvings - 1) % 2
+        slot = jnp.arange(2 * self.batch, dtype=jnp.uint32)[None]
+        takes = does[:, None] & (slot // np.uint32(half) == place[:, None])
+
+        def up(leaf: Array) -> Array:
+            wide = [1] * (leaf.ndim - 3)
+            new = jnp.take_along_axis(leaf[:, level], order.reshape(*order.shape, *wide), axis=1)
+            new = jnp.tile(new, (1, 4, *wide))
+            return leaf.at[:, level + 1].set(
+                jnp.where(takes.reshape(*takes.shape, *wide), new, leaf[:, level + 1])
+            )
+
+        there = up(state.there.at[:, level].set(state.there[:, level] & kept.chosen))
+        emptied = state.there[:, level] & ~does[:, None]
+        return state._replace(
+            k=up(state.k), v=up(state.v), there=there.at[:, level].set(emptied),
+            failures=state.failures + (does & kept.failed).astype(jnp.int32),
+        )  # fmt: skip
+
+    def _erase(self, state: Instances) -> Instances:
+        """Buckets whose values are too small to matter beside the longest so far."""
+        head_dim = state.k.shape[-1]
+        share = self.epsilon / (2 * self.most) * math.exp(-(self.r**2) / head_dim**0.5)
+        small = jnp.asarray(self.radii[:-1] / 2) <= np.float32(share) * state.longest
+        keep = jnp.append(~small, True)
+        return state._replace(there=state.there & keep[:, None, None])
+
+    def sums(
+        self, state: Instances, q: Float[Array, "T H"]
+    ) -> tuple[Float32[Array, "T X"], Float32[Array, " T"]]:
+        """The estimates of numerator and denominator of each query's attention."""
+        logits = jnp.einsum(
+            "th,ilsh->tils", q, state.k, precision=jax.lax.Precision.HIGHEST
+        ) / np.float32(state.k.shape[-1] ** 0.5)
+        times = 2.0 ** np.arange(self.rounds + 1, dtype=np.float32)
+        weights = jnp.where(state.there[None], jnp.exp(logits), 0) * times[None, None, :, None]
+        of_values = jnp.einsum(
+            "tils,ilsx->tx", weights[:, :-1], state.v[:-1], precision=jax.lax.Precision.HIGHEST
+        )
+        return of_values, jnp.sum(weights[:, -1], axis=(1, 2))

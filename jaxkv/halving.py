@@ -1,0 +1,157 @@
+"""Halving a block of tokens so that attention over one half, counted twice, is as over the whole.
+
+BalanceKV (2502.07861, section 3): a self-balancing walk over the vectors phi(k) (x) v, whose inner
+products are exp(<k,k'>) <v,v'>, gives each token a sign, and one sign is kept. Three ways:
+
+walk    a sign a token (Algorithm 2); where one has more than half, some of it at random change.
+pairs   a sign a pair of neighbours, over the differences of their vectors (kernel halving).
+coin    a coin a pair of neighbours: stratified sampling, the baseline that looks at nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
+from pallas_kernels.sign_walk import NO_STEP, balance_walk
+
+MODES = ("walk", "pairs", "coin")
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How a block is halved.
+
+    temperature: keys' products are multiplied by it, for at 1 those of real keys are so far apart
+    that nothing is left to balance. c: a step's chance is 1/2 - s/(2c), with inner products scaled
+    so that no vector is longer than 1; 0 walks without chance but for the first sign. tau: beside
+    <v,v'>, of values no longer than 1, so that one half serves numerator and denominator.
+    """
+
+    mode: Literal["walk", "pairs", "coin"] = "pairs"
+    temperature: float = 0.1
+    c: float = 0.25
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if not (0 < self.temperature < math.inf and self.c >= 0 and self.tau >= 0):
+            raise UserError(
+                "temperature must be above 0, c and tau 0 or more, got "
+                f"{self.temperature}, {self.c} and {self.tau}; leave them out"
+            )
+
+
+class Halved(NamedTuple):
+    """chosen [...,b/2]: which tokens are kept, in their order, and behind them what is not there.
+    met: `sign_walk`'s, a step; where it lies beyond -1/2 .. 1/2 nothing was left to chance."""
+
+    chosen: Int32[Array, "... C"]
+    met: Float32[Array, "... W"]
+
+
+def halve(
+    how: Halving,
+    scale: float,
+    keys: Float[Array, "... S H"],
+    values: Float[Array, "... S X"],
+    uniforms: Float32[Array, "... S"],
+    count: Int32[Array, "..."] | None = None,
+) -> Halved:
+    """Half of the tokens of each block.
+
+    scale: of the model's logits. uniforms: draws in 0 .. 1, one a token; pairs take every second.
+    count: how many tokens a block has, an even number, and the first ones; None: all.
+    """
+    keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no slope
+    tokens = keys.shape[-2]
+    if tokens % 2:
+        raise UserError(f"a block must be even to be halved, got {tokens} tokens; give one more")
+    count = jnp.full(uniforms.shape[:-1], tokens, jnp.int32) if count is None else count
+    place = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, uniforms.ndim - 1)
+    there = place < count[..., None]
+    if how.mode == "walk":
+        met, signs = walk(how, scale, keys, values, uniforms, there)
+        return Halved(_half(signs, uniforms, count), met)
+    first, there = place[..., ::2], there[..., ::2]
+    thresholds = np.float32(0.5) - uniforms[..., ::2]
+    if how.mode == "coin":
+        met, stays = jnp.zeros_like(thresholds), thresholds > 0
+    else:
+        apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)  # noqa: E731
+        met, signs = _walk(how, scale, apart(keys), apart(values), uniforms[..., ::2], there)
+        stays = signs > 0
+    return Halved(first + jnp.where(stays, np.int32(0), np.int32(1)), met)
+
+
+def walk(
+    how: Halving,
+    scale: float,
+    keys: Float[Array, "... S H"],
+    values: Float[Array, "... S X"],
+    uniforms: Float32[Array, "... S"],
+    there: Bool[Array, "... S"],
+) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
+    """s as each token met it, and its sign; 0 where none is there."""
+    alone = lambda a: a[..., None, :, :]  # noqa: E731
+    return _walk(how, scale, alone(keys), alone(values), uniforms, there)
+
+
+def _walk(
+    how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, there: Array
+) -> tuple[Array, Array]:
+    """Walks over steps of P tokens; keys and values [...,P,b,*]."""
+    real = there[..., None, :, None]
+    keys, values = (jnp.where(real, a, 0).astype(jnp.float32) for a in (keys, values))
+    # The softmax does not know a shift that all keys share, so the shortest vectors will do.
+    members = jnp.sum(there, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
+    total = jnp.sum(keys, axis=(-3, -2), keepdims=True)
+    keys = keys - total / jnp.maximum(members, 1).astype(jnp.float32)
+    keys = jnp.where(real, keys * np.float32((how.temperature * abs(scale)) ** 0.5), 0)
+    # Exponents reach no higher than the longest key with itself (Cauchy and Schwarz).
+    shift = jnp.max(jnp.sum(keys * keys, axis=-1), axis=(-2, -1))
+    longest = jnp.max(jnp.sum(values * values, axis=-1), axis=(-2, -1), keepdims=True)[..., None]
+    values = values * jax.lax.rsqrt(jnp.maximum(longest, np.float32(1e-30)))
+    lengths = jnp.where(there, _lengths(how, keys, values, shift), 0)
+    # Two tokens that are alike leave nothing to balance; whatever the sign, the half is exact.
+    gain = 1 / jnp.maximum(jnp.max(lengths, axis=-1), np.float32(1e-30))
+    thresholds = np.float32(0.5) - uniforms
+    if how.c == 0:  # s alone decides, and where it is 0 a coin, as for the first
+        thresholds = jnp.sign(thresholds) * np.finfo(np.float32).tiny
+    else:
+        gain = gain / np.float32(2 * how.c)
+    thresholds = jnp.where(there, thresholds, NO_STEP)
+    done = balance_walk(keys, values, thresholds, shift, gain, how.tau)
+    return done.met, done.signs.astype(jnp.int32)
+
+
+def _lengths(how: Halving, keys: Array, values: Array, shift: Array) -> Float32[Array, "... W"]:
+    """The squared length of each step's vector."""
+
+    def inner(p: int, q: int) -> Array:
+        kernel = jnp.exp(jnp.sum(keys[..., p, :, :] * keys[..., q, :, :], -1) - shift[..., None])
+        return kernel * (jnp.sum(values[..., p, :, :] * values[..., q, :, :], -1) + how.tau)
+
+    if keys.shape[-3] == 1:
+        return inner(0, 0)
+    return inner(0, 0) + inner(1, 1) - 2 * inner(0, 1)
+
+
+def _half(signs: Array, uniforms: Array, count: Int32[Array, "..."]) -> Int32[Array, "... C"]:
+    """Half of those that are there: with +1 as many as there are, and of the rest at random."""
+    # The last bits of a draw know nothing of the sign that the first ones gave.
+    key = (uniforms * np.float32(4096)) % 1 + jnp.where(signs > 0, 0, jnp.where(signs < 0, 1, 2))
+    half = signs.shape[-1] // 2
+    first = jnp.argsort(key, axis=-1, stable=True)[..., :half]
+    place = jax.lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1)
+    # In order; what is not there stays behind.
+    behind = jnp.where(place < (count // 2)[..., None], first, signs.shape[-1])
+    return jnp.minimum(jnp.sort(behind, axis=-1), signs.shape[-1] - 1).astype(jnp.int32)

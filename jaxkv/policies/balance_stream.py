@@ -1,0 +1,94 @@
+"""BalanceKV (Han et al. 2025) without end: what leaves the window is halved level by level."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxkv import leveled
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.halving import Halving
+from jaxkv.leveled import Leveled, LeveledState
+from jaxkv.merge_reduce import Shape
+
+
+@dataclass(frozen=True)
+class BalanceStream:
+    """Keep the first `sinks` tokens, the newest `window`, and merge and reduce those between.
+
+    levels, block: tokens come in blocks of that many, which are halved level by level (Algorithm
+    3), and what stays counts twice. When the last level is full, the first begins to take one token
+    of two, then of four: the memory never grows. It holds block/2 x (levels + 1) tokens. mode,
+    temperature, c: how a level is halved (jaxkv/halving.py).
+    positions: as in streaming.
+    """
+
+    sinks: int = 4
+    window: int = 124
+    levels: int = 3
+    block: int = 64
+    mode: Literal["walk", "pairs", "coin"] = "pairs"
+    temperature: float = 0.1
+    c: float = 0.25
+    positions: Literal["cache", "absolute"] = "cache"
+
+    summary: ClassVar[str] = "sinks, a window, and what lies between balanced against itself"
+    source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    formula: ClassVar[str] = (
+        "(sinks + window) * (2 * K * H * itemsize + 4)"
+        " + K * (levels + 1) * block // 2 * (2 * H * itemsize + 4) + 8 * K + 8"
+    )
+    axes: ClassVar[LeveledState] = leveled.AXES
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.levels < 1:
+            raise UserError(
+                f"window and levels must be at least 1, got {self.window} and {self.levels}; try "
+                "window=124,levels=3"
+            )
+        if self.block < 2 or self.block & (self.block - 1):
+            raise UserError(f"block must be 2, 4, 8, ..., got {self.block}; try block=64")
+        if self.block << self.levels > 2**24:
+            raise UserError(
+                f"levels of {self.block} slots are 24 - log2(block) at most, got {self.levels}; "
+                "try levels=3"
+            )
+        if self.sinks < 0:
+            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
+        if self.positions not in ("cache", "absolute"):
+            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
+        _ = self._leveled
+
+    @property
+    def _leveled(self) -> Leveled:
+        how = Halving(self.mode, self.temperature, self.c)
+        shape = Shape(self.levels, self.block)
+        return Leveled(self.sinks, self.window, shape, how, self.positions == "cache")
+
+    @property
+    def reach(self) -> int | float:
+        if self.positions == "cache":
+            return self.sinks + self._leveled.shape.slots + self.window
+        return math.inf
+
+    def init(self, spec: Spec, rows: int, key: jax.Array) -> LeveledState:
+        return leveled.init(self._leveled, spec, rows, key)
+
+    def attend(self, spec: Spec, state: LeveledState, chunk: Chunk) -> Partial:
+        return leveled.attend(self._leveled, spec, state, chunk)
+
+    def extend(self, spec: Spec, state: LeveledState, chunk: Chunk) -> LeveledState:
+        return leveled.extend(self._leveled, spec, state, chunk)
+
+    def take(self, spec: Spec, state: LeveledState, chunk: Chunk) -> tuple[Partial, LeveledState]:
+        return leveled.take(self._leveled, spec, state, chunk)
+
+    def decode(self, spec: Spec, state: LeveledState, chunk: Chunk) -> tuple[Partial, LeveledState]:
+        return leveled.decode(self._leveled, spec, state, chunk)
+
+    def kept(self, spec: Spec, state: LeveledState) -> Kept:
+        return leveled.kept(self._leveled, state)

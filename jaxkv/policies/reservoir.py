@@ -1,0 +1,254 @@
+"""Reservoir sampling (Pan et al.): sinks, a window, and a random sample of what lies between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import sample as drawn
+from jaxkv import slots
+from jaxkv.attention import merge
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.pieces import in_pieces
+from jaxkv.sample import Leaving, Sample
+from jaxkv.slots import Slots
+from jaxkv.typing import Array, Bool, Int32, UInt32
+
+_MOST = np.int32(2**31 - 1)
+_PIECE = 128  # tokens of a chunk whose masks over ring, sample and chunk stand at a time
+
+
+class ReservoirState(NamedTuple):
+    """recent: sinks and ring. middle: how many tokens have left the ring. key: of the draws."""
+
+    recent: Slots
+    sample: Sample
+    middle: Int32[Array, " B"]
+    key: UInt32[Array, "B K 2"]
+
+
+@dataclass(frozen=True)
+class Reservoir:
+    """Keep the first `sinks` tokens, the newest `window`, and `sample` of those between.
+
+    scheme: `uniform`, every token that left the window is in the sample with one probability,
+    sample over how many have left (equations 1 and 2); `geometric`, the paper's listing as it
+    runs: each newcomer takes a place with probability sample / (sample + 1), so that a sample
+    holds what is about `sample` tokens old. weighted: a sampled token counts for all that it
+    stands for (Horvitz-Thompson), which only `uniform` knows. positions: as in streaming; by rank,
+    up to 128 tokens of a chunk meet the sample at the ranks that it had when they came.
+    """
+
+    sinks: int = 4
+    window: int = 126
+    sample: int = 126
+    scheme: Literal["uniform", "geometric"] = "uniform"
+    weighted: bool = True
+    positions: Literal["cache", "absolute"] = "cache"
+
+    summary: ClassVar[str] = "sinks, a window, and a random sample of what lies between"
+    source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
+    formula: ClassVar[str] = (
+        "(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)"
+        " + 8 * K + 8"
+    )
+    axes: ClassVar[ReservoirState] = ReservoirState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sample < 1:
+            raise UserError(
+                f"window and sample must be at least 1, got {self.window} and {self.sample}; try "
+                "window=126,sample=126"
+            )
+        if self.sinks < 0:
+            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
+        if self.scheme not in ("uniform", "geometric"):
+            raise UserError(f"scheme must be uniform or geometric, got {self.scheme!r}")
+        if self.positions not in ("cache", "absolute"):
+            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
+
+    @property
+    def by_rank(self) -> bool:
+        return self.positions == "cache"
+
+    @property
+    def reach(self) -> int | float:
+        return self.sinks + self.sample + self.window if self.by_rank else math.inf
+
+    def init(self, spec: Spec, rows: int, key: jax.Array) -> ReservoirState:
+        return ReservoirState(
+            slots.init(spec, rows, self.sinks + self.window),
+            drawn.init(spec, rows, self.sample),
+            jnp.zeros((rows,), jnp.int32),
+            drawn.keys(key, spec, rows),
+        )
+
+    def attend(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> Partial:
+        return self.take(spec, state, chunk)[0]
+
+    def take(
+        self, spec: Spec, state: ReservoirState, chunk: Chunk
+    ) -> tuple[Partial, ReservoirState]:
+        return in_pieces(partial(self._take, spec), state, chunk, _PIECE)
+
+    def extend(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> ReservoirState:
+        if chunk.valid.shape[1] == 1:
+            return self._extend_one(spec, state, chunk)
+        leaving = drawn.leaving(spec, state.recent, chunk, self.sinks)
+        return self._extend(spec, state, chunk, leaving, *self._absorb(state, leaving))
+
+    def _take(
+        self, spec: Spec, state: ReservoirState, chunk: Chunk
+    ) -> tuple[Partial, ReservoirState]:
+        if chunk.valid.shape[1] == 1:
+            return self.decode(spec, state, chunk)
+        leaving = drawn.leaving(spec, state.recent, chunk, self.sinks)
+        held, middle = self._absorb(state, leaving)  # [B,K,T,R], [B,T]
+        weight = self._log_weight(state, middle)[:, None]
+        seen = self._filled(middle) & chunk.valid[:, None, :, None]
+        places = self.sample + leaving.there.shape[1] + self.window
+        rows, heads, times = np.ix_(*map(np.arange, held.shape[:3]))
+        chosen = jnp.zeros((*held.shape[:3], places), bool)
+        chosen = chosen.at[rows[..., None], heads[..., None], times[..., None], held].max(seen)
+        old, new = jnp.split(jnp.where(chosen, weight[..., None], -jnp.inf), [self.sample], axis=3)
+        between = jnp.minimum(middle, self.sample)
+        recent = slots.attend(
+            state.recent, spec, chunk, self.sinks, self.window, self.by_rank, between
+        )
+        view = self._view(state, chunk, between)
+        whole = merge(
+            recent,
+            drawn.attend(spec, chunk.q, view, self._turned(spec, state), old),
+            drawn.attend(spec, chunk.q, chunk.positions, leaving.tokens, new),
+        )
+        return whole, self._extend(spec, state, chunk, leaving, held, middle)
+
+    def _extend(
+        self, spec: Spec, state: ReservoirState, chunk: Chunk, leaving: Leaving,
+        held: Int32[Array, "B K T S"], middle: Int32[Array, "B T"],
+    ) -> ReservoirState:  # fmt: skip
+        return state._replace(
+            recent=slots.extend(state.recent, spec, chunk, self.sinks, self.by_rank),
+            sample=drawn.pick(drawn.join(state.sample, leaving.tokens), held[:, :, -1]),
+            middle=middle[:, -1],
+        )
+
+    def decode(
+        self, spec: Spec, state: ReservoirState, chunk: Chunk
+    ) -> tuple[Partial, ReservoirState]:
+        after = self._extend_one(spec, state, chunk)
+        between = jnp.minimum(after.middle, self.sample)[:, None]
+        recent, _ = slots.decode(
+            state.recent, spec, chunk, self.sinks, self.by_rank, between=between
+        )
+        filled = self._filled(after.middle[:, None])
+        weight = self._log_weight(state, after.middle[:, None])[:, None, :, None]
+        bias = jnp.where(filled & chunk.valid[:, None, :, None], weight, -jnp.inf)
+        bias = jnp.broadcast_to(bias, (*state.key.shape[:2], 1, self.sample))
+        view = self._view(state, chunk, between)
+        sample = drawn.attend(spec, chunk.q, view, self._turned(spec, after), bias)
+        return merge(recent, sample), after
+
+    def kept(self, spec: Spec, state: ReservoirState) -> Kept:
+        recent, sample = slots.kept(state.recent), state.sample
+        held = self._filled(state.middle[:, None])[:, 0]
+        weight = jnp.where(held, self._log_weight(state, state.middle[:, None])[:, None], -jnp.inf)
+        weight = jnp.broadcast_to(weight, sample.positions.shape)
+        return Kept(
+            jnp.concatenate([recent.positions, sample.positions], axis=2),
+            jnp.concatenate([recent.log_weight, weight], axis=2),
+        )
+
+    def _extend_one(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> ReservoirState:
+        recent, sample = state.recent, state.sample
+        token, _, there = drawn.oldest(recent, chunk, self.sinks)
+        leaves = there[:, 0]
+        draw = drawn.draws(token.positions, state.key)[:, :, 0]
+        held = drawn.draws(sample.positions, state.key)
+        at, takes = self._place(held, state.middle, draw)
+        takes &= leaves[:, None]
+        sample = drawn.put(sample, at, takes, *(leaf[:, :, 0] for leaf in token))
+        return state._replace(
+            recent=slots.extend(recent, spec, chunk, self.sinks, self.by_rank),
+            sample=sample,
+            middle=_add(state.middle, leaves),
+        )
+
+    def _place(
+        self, held: UInt32[Array, "B K S"], middle: Int32[Array, " B"], draw: UInt32[Array, "B K"]
+    ) -> tuple[Int32[Array, "B K"], Bool[Array, "B K"]]:
+        """Where a token goes that leaves the window, and whether it does.
+
+        held: the draws of the sample. middle: how many left before.
+        """
+        if self.scheme == "uniform":  # the sample is what has the smallest draws of all
+            at = jnp.argmax(held, axis=2).astype(jnp.int32)
+            takes = draw < jnp.max(held, axis=2)
+        else:
+            at = (draw % np.uint32(self.sample + 1)).astype(jnp.int32)
+            takes = at < self.sample
+        filling = (middle < self.sample)[:, None]
+        return jnp.where(filling, middle[:, None], at), filling | takes
+
+    def _absorb(
+        self, state: ReservoirState, leaving: Leaving
+    ) -> tuple[Int32[Array, "B K T S"], Int32[Array, "B T"]]:
+        """What each slot of the sample holds after each token, and how many have left by then.
+
+        A place below `sample` is that slot of the old sample, others are places in leaving.tokens.
+        """
+        draws = drawn.draws(leaving.tokens.positions, state.key)
+        place = jnp.arange(self.sample)[None, None]
+
+        def one(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
+            source, held, middle = carry
+            at, there = new
+            draw = jnp.take_along_axis(draws, at[:, None, None], axis=2)[:, :, 0]
+            slot, takes = self._place(held, middle, draw)
+            here = (place == slot[:, :, None]) & (takes & there[:, None])[:, :, None]
+            source = jnp.where(here, self.sample + at[:, None, None], source)
+            carry = source, jnp.where(here, draw[:, :, None], held), _add(middle, there)
+            return carry, (source, carry[2])
+
+        source = jnp.broadcast_to(place, state.sample.positions.shape).astype(jnp.int32)
+        begin = source, drawn.draws(state.sample.positions, state.key), state.middle
+        _, (sources, middles) = jax.lax.scan(one, begin, (leaving.at.T, leaving.there.T))
+        return jnp.moveaxis(sources, 0, 2), middles.T
+
+    def _view(self, state: ReservoirState, chunk: Chunk, between: Array) -> UInt32[Array, "B T"]:
+        if not self.by_rank:
+            return chunk.positions
+        return slots.view_by_rank(state.recent, slots.number(state.recent, chunk.valid), between)
+
+    def _turned(self, spec: Spec, state: ReservoirState) -> Sample:
+        """The sample as a query meets it: where its tokens stood, or turned on to their ranks."""
+        sample = state.sample
+        if not self.by_rank:
+            return sample
+        filled = self._filled(state.middle[:, None])[:, 0]
+        ranks = self.sinks + drawn.ranks(sample, filled)
+        ranks = ranks.astype(jnp.uint32)
+        k = drawn.move(spec, sample.k, ranks - sample.positions)
+        return Sample(k, sample.v, ranks)
+
+    def _filled(self, middle: Int32[Array, "B T"]) -> Bool[Array, "B 1 T S"]:
+        """The slots that hold a token once so many have left the window."""
+        return jnp.arange(self.sample)[None, None, None] < middle[:, None, :, None]
+
+    def _log_weight(self, state: ReservoirState, middle: Int32[Array, "B T"]) -> Array:
+        if not self.weighted or self.scheme == "geometric":
+            return jnp.zeros(middle.shape, jnp.float32)
+        return jnp.log(jnp.maximum(middle.astype(jnp.float32) / np.float32(self.sample), 1))
+
+
+def _add(count: Int32[Array, "..."], new: Array) -> Int32[Array, "..."]:
+    """A sum that stays where int32 ends."""
+    new = new.astype(jnp.int32)
+    return jnp.minimum(count, _MOST - new) + new

@@ -1,0 +1,72 @@
+"""Methods that thin a finished prompt: published budgets and weights, and what is said of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.policies import Balance, PyramidKV, SnapKV
+from jaxkv.policies.balance import _as_published
+from jaxkv.stack import by_layer, policy, spell
+
+
+def test_budgets_fall_from_layer_to_layer():
+    """32 layers, capacity 2048 and window 32 of the published code: B = 2016, least 2016 // 20."""
+    layers = by_layer("pyramidkv:capacity=2048", 32)
+    budgets = [one._snap.capacity - 32 for one in layers]
+    assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
+    assert budgets == sorted(budgets, reverse=True) and 100 <= budgets[-1] < 120
+    assert abs(np.mean(budgets) - 2016) < 16
+    assert len({type(one) for one in layers}) == 1 and layers[3].layer == 3
+
+
+def test_one_string_names_all_layers():
+    layers = by_layer("pyramidkv:capacity=512", 4)
+    assert spell(layers).startswith("pyramidkv:capacity=512,window=32") and "layer" not in spell(
+        layers
+    )
+    assert by_layer(spell(layers), 4) == layers
+    with pytest.raises(UserError, match="pyramidkv has no field 'layer'"):
+        policy("pyramidkv:layer=2")
+
+
+def test_the_published_half():
+    """Worked by hand: +1 has half of ten first, at the seventh; the -1 before it count twice."""
+    signs = jnp.asarray([[[1, 1, -1, 1, 1, -1, 1, -1, 1, -1, 0, 0]]], jnp.int32)
+    chosen, times = _as_published(signs, jnp.asarray([10], jnp.int32))
+    assert chosen[0, 0, :5].tolist() == [2, 5, 7, 8, 9]
+    assert times[0, 0, :5].tolist() == [2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("balance:rounds=0", "rounds must be from 1 to 10"),
+        ("balance:rounds=3,block=12", "a block a multiple of 2.rounds.*block=12 and rounds=3"),
+        ("balance:weights=published", "weights=published belong to mode=walk"),
+        ("balance:window=0", "window and start at least 1"),
+        ("uniform:rounds=31", "rounds must be from 1 to 10, got 31"),
+        ("snapkv:capacity=32", "capacity more than window, got 32, 512 and 32"),
+        ("snapkv:kernel=4", "kernel must be 1, 3, 5"),
+        ("pyramidkv:beta=0", "beta must be at least 1"),
+        ("h2o:heavy=0", "heavy and window must be at least 1"),
+        ("balance-stream:block=24", "block must be 2, 4, 8, ..., got 24"),
+        ("balance-stream:levels=0", "window and levels must be at least 1"),
+        ("stratified:sample=100", "sample must be 2, 4, 8, ..., got 100"),
+    ],
+)
+def test_settings_that_mean_nothing(text, told):
+    with pytest.raises(UserError, match=told):
+        policy(text)
+
+
+def test_queries_are_kept_only_where_the_group_is_known():
+    from jaxkv.contract import Spec
+    from tests.laws.cases import NONE
+
+    with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
+        SnapKV().init(Spec(2, 8, 1.0, NONE), 1, jax.random.key(0))
+    assert Balance().least == 32 + 32 + 3 + 1 and PyramidKV().least == 1025
