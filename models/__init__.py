@@ -3,10 +3,10 @@
 from models.config import Config
 from models.conversation import Conversation
 from models.decoder import Decoder
-from models.decoding import Stream
 from models.llm import Llm, load
 from models.sampling import Sampling
 from models.score import losses, score
+from models.streams import Stream
 from models.text import Answer, generate, stream
 
 __all__ = [

@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import whole
-from models.decoding import DEFAULT_POLICY, Decoding, Stream
+from models.decoding import Decoding
 from models.llm import Llm
 from models.sampling import Sampling
+from models.streams import DEFAULT_POLICY, Stream
 from models.text import Row, warn_beyond_context
 from models.tokenizer import Pieces
 

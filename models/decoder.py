@@ -34,6 +34,7 @@ def spec_of(config: Config, dtype: str) -> Spec:
         scale=config.head_dim**-0.5,
         encoding=config.encoding,
         dtype=dtype,
+        group=config.heads // config.kv_heads,
     )
 
 

@@ -18,8 +18,9 @@ from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 from models.compilation import clock
 from models.decoder import Decoder, Weights
-from models.decoding import DEFAULT_POLICY, Static, Stream, bucket, no_numbers
+from models.decoding import Static
 from models.llm import Llm
+from models.streams import DEFAULT_POLICY, Stream, bucket, no_numbers
 from models.text import warn_beyond_context
 
 # Logits of this many tokens are alive at a time: a vocabulary is often larger than a width.
@@ -60,7 +61,7 @@ def losses(
     """Natural-log losses of tokens 1..N-1 of one text, chunk by chunk, in a fixed memory.
 
     tokens: the text with its BOS in front; chunk: tokens read at a time, None as many as suit the
-    policy; it changes nothing but the speed. start: the position of the first token, up to
+    policy; it changes what it does in `Stream.read`. start: the position of the first token, up to
     2^32 - 1. stream: states to go on with in place of fresh ones, which know where they stand.
     Raises UserError if there is nothing to predict, or for a policy that seals a prompt: which
     part of a text would be its prompt is not said.

@@ -8,7 +8,7 @@ import signal
 
 import models
 from jaxkv.cli.flags import DEFAULT_POLICY
-from models import decoding
+from models import streams
 
 FIELDS = {
     "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
@@ -32,7 +32,7 @@ def test_json(run, model):
 
 
 def test_default_policy_is_the_library_s():
-    assert DEFAULT_POLICY == decoding.DEFAULT_POLICY
+    assert DEFAULT_POLICY == streams.DEFAULT_POLICY
 
 
 def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):

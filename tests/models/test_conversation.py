@@ -9,7 +9,7 @@ import pytest
 
 import models
 from models.chat import Chat
-from models.decoding import Stream
+from models.streams import Stream
 from tests.tiny import BEGIN, END, write_tiny
 
 POLICY = "streaming:sinks=2,window=30"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,10 @@ from evals.hlo import copies_in_loops
 from jaxkv.stack import by_layer
 from models.config import Config, read_config
 from models.decoder import spec_of
-from models.decoding import BLOCK, Decoding, Static, Stream, writer
+from models.decoding import BLOCK, Decoding, Static, writer
 from models.hf.names import shapes
 from models.sampling import Sampling
+from models.streams import Stream
 from tests.models.folders import FAMILIES, write_json
 
 SMALL = "streaming:sinks=2,window=14"
@@ -62,19 +65,27 @@ def lowered(config: Config, policy: str, rows: int):
     return writer().lower(*args), states
 
 
-@pytest.mark.parametrize("policy", ["streaming", "window", "full"])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("size", SHAPES)
+PLAIN = ("streaming", "window", "full")
+LOOPS = [
+    *itertools.product(SHAPES, (1, 8), PLAIN),
+    *((size, 8, policy) for size, policy in itertools.product(
+        list(SHAPES)[-1:], ("reservoir", "stratified", "balance-stream", "h2o"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size, rows, policy", LOOPS)
 def test_the_loop_copies_no_cache(size, rows, policy, tmp_path):
     write_json(tmp_path / "config.json", FAMILIES["llama2"] | SHAPES[size])
     program, states = lowered(read_config(tmp_path), policy, rows)
     compiled = program.compile()
-    assert copies_in_loops(compiled.as_text(), {states[0].k.size}) == []
+    of_tokens = [leaf for leaf in jax.tree.leaves(states) if leaf.ndim == 4]
+    assert copies_in_loops(compiled.as_text(), {leaf.size for leaf in of_tokens}) == []
     # Donated: keys and values come out where they went in.
-    caches = sum(leaf.size * 4 for state in states for leaf in (state.k, state.v))
+    caches = sum(leaf.size * 4 for leaf in of_tokens)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= caches
-    assert memory.temp_size_in_bytes < caches / 4
+    # What is halved, or turned to where it stands now, is a part of the cache at a time.
+    assert memory.temp_size_in_bytes < caches / (4 if policy in PLAIN else 2)
 
 
 def test_one_compilation(tiny):

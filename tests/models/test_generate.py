@@ -13,10 +13,10 @@ import pytest
 import jaxkv
 import models
 from jaxkv.errors import UserError
-from models.decoding import BLOCK, Stream
+from models.decoding import BLOCK
 from models.sampling import Sampling
+from models.streams import Stream
 from models.text import Row, Run
-from tests.laws import toys
 
 SMALL = "streaming:sinks=2,window=14"
 PROMPTS = ["A", "Once upon a time there was a cat, ", "He said:", "x" * 14, "1 2 3 4 5 6 "]
@@ -228,7 +228,7 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
         stream.reserve(tokens)
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
-    monkeypatch.setattr("models.decoding._read", None)  # nothing may run
+    monkeypatch.setattr("models.streams.read_chunk", None)  # nothing may run
     with pytest.raises(UserError, match=r"at most max=80 tokens and 81 are needed; raise max"):
         stream.read([[65]])
     with pytest.raises(UserError, match=r"at most max=80 tokens and 105 are needed"):
@@ -285,23 +285,23 @@ def test_half_precision(llm, dtype):
 
 def test_a_policy_that_seals(shallow):
     """Exact until the prompt is complete, halved behind it; rows stay themselves."""
-    halving = toys.Halving(sinks=2, start=8, tail=4)
+    halving = "uniform:sinks=2,window=4,rounds=1,start=8"
     prompts = [[65 + i % 20 for i in range(30)], [70 + i % 9 for i in range(11)]]
     run = Stream(shallow, halving, rows=2)
     run.read(prompts, chunk=16)
-    assert run.decoding.states[0].prompt.positions.shape == (2, 32)
+    assert run.decoding.states[0].exact.positions.shape == (2, 32)
     run.seal()
-    assert run.decoding.states[0].prompt.positions.shape == (2, 17)
+    assert run.decoding.states[0].exact.positions.shape == (2, 7)
+    assert run.decoding.states[0].sample.positions.shape[2] == 13
     together = models.generate(shallow, prompts, halving, 12, **COMMON)
     alone = models.generate(shallow, prompts[0], halving, 12, **COMMON)
     assert together[0].tokens == alone.tokens
     assert together[0].state_bytes > 2 * run.state_bytes // 3  # the sealed state, and its tail
 
 
-@pytest.mark.filterwarnings("ignore:.*reaches back without end")  # the toy has no bound
 def test_a_policy_that_samples(shallow):
     """What is remembered depends on a row's own seed, not on its neighbours."""
-    sampling = toys.Sampling(sinks=1, window=3, sample=2)
+    sampling = "reservoir:sinks=1,window=3,sample=2"
     settings = COMMON | {"sampling": Sampling(), "max_new_tokens": 25}
     together = models.generate(shallow, PROMPTS, sampling, seed=SEEDS, **settings)
     for row in (0, 4):

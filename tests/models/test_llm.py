@@ -31,7 +31,7 @@ def test_what_comes_back(tiny, tiny_folder):
     assert tiny.eos == (1, 7), "of the config, then of the tokenizer, each once"
     assert tiny.tokenizer.decode(tiny.tokenizer.encode("Hello, 東京")) == "Hello, 東京"
     assert tiny.spec == jaxkv.Spec(
-        kv_heads=4, head_dim=4, scale=0.5, encoding=tiny.config.encoding, dtype="float32"
+        kv_heads=4, head_dim=4, scale=0.5, encoding=tiny.config.encoding, dtype="float32", group=2
     )
     assert tiny.policies("window:window=3") == (jaxkv.Window(3),) * 2
     assert tiny.policies("0=full;1=window") == (jaxkv.Full(), jaxkv.Window())

@@ -12,8 +12,9 @@ import pytest
 import models
 from jaxkv.errors import UserError
 from jaxkv.sharding import mesh_of
-from models.decoding import Stream, _read, writer
+from models.decoding import read_chunk, writer
 from models.sampling import Sampling
+from models.streams import Stream
 
 SMALL = "streaming:sinks=2,window=14"
 WARM = Sampling(temperature=0.9, top_k=50)
@@ -46,9 +47,9 @@ def test_the_same_tokens(tiny, tiny_folder, mesh):
     np.testing.assert_array_equal(stream.write(WARM, 40, ())[0], alone[:, 60:])
     assert writer()._cache_size() == before + 1
     if read:
-        before = _read._cache_size()
+        before = read_chunk._cache_size()
         stream.read(PROMPTS, chunk=16)
-        assert _read._cache_size() == before, "what a call gives back, the next takes as it is"
+        assert read_chunk._cache_size() == before, "what a call gives back, the next takes as it is"
 
     # Each device holds its rows and heads of every cache, and its part of the projections.
     for state in stream.decoding.states:

@@ -9,10 +9,11 @@ import pytest
 
 import models
 from jaxkv.errors import UserError
-from models.decoding import Stream
 from models.sampling import Sampling
+from models.streams import Stream
 from models.text import Row
-from tests.laws.toys import Halving
+
+THINNED = "uniform:sinks=2,window=4,rounds=1,start=8"
 
 
 def test_a_refused_read_leaves_the_stream_as_it_was(tiny):
@@ -36,7 +37,7 @@ def test_each_row_counts_its_own_tokens(tiny):
 def test_layers_that_seal_and_layers_that_grow_count_apart(tiny):
     """A cache that is not sealed goes on counting from the beginning."""
     policies = (
-        Halving(sinks=2, start=8, tail=4),
+        THINNED,
         *["full:max=64,start=8"] * (tiny.config.layers - 1),
     )
     stream = Stream(tiny, policies)
@@ -57,16 +58,16 @@ def test_room_that_is_there_asks_for_no_memory(tiny, monkeypatch):
 
 
 def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):
-    stream = Stream(tiny, Halving(sinks=2, start=8, tail=4))
+    stream = Stream(tiny, THINNED)
     stream.read([list(range(2, 34))])
     stream.seal()
-    kept = stream.decoding.states[0].prompt.positions.shape
+    kept = np.asarray(stream.decoding.states[0].sample.positions)
     stream.read([[5] * 6])
     stream.seal()  # the second turn of a conversation: nothing is thinned again
     stream.read([[6] * 6])
     state = stream.decoding.states[0]
-    assert state.prompt.positions.shape == kept
-    assert int(state.tail.count[0]) == 12 and state.tail.positions.shape[1] == 16
+    np.testing.assert_array_equal(state.sample.positions, kept)
+    assert kept.shape[2] == 13 and int(state.exact.count[0]) == 2 + 4 + 12
 
 
 def test_losses_go_on_where_a_stream_stands(tiny):
@@ -81,7 +82,7 @@ def test_losses_go_on_where_a_stream_stands(tiny):
 
 def test_a_policy_that_seals_cannot_be_scored_unsealed(tiny):
     with pytest.raises(UserError, match="sealed"):
-        models.losses(tiny, [2, 3, 4, 5], Halving())
+        models.losses(tiny, [2, 3, 4, 5], "uniform")
 
 
 def test_tokens_written_without_a_penalty_are_punished_by_a_later_one(tiny):
