@@ -36,15 +36,23 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()  # fmt: skip
     record = Record("agreement", [STORIES], seeds=[0])
+    results = told_by(TESTS, "--must-run=parity,tpu_check")
+    print("wrote", record.save(results | {"bars": bars(results)}).name)
+
+
+def told_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
+    """What the tests of some files measure, compiled as users' programs are.
+
+    Raises SystemExit where one fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "slow or not slow", "--must-run",
-                   "parity,tpu_check", f"--junitxml={told}", *TESTS.values()]  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-m", "slow or not slow", *options,
+                   f"--junitxml={told}", *tests.values()]  # fmt: skip
         as_users = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
         if code := subprocess.run(command, cwd=ROOT, env=as_users).returncode:
             raise SystemExit(f"nothing is written: pytest ended with {code}")
-        results = {name: figures(told, path) for name, path in TESTS.items()}
-    print("wrote", record.save(results | {"bars": bars(results)}).name)
+        return {name: figures(told, path) for name, path in tests.items()}
 
 
 def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.claim import OPEN, Claim
+from evals.claims_sampling import BALANCE, RESERVOIR
 from evals.claims_streaming import STREAMING
 from evals.claims_training import TRAINING
 from evals.record import RESULTS, read
@@ -18,6 +19,7 @@ PAGE = Path(__file__).with_name("CLAIMS.md")
 EXPERIMENTS = (
     *("agreement", "endless", "sinks", "latency", "startup", "mfu", "mfu_gpu"),
     *("backcopy", "sink_tables", "sink_tables_160m", "default_model"),
+    *("known_answers", "recall", "sampled", "single_layer"),
 )
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
@@ -54,6 +56,18 @@ def page(folder: Path = RESULTS) -> str:
         "| claim | paper | measured here | verdict | record |",
         "| --- | --- | --- | --- | --- |",
         *(row(claim, records) for claim in TRAINING),
+        "",
+        "## Reservoir sampling (Pan et al. 2024)",
+        "",
+        "| claim | paper | measured here | verdict | record |",
+        "| --- | --- | --- | --- | --- |",
+        *(row(claim, records) for claim in RESERVOIR),
+        "",
+        "## BalanceKV (Han et al. 2025, arXiv 2502.07861)",
+        "",
+        "| claim | paper | measured here | verdict | record |",
+        "| --- | --- | --- | --- | --- |",
+        *(row(claim, records) for claim in BALANCE),
         "",
         "## What was asked of correctness and speed",
         "",

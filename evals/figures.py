@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.palette import ARMS, COLOURS, OTHERS
+from evals.palette import ARMS, COLOURS, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
@@ -138,6 +138,44 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     axes.set(xlabel="steps of training", ylabel="attention on the first token", ylim=(0, None))
 
 
+def single_layer(axes: Any, results: dict[str, Any]) -> None:
+    """BalanceKV's Figure 3: the error of attention to a thinned cache."""
+    for name, found in results["summary"].items():
+        kept = [100 / 2 ** int(number) for number in found]
+        mid = np.array([line["median"] for line in found.values()])
+        ends = [[line["min"] for line in found.values()], [line["max"] for line in found.values()]]
+        axes.errorbar(kept, mid, np.abs(ends - mid), label=name, **THINNED[name], capsize=2)
+    axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)",
+             ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
+    axes.set_xticks(kept, [f"{share:g}" for share in kept])
+    axes.set_xticks([], minor=True)
+
+
+def sampled(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of each block of a long text over that of streaming at equal bytes."""
+    caches, block = results["worth"]["caches"], results["worth"]["block"]
+    base = np.array(caches["streaming"]["blocks"])
+    at = block / 1e6 * np.arange(1, len(base) + 1)
+    for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
+        axes.plot(at, np.array(found["blocks"]) / base, label=name, **style)
+    axes.set(xlabel="million tokens through one cache", ylabel="loss over streaming's")
+
+
+def recall(axes: Any, results: dict[str, Any]) -> None:
+    """Right answers by how far back a fact stands: the mean over the seeds."""
+    seeds = [found["within"] for found in results["seeds"].values()]
+    names = [name for name in seeds[0] if ", " not in name]
+    for name, style in zip(names, styles(names), strict=True):
+        right = [list(seed[name]["right"].values()) for seed in seeds]
+        distances = list(map(int, seeds[0][name]["right"]))
+        axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
+    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
+    axes.set(xscale="log", xlabel="tokens between a fact and its question",
+             ylabel="right answers (%)", ylim=(0, None))  # fmt: skip
+    axes.set_xticks(distances, distances)
+    axes.set_xticks([], minor=True)
+
+
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
     "endless": ("endless", endless),
     "latency": ("latency", latency),
@@ -145,6 +183,9 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "sink_tables_160m": ("sink_tables_160m", sink_tables),
     "backcopy": ("backcopy", backcopy),
     "backcopy_curves": ("backcopy", backcopy_curves),
+    "single_layer": ("single_layer", single_layer),
+    "sampled": ("sampled", sampled),
+    "recall": ("recall", recall),
 }
 
 

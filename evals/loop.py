@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-import models.decoding
+import models.streams
 from evals.hlo import copies_in_loops
 from evals.record import spread
 from evals.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
@@ -43,7 +43,7 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
     nnx = ratio(seconds["without nnx"], seconds["loop"])
     sinks = ratio(seconds["absolute"], seconds["loop"])
     stream = streams["loop"]
-    program = lowered(models.decoding, stream)
+    program = lowered(models.streams, stream)
     sizes = {leaf.size for state in stream.decoding.states for leaf in state if leaf.ndim == 4}
     copies = copies_in_loops(program.compile().as_text(), sizes)
     errors = {name: far_error(chunk) for name, chunk in (("decode", 1), ("chunks", 64))}
@@ -83,13 +83,15 @@ def by_step(stream: models.Stream, tokens: int) -> Variant:
     return timed(run)
 
 
-def plain_decoding() -> ModuleType:
-    """models.decoding over a decoder of plain arrays: the same two files with nnx taken out."""
+def plain_streams() -> ModuleType:
+    """models.streams over a decoder of plain arrays: the same three files with nnx taken out."""
     arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
     with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
         decoder = again("models.decoder")
     with mock.patch.dict(sys.modules, {"models.decoder": decoder}):
-        return again("models.decoding")
+        decoding = again("models.decoding")
+    with mock.patch.dict(sys.modules, {"models.decoding": decoding}):
+        return again("models.streams")
 
 
 def again(name: str) -> ModuleType:
@@ -100,13 +102,13 @@ def again(name: str) -> ModuleType:
     return module
 
 
-PLAIN = plain_decoding()  # at import: sources edited while a long run goes on are not read
+PLAIN = plain_streams()  # at import: sources edited while a long run goes on are not read
 
 
-def lowered(decoding: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
+def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
     """One call of `write` as XLA receives it; its text names no source file."""
     sampling = models.Sampling()
-    return decoding.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
+    return module.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
                                    stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
 
 

@@ -8,6 +8,9 @@ COLOURS = {
     "window": "#d55e00",
     "streaming": "#0072b2",
     "recompute": "#009e73",
+    "reservoir": "#e69f00",
+    "balance-stream": "#56b4e9",
+    "stratified": "#cc79a7",
 }
 ARMS = {  # of training; plain softmax is what the others are held against
     "none": "#000000",
@@ -16,16 +19,31 @@ ARMS = {  # of training; plain softmax is what the others are held against
     "token": "#0072b2",
     "two_tokens": "#56b4e9",
 }
+THINNED = {  # what is made of a prompt, in evals.single_layer
+    "balance, walk": {"color": "#0072b2"},
+    "balance, pairs": {"color": "#0072b2", "linestyle": "dashed"},
+    "balance, walk at temperature 1": {"color": "#56b4e9"},
+    "balance, near the published code": {"color": "#56b4e9", "linestyle": "dashed"},
+    "stratified": {"color": "#009e73"},
+    "uniform, weighted": {"color": "#e69f00"},
+    "uniform": {"color": "#e69f00", "linestyle": "dashed"},
+    "snapkv": {"color": "#cc79a7"},
+    "ends alone": {"color": "#d55e00", "linestyle": "dotted"},
+}
 OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without one of their own
 LINES = ("solid", "dashed", "dotted", "dashdot")  # for one policy with several settings
 
 
 def styles(policies: list[str]) -> list[dict[str, str]]:
     """Colour and line of each policy string, for matplotlib."""
-    names = [policy.split(":")[0] if "=" not in policy.split(":")[0] else "" for policy in policies]
+    names = [policy.split(":")[0].split(",")[0] for policy in policies]
+    names = ["" if "=" in name else name for name in names]
     unknown = [name for name in dict.fromkeys(names) if name not in COLOURS]
     colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(unknown)}
     return [
-        {"color": colours[name], "linestyle": LINES[names[:i].count(name) % len(LINES)]}
+        {
+            "color": colours[name],
+            "linestyle": LINES[(names[:i].count(name) + (name in unknown)) % len(LINES)],
+        }
         for i, name in enumerate(names)
     ]

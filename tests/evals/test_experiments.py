@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-import models.decoding
+import models.streams
 from evals import endless, loop, sinks, timing
 
 
@@ -75,7 +75,7 @@ def test_the_decoder_without_nnx_is_the_same_program(thin):
     plain = loop.PLAIN
     texts = {
         loop.lowered(module, module.Stream(thin, loop.POLICY)).as_text()
-        for module in (plain, models.decoding)
+        for module in (plain, models.streams)
     }
     assert len(texts) == 1
 
