@@ -3,6 +3,8 @@ to for hardware that is not here."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import os
 import re
@@ -127,13 +129,26 @@ def test_what_has_no_kernel_is_refused_by_name_and_done_by_none():
     np.testing.assert_array_equal(api.sign_walk(*wide).signs, reference.walk(*wide)[0])
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
 @pytest.mark.parametrize("what", ["walk", "balance"])
 @pytest.mark.parametrize("name", shapes.PROMPT)
 def test_it_is_lowered_for_cuda(what, name):
     shape = shapes.PROMPT[name]
-    text = lowered(what, shape, "pallas_gpu", ("cuda",))
+    with an_h100_in_mind():
+        text = lowered(what, shape, "pallas_gpu", ("cuda",))
+        chosen = lowered(what, shape, None, ("cuda",))
     assert "__gpu$xla.gpu.triton" in text
-    assert lowered(what, shape, None, ("cuda",)).count("__gpu$xla.gpu.triton") == 1
+    assert chosen.count("__gpu$xla.gpu.triton") == 1
+
+
+def an_h100_in_mind():
+    """From jax 0.12 on Triton's lowering asks for what GPU it is, where none is here."""
+    kind = getattr(jax.sharding, "AbstractDevice", None)
+    if kind is None or "platform" not in inspect.signature(kind).parameters:
+        return contextlib.nullcontext()
+    device = kind(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def lowered(what, shape, implementation, platforms):
