@@ -115,14 +115,19 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
     axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
 
 
+def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
+    """Medians over the seeds, and from the least to the most of them."""
+    mid = np.array([line["median"] for line in lines.values()])
+    ends = [[line[end] for line in lines.values()] for end in ("min", "max")]
+    axes.errorbar(at, mid, np.abs(ends - mid), capsize=2, **style)
+
+
 def backcopy(axes: Any, results: dict[str, Any]) -> None:
     """Table 3 in small: what a cache loses that holds fewer of the first tokens."""
     for number, (arm, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
-        mid = np.array([line["median"] for line in over.values()])
-        ends = [[line["min"] for line in over.values()], [line["max"] for line in over.values()]]
-        axes.errorbar(at, mid, np.abs(ends - mid), fmt="o", color=ARMS[arm], label=arm, capsize=2)
+        draw_spreads(axes, at, over, fmt="o", color=ARMS[arm], label=arm)
     axes.set_xticks(range(len(over)), over)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
 
@@ -142,9 +147,7 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
     """BalanceKV's Figure 3: the error of attention to a thinned cache."""
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
-        mid = np.array([line["median"] for line in found.values()])
-        ends = [[line["min"] for line in found.values()], [line["max"] for line in found.values()]]
-        axes.errorbar(kept, mid, np.abs(ends - mid), label=name, **THINNED[name], capsize=2)
+        draw_spreads(axes, kept, found, label=name, **THINNED[name])
     axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)",
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     axes.set_xticks(kept, [f"{share:g}" for share in kept])
