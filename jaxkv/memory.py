@@ -63,7 +63,7 @@ def check(needed: int, what: str, device: jax.Device | None = None) -> None:
     if free is not None and needed > free:
         raise UserError(
             f"{what} would take {show(needed)} and only {show(free)} is free; take fewer rows or "
-            "tokens, a smaller window, or a policy with a fixed memory"
+            "tokens, a smaller window or sample, or a policy with a fixed memory"
         )
 
 

@@ -80,13 +80,20 @@ def losses(
         stream = Stream(llm, policy, tokens=len(ids), start=start)
     elif start:
         raise UserError(f"a stream knows where it stands: start must be left out, got {start}")
-    sealing = [p for p in stream.policies if hasattr(p, "seal")]
-    if sealing and not stream.sealed:
-        raise UserError(
-            f"{spell(sealing[0])} keeps everything until a prompt is sealed, and a text to score "
-            "has none; read a prompt into a Stream, seal it, and give stream="
-        )
+    if not stream.sealed:
+        check_scorable(stream.policies)
     return _read_out(llm, stream, ids, stream.chunk_of(chunk))
+
+
+def check_scorable(policies: Sequence[Policy]) -> None:
+    """Raise UserError for a policy that thins a prompt: it keeps all of a text that has none."""
+    for policy in policies:
+        if hasattr(policy, "seal"):
+            raise UserError(
+                f"{spell(policy)} thins a prompt once it is complete, and a text to score has "
+                "none; score another policy, or take this one with `jaxkv generate` or `chat` (in "
+                "Python give stream=, a Stream that has read a prompt and sealed it)"
+            )
 
 
 def _read_out(
@@ -164,8 +171,9 @@ def score(
     """All losses of a text under a policy; progress is called with the predictions made so far."""
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
+    parts = losses(llm, tokens, chunk=chunk, stream=stream)  # what it refuses needs no warning
     warn_beyond_context(llm, stream.policies, len(tokens))
-    found, seconds, compiling = gather(losses(llm, tokens, chunk=chunk, stream=stream), progress)
+    found, seconds, compiling = gather(parts, progress)
     if not np.isfinite(found).all():
         raise no_numbers(llm)
     return Score(found, stream.state_bytes, seconds, compiling, chunk)

@@ -105,9 +105,8 @@ class Stream:
         """Absorb token ids, one list a row, of any lengths (an empty one is left alone).
 
         chunk: tokens read at a time, None as many as suit the policies. It changes nothing but the
-        speed, save for h2o, which counts attention chunk by chunk, and for samples that stand by
-        rank, which show a larger chunk more keys. progress: called with (tokens of the longest
-        row that are read, all of them).
+        speed, save for h2o and other policies with `needs_scores`, which count attention chunk by
+        chunk. progress: called with (tokens of the longest row that are read, all of them).
         """
         chunk = self.chunk_of(chunk)
         rows = self.decoding.position.shape[0]
@@ -143,17 +142,18 @@ class Stream:
 
     def seal(self) -> None:
         """Tell policies that compress or index a finished prompt that it is complete; once."""
-        if self.sealed or not any(hasattr(policy, "seal") for policy in self.policies):
+        sealing = [policy for policy in self.policies if hasattr(policy, "seal")]
+        if self.sealed or not sealing:
             return
         self.sealed, self._sealed_at = True, self.lengths
-        for policy in dict.fromkeys(self.policies):
-            if self.lengths.min() < (least := getattr(policy, "least", 0)):
-                warnings.warn(
-                    f"{spell(policy)} thins prompts of {least} tokens or more, and one has "
-                    f"{self.lengths.min()}: it is kept whole",
-                    stacklevel=2,
-                )
-                break
+        # Layers may differ in it: a prompt is kept whole where not one of them thins it.
+        least = min(getattr(policy, "least", 0) for policy in sealing)
+        if self.lengths.min() < least:
+            warnings.warn(
+                f"{spell(self.policies)} thins prompts of {least} tokens or more, and one has "
+                f"{self.lengths.min()}: it is kept whole",
+                stacklevel=2,
+            )
         seal = partial(seal_layer, spec=self.llm.spec, mesh=self.llm.mesh)
         states = tuple(
             seal(policy, state=state) if hasattr(policy, "seal") else state

@@ -28,7 +28,7 @@ COMMANDS = {
     "chat": "talk with a model: one cache for the whole conversation",
     "perplexity": "how well a model predicts a text under a cache policy",
     "compare": "several policies on one text: a table and a picture of loss by position",
-    "policies": "the cache policies with their fields, memory and source",
+    "policies": "the cache policies with their fields, memory and source; one of them in words",
     "data": "texts to token shards, for pretrain",
     "pretrain": "train a model, with or without attention sinks",
 }

@@ -41,9 +41,12 @@ def run(args: argparse.Namespace) -> int:
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
     from evals import compare
     from evals.record import Record
-    from models.score import encode
+    from models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
+    for policy in chosen:  # all, before minutes of work on the first
+        if recompute.window_of(policy) is None:
+            check_scorable(llm.policies(policy))
     record = Record("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
     tokens = encode(llm, text)[: args.max_tokens]
     scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))

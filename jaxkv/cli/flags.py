@@ -59,7 +59,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         default=DEFAULT_POLICY,
-        help=f"what to remember; `jaxkv policies` lists them (default {DEFAULT_POLICY})",
+        help="what to remember; `jaxkv policies` lists them, `jaxkv policies NAME` says what its "
+        f"fields do (default {DEFAULT_POLICY})",
     )
 
 

@@ -30,8 +30,8 @@ def add_text(
     )  # fmt: skip
     parser.add_argument(
         "--chunk", type=flags.whole(1), metavar="C",
-        help="tokens read at a time; but for h2o and samples by rank it changes nothing but the "
-        "speed (default: as suits the policy)",
+        help="tokens read at a time; but for h2o it changes nothing but the speed (default: as "
+        "suits the policy)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",

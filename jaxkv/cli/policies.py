@@ -1,25 +1,39 @@
-"""`jaxkv policies`: every cache policy with its fields, memory and source."""
+"""`jaxkv policies`: every cache policy with its fields, memory and source, or one in words."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import textwrap
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json
+from jaxkv.errors import UserError
 
 NOTE = """\
 A policy is written name or name:field=value,...; by layer 0=full;*=streaming:sinks=4,window=252.
-Memory is in bytes a row and layer: K kv heads, H head dim, itemsize of the dtype."""
+Memory is in bytes a row and layer: K kv heads, G query heads that share one, H head dim, itemsize
+of the dtype."""
+MORE = "`jaxkv policies NAME` says in words what a policy does, and its fields."
+WIDTH = 88  # of prose
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them, told in words")
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from jaxkv.policies import POLICIES
     from jaxkv.stack import describe
 
-    policies = describe()
+    if args.name is not None and args.name not in POLICIES:
+        raise UserError(f"unknown policy {args.name!r}; give one of {', '.join(POLICIES)}")
+    policies = [
+        policy | {"about": about(POLICIES[policy["name"]])}
+        for policy in describe()
+        if args.name in (None, policy["name"])
+    ]
     if args.json:
         print_json({"policies": policies})
         return 0
@@ -29,5 +43,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"  fields  {', '.join(fields) or 'none'}")
         print(f"  memory  {policy['bytes_per_row_and_layer']}")
         print(f"  source  {policy['source']}\n")
-    print(NOTE)
+    if args.name is None:
+        print(f"{NOTE}\n{MORE}")
+    else:
+        print(f"{policies[0]['about']}\n\n{NOTE}")
     return 0
+
+
+def about(kind: type) -> str:
+    """What the class says of itself, in lines as they suit a terminal."""
+    paragraphs = inspect.getdoc(kind).split("\n\n")
+    return "\n\n".join(textwrap.fill(p, WIDTH, break_on_hyphens=False) for p in paragraphs)

@@ -28,8 +28,8 @@ FLAGS = {
     "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
     "field without value": ("--policy window:window", "field=value", "'window'"),
     "field not a number": ("--policy window:window=x", "whole number", "'x'"),
-    "window below 1": ("--policy window:window=0", "at least 1", "got 0", "try window=256"),
-    "streaming below 1": ("--policy streaming:window=0", "at least 1", "got 0", "try window=252"),
+    "window below 1": ("--policy window:window=0", "at least 1", "got 0", "1 or more"),
+    "streaming below 1": ("--policy streaming:window=0", "at least 1", "got 0", "1 or more"),
     "negative sinks": ("--policy streaming:sinks=-1", "0 or more", "got -1", "try sinks=4"),
     "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),
     "layer without policy": ("--policy 0=full", "layer 1 has no policy", "add *=POLICY"),
@@ -37,11 +37,29 @@ FLAGS = {
         "--policy window:window=1000000000000", "1 row(s)", "TiB", "is free", "smaller window",
     ),
     "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "is free"),
+    "no sample": ("--policy reservoir:sample=0", "sample must be at least 1", "0", "try sample="),
+    "sample beyond memory": (
+        "--policy reservoir:sample=1000000000000", "TiB", "is free", "a smaller window or sample",
+    ),
+    "sample no power of two": ("--policy stratified:sample=9", "2, 4, 8", "got 9", "sample=128"),
+    "no levels": ("--policy balance-stream:levels=0", "levels must be", "got 0", "try levels=3"),
+    "block that is not halved so often": (
+        "--policy balance:block=100,rounds=3", "multiple of 2^rounds", "block=100", "try block=256",
+    ),
+    "rounds": ("--policy balance:rounds=20", "from 1 to 10", "rounds=20", "rounds=2"),
+    "capacity below the window": (
+        "--policy snapkv:capacity=8", "capacity more than window", "8", "try capacity=1024",
+    ),
+    "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
+    "more than slots can be": (
+        "--policy balance --max-new-tokens 900000000000", "a cache that grows holds at most",
+        "900000000003 are needed", "fixed memory",
+    ),
     "full beyond memory": (
         "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "fixed memory",
     ),
     "full beyond its maximum": (
-        "--policy full --max-new-tokens 200000", "max=131072", "200003", "raise max",
+        "--policy full --max-new-tokens 200000", "at most 131072", "200003", "max", "fixed memory",
     ),
     "no tokens": ("--max-new-tokens 0", "--max-new-tokens", "at least 1", "'0'", "--help"),
     "fewer than no tokens": ("--max-new-tokens -5", "at least 1", "'-5'", "--help"),
@@ -240,7 +258,21 @@ def test_lengths(run, model, text):
     refused(read("--chunk", 0), "--chunk", "at least 1", "'0'")
     refused(read("--max-tokens", 1), "--max-tokens", "at least 2", "'1'")
     refused(read("--block", "x"), "--block", "at least 1", "'x'")
-    refused(read("--policy", "full:max=100"), "max=100", "are needed", "raise max")
+    refused(read("--policy", "full:max=100"), "at most 100 tokens", "are needed", "max")
+
+
+@pytest.mark.parametrize("policy", ["balance:rounds=2", "snapkv", "0=full;*=uniform"])
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+def test_a_policy_that_thins_prompts_has_no_text_to_score(run, model, text, command, policy):
+    """Nor is it warned of first, beyond the trained length, nor another policy run in vain."""
+    text.write_text("It was a bright cold day in April. " * 60, encoding="utf-8")
+    first = ("--policy", "window") if command == "compare" else ()
+    ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
+    refused(ran, "thins a prompt", "has none", "`jaxkv generate` or `chat`", "stream=")
+
+
+def test_policies(run):
+    refused(run("policies", "windw"), "unknown policy 'windw'", "give one of", "balance-stream")
 
 
 def test_compare(run, model, text, tmp_path):
@@ -250,10 +282,10 @@ def test_compare(run, model, text, tmp_path):
     refused(compare("--policy", "windw"), "did you mean 'window'")
     refused(compare("--policy", "recompute:window=0"), "at least 1", "try recompute:window=256")
     refused(compare("--policy", "recompute"), "recompute:window=W")
-    refused(compare("--policy", "window", "--policy", "full:max=100"), "max=100", "raise max")
+    refused(compare("--policy", "window", "--policy", "full:max=100"), "at most 100", "max")
     refused(compare("--out", text), "--out must be a folder", str(text), "choose another")
     out = tmp_path / "out"
-    refused(compare("--out", out, "--policy", "full:max=100"), "max=100")
+    refused(compare("--out", out, "--policy", "full:max=100"), "at most 100")
     assert not out.exists()
 
 

@@ -74,6 +74,13 @@ def test_a_policy_for_each_layer_and_a_warning(run, model):
     assert "trained on 512" in line and "falls apart" in line
 
 
+def test_a_prompt_too_short_to_be_thinned_is_told_once(run, model):
+    ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
+    (line,) = ran.err.splitlines()
+    assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
+    assert "thins prompts of 68 tokens or more, and one has 6: it is kept whole" in line
+
+
 def test_a_mesh_gives_the_same_tokens(run, model):
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 8, "--json")
     assert run(*flags).json["tokens"] == run(*flags, "--mesh", "model=2").json["tokens"]

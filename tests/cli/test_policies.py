@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from jaxkv import POLICIES
+from jaxkv.stack import describe, policy
+from tests.test_house import ROOT
 
 
 def test_all_are_listed(run):
@@ -10,11 +16,33 @@ def test_all_are_listed(run):
     for name in POLICIES:
         assert f"{name}: " in ran.out
     assert "sinks=4 (int), window=252 (int), positions=cache (cache|absolute)" in ran.out
+    assert all(f"{letter} " in ran.out.split("Memory is in bytes")[1] for letter in "KGH")
     assert ran.err == ""
+
+
+@pytest.mark.parametrize("told", describe(), ids=lambda told: told["name"])
+def test_one_is_told_in_words(run, told):
+    """With every field that a string may set, and in lines that fit a terminal."""
+    ran = run("policies", told["name"])
+    words = ran.out.partition("\n\n")[2].partition("A policy is written")[0]
+    assert ran.code == 0 and ran.out.startswith(f"{told['name']}: {told['summary']}\n  fields  ")
+    assert not [name for name in told["fields"] if not re.search(rf"\b{name}\b", words)]
+    assert max(map(len, words.splitlines())) <= 88
+
+
+def test_what_the_readme_offers_can_be_copied():
+    text = (ROOT / "README.md").read_text("utf-8")
+    names = "|".join(POLICIES)
+    offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+", text))
+    assert {one.partition(":")[0] for one in offered} >= {"reservoir", "stratified", "balance"}
+    for one in offered:
+        policy(one)
 
 
 def test_json(run):
     found = {policy["name"]: policy for policy in run("policies", "--json").json["policies"]}
     assert set(found) == set(POLICIES)
     assert found["window"]["fields"] == {"window": {"type": "int", "default": 256}}
-    assert all({"summary", "bytes_per_row_and_layer", "source"} <= set(p) for p in found.values())
+    fields = {"summary", "bytes_per_row_and_layer", "source", "about"}
+    assert all(fields <= set(p) for p in found.values())
+    assert run("policies", "window", "--json").json == {"policies": [found["window"]]}

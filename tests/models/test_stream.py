@@ -19,7 +19,7 @@ THINNED = "uniform:sinks=2,window=4,rounds=1,start=8"
 def test_a_refused_read_leaves_the_stream_as_it_was(tiny):
     stream = Stream(tiny, "full:max=16,start=8")
     stream.read([list(range(2, 8))])
-    with pytest.raises(UserError, match="max=16"):
+    with pytest.raises(UserError, match="at most 16 tokens"):
         stream.read([[3] * 50])
     stream.read([[4] * 10])
     assert stream.lengths.max() == 16
@@ -68,6 +68,19 @@ def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):
     state = stream.decoding.states[0]
     np.testing.assert_array_equal(state.sample.positions, kept)
     assert kept.shape[2] == 13 and int(state.exact.count[0]) == 2 + 4 + 12
+
+
+def test_a_prompt_that_one_layer_thins_is_not_said_to_be_whole(tiny, recwarn):
+    """With budgets that fall from layer to layer the first may keep all, and the last does not."""
+    stream = Stream(tiny, "pyramidkv:capacity=64,window=8")
+    stream.read([[3] * 60])
+    stream.seal()
+    held = [int(np.isfinite(state.log_weight[0, 0]).sum()) for state in stream.decoding.states]
+    assert held == [52, 2] and not recwarn
+    stream = Stream(tiny, "pyramidkv:capacity=64,window=8")
+    stream.read([[3] * 10])
+    with pytest.warns(UserWarning, match="thins prompts of 11 tokens or more, and one has 10"):
+        stream.seal()
 
 
 def test_losses_go_on_where_a_stream_stands(tiny):
