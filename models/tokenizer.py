@@ -142,9 +142,7 @@ def _from_json(folder: Path) -> Tokenizer:
     steps = _steps(backend.decoder, path)
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
-    plain, full = (backend.encode("a", add_special_tokens=flag).ids for flag in (False, True))
-    # What is behind the text, such as an EOS that some put there, is no part of a prompt.
-    front = next((full[:n] for n in range(len(full)) if full[n : n + len(plain)] == plain), [])
+    front = _front(backend, ["a", *(token for i, token in tokens.items() if i not in added)])
     bos, eos = _specials(folder, backend.token_to_id)
     return Tokenizer(
         ids_of=ids_of,
@@ -155,6 +153,16 @@ def _from_json(folder: Path) -> Tokenizer:
         front=tuple(front),
         strip=_strip(steps),
     )
+
+
+def _front(backend: Any, texts: Iterable[str]) -> list[int]:
+    """What is put in front of a text: told by the first of these that the vocabulary can spell."""
+    for text in texts:
+        plain, full = (backend.encode(text, add_special_tokens=flag).ids for flag in (False, True))
+        if plain:
+            # What is behind the text, such as an EOS that some put there, is no part of a prompt.
+            return next((full[:n] for n in range(len(full)) if full[n:][: len(plain)] == plain), [])
+    return []
 
 
 def _from_sentencepiece(folder: Path) -> Tokenizer:

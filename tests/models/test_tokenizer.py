@@ -180,6 +180,17 @@ def test_bos_is_what_the_post_processor_does(byte_level, tmp_path):
     assert begins.encode("a") == [0, *begins.encode("a", bos=False)]
 
 
+def test_a_bos_is_found_where_the_vocabulary_lacks_letters(tmp_path):
+    from tokenizers import Tokenizer, models, processors
+
+    coder = Tokenizer(models.BPE({"<s>": 0, "\u4e00": 1}, []))
+    coder.add_special_tokens(["<s>"])
+    coder.decoder = decoders.Fuse()
+    coder.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    coder.save(str(tmp_path / "tokenizer.json"))
+    assert read_tokenizer(tmp_path).front == (0,)
+
+
 def test_special_tokens_in_text(byte_level):
     tokenizer = read_tokenizer(byte_level)
     ids = tokenizer.encode("<|begin|>the cat<|end|>")
