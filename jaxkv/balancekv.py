@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
+from jaxkv.halving import sure
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 from pallas_kernels.sign_walk import NO_STEP, balance_walk
 
@@ -59,19 +60,35 @@ def softmax_balance(
     walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
     count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
     chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
-    # What is no number is beyond everything.
-    beyond = jnp.any(there & ~(jnp.abs(walk.met) <= 0.5), axis=-1)
-    length = lambda a: jnp.sqrt(jnp.sum(jnp.square(a.astype(jnp.float32)), axis=-1))  # noqa: E731
-    inside = length(keys) <= np.float32(r_key * (1 + 1e-6))
-    inside &= length(units) <= np.float32(1 + 1e-6)
-    far = jnp.any(there & ~inside, axis=-1)
+    beyond = jnp.any(there & sure(walk.met), axis=-1)
+    far = jnp.any(there & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
     return Class(chosen, beyond | far)
+
+
+def _length(vectors: Float[Array, "... H"]) -> Float32[Array, "..."]:
+    return jnp.sqrt(jnp.sum(jnp.square(vectors.astype(jnp.float32)), axis=-1))
+
+
+def _inside(vectors: Float[Array, "... H"], radius: float) -> Bool[Array, "..."]:
+    """Whether each is no longer than the radius, to the rounding of its length; NaN is not."""
+    return _length(vectors) <= np.float32(radius * (1 + 1e-6))
+
+
+class Sums(NamedTuple):
+    """The estimates of numerator and denominator of each query's attention. beyond: queries longer
+    than r, or of no numbers, of which the theorem says nothing."""
+
+    numerator: Float32[Array, "T X"]
+    denominator: Float32[Array, " T"]
+    beyond: Bool[Array, " T"]
 
 
 class Instances(NamedTuple):
     """Merge and reduce (Algorithm 3), I times: levels 0 .. T of room for 2t tokens each.
 
-    The last is never emptied, and has room for four halves; the others hold t at most.
+    The last is never emptied, and has room for four halves; the others hold t at most. failures:
+    halvings that failed, and tokens that came to the instance and were beyond a radius, no numbers,
+    or too many; with one or more of them the theorem says nothing.
     """
 
     k: Float32[Array, "I L S H"]
@@ -89,7 +106,12 @@ class BalanceKV:
 
     batch: t. rounds: T. r: radius of keys and queries. epsilon: precision, by which small buckets
     are erased. lowest, buckets: the first has values of up to 2^(lowest+1); a value longer than the
-    last bucket's is a failure.
+    last bucket's is a failure. walks: of Algorithm 2; 30 is the theorem's.
+
+    What fits, `most`, is the stream's length n. The paper leaves open which power of 1/n the delta
+    of Algorithm 2 is. Here it is n^-3 over the dimension of values: there are no more than 4n/t
+    halvings, for each token comes to two instances, and every one must serve n queries, so all do
+    with a chance of 1 - 4/(nt) or more; and the proof of Algorithm 2 asks for each dimension alone.
     """
 
     batch: int
@@ -101,15 +123,35 @@ class BalanceKV:
     walks: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.batch < 2 or self.batch % 2 or self.rounds < 0:
+        for name in ("batch", "buckets"):
+            whole(name, getattr(self, name))
+        if self.batch % 2 or self.rounds < 0 or self.batch << self.rounds > 2**30:
             raise UserError(
-                f"batch must be even and rounds 0 or more, got {self.batch} and {self.rounds}"
+                "batch must be even, rounds 0 or more, and batch x 2^rounds 2^30 at most, got "
+                f"batch={self.batch} and rounds={self.rounds}; try batch=256 and rounds=4"
+            )
+        if not (0 < self.r < math.inf and 0 < self.walks < math.inf):
+            raise UserError(
+                f"r and walks must be above 0 and finite, got r={self.r} and walks={self.walks}; "
+                "give the length of the longest key or query, and leave walks out"
+            )
+        if not 0 < self.epsilon < 1:
+            raise UserError(
+                f"epsilon must be between 0 and 1, got {self.epsilon}; leave it out for 0.1"
+            )
+        # float32 must hold the squares of the lengths that buckets tell apart.
+        if self.lowest < -60 or self.lowest + self.buckets > 60:
+            raise UserError(
+                "buckets must lie between 2^-60 and 2^60, got "
+                f"lowest={self.lowest} and buckets={self.buckets}; leave them out for values of up "
+                "to 2^4"
             )
 
     @property
     def most(self) -> int:
-        """Tokens that fit: the last level has room for four halves."""
-        return 2 * self.batch * (2**self.rounds) - 1 if self.rounds else 2 * self.batch
+        """Tokens that fit: one less than bring the last level a fifth half, of which each comes
+        with 2^(rounds-1) batches; without rounds all stay in level 0."""
+        return 5 * (self.batch << self.rounds) // 2 - 1 if self.rounds else 2 * self.batch
 
     def init(self, head_dim: int, value_dim: int) -> Instances:
         sizes = self.buckets + 1, self.rounds + 1, 2 * self.batch
@@ -132,11 +174,15 @@ class BalanceKV:
         self, state: Instances, k: Float[Array, " H"], v: Float[Array, " X"], key: jax.Array
     ) -> Instances:
         """One token more."""
-        length = jnp.sqrt(jnp.sum(jnp.square(v)))
+        length = _length(v)
         exponent = jnp.floor(jnp.log2(jnp.maximum(length, np.float32(1e-30)))) - self.lowest
-        bucket = jnp.clip(exponent.astype(jnp.int32), 0, self.buckets - 1)
+        last = np.float32(self.buckets - 1)
+        # What is no number shows in the numerator as in the denominator.
+        exponent = jnp.where(length < jnp.inf, exponent, last)
+        bucket = jnp.clip(exponent, 0, last).astype(jnp.int32)
         number = jnp.arange(self.buckets + 1)
-        goes = ((number == bucket) & (length > 0)) | (number == self.buckets)
+        goes = ((number == bucket) & (length != 0)) | (number == self.buckets)
+        inside = _inside(k, self.r) & _inside(v, float(self.radii[-2]))
         # The denominator's values are ones: one number each, the others zero.
         ones = jnp.zeros_like(v).at[0].set(1)
         values = jnp.where((number == self.buckets)[:, None], ones[None], v[None])
@@ -152,7 +198,7 @@ class BalanceKV:
             there=state.there.at[:, 0].set(here | state.there[:, 0]),
             tokens=state.tokens + goes.astype(jnp.uint32),
             failures=state.failures
-            + ((state.tokens >= self.most) | ~(length < jnp.inf)).astype(jnp.int32),
+            + (goes & ((state.tokens >= self.most) | ~inside)).astype(jnp.int32),
             longest=jnp.where(length < jnp.inf, jnp.maximum(state.longest, length), state.longest),
         )
         state = self._erase(state)
@@ -172,7 +218,7 @@ class BalanceKV:
         uniforms = jax.random.uniform(key, state.there.shape[::2])
         kept = softmax_balance(
             state.k[:, level], state.v[:, level], uniforms, state.there[:, level], self.r,
-            jnp.asarray(self.radii), 1 / self.most, self.walks, self.batch,
+            jnp.asarray(self.radii), self._delta(state), self.walks, self.batch,
         )  # fmt: skip
         half = self.batch // 2
         order = jnp.argsort(~kept.chosen, axis=1, stable=True)[:, :half]
@@ -196,6 +242,9 @@ class BalanceKV:
             failures=state.failures + (does & kept.failed).astype(jnp.int32),
         )  # fmt: skip
 
+    def _delta(self, state: Instances) -> float:
+        return 1 / (self.most**3 * state.v.shape[-1])
+
     def _erase(self, state: Instances) -> Instances:
         """Buckets whose values are too small to matter beside the longest so far."""
         head_dim = state.k.shape[-1]
@@ -204,10 +253,7 @@ class BalanceKV:
         keep = jnp.append(~small, True)
         return state._replace(there=state.there & keep[:, None, None])
 
-    def sums(
-        self, state: Instances, q: Float[Array, "T H"]
-    ) -> tuple[Float32[Array, "T X"], Float32[Array, " T"]]:
-        """The estimates of numerator and denominator of each query's attention."""
+    def sums(self, state: Instances, q: Float[Array, "T H"]) -> Sums:
         logits = jnp.einsum(
             "th,ilsh->tils", q, state.k, precision=jax.lax.Precision.HIGHEST
         ) / np.float32(state.k.shape[-1] ** 0.5)
@@ -216,4 +262,4 @@ class BalanceKV:
         of_values = jnp.einsum(
             "tils,ilsx->tx", weights[:, :-1], state.v[:-1], precision=jax.lax.Precision.HIGHEST
         )
-        return of_values, jnp.sum(weights[:, -1], axis=(1, 2))
+        return Sums(of_values, jnp.sum(weights[:, -1], axis=(1, 2)), ~_inside(q, self.r))

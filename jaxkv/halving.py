@@ -52,10 +52,15 @@ class Halving:
 
 class Halved(NamedTuple):
     """chosen [...,b/2]: which tokens are kept, in their order, and behind them what is not there.
-    met: `sign_walk`'s, a step; where it lies beyond -1/2 .. 1/2 nothing was left to chance."""
+    met: `sign_walk`'s, a step; `sure` tells where nothing was left to chance."""
 
     chosen: Int32[Array, "... C"]
     met: Float32[Array, "... W"]
+
+
+def sure(met: Float32[Array, "..."]) -> Bool[Array, "..."]:
+    """Steps whose sign no draw could change; what met no number is -1 whatever the draw."""
+    return ~(jnp.abs(met) <= 0.5)
 
 
 def halve(

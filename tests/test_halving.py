@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.halving import MODES, Halving, halve
+from jaxkv.halving import MODES, Halving, halve, sure
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
 COLD = Halving("walk", 0.1)  # the practical walk
@@ -93,9 +93,18 @@ def test_error_beside_uniform(name, order, record_property):
 
 def test_how_much_is_left_to_chance():
     """The practical walk is half a greedy one; the theorem's never leans far."""
-    saturated = lambda how: np.mean(np.abs(halved(how, "ordered")[1]) > 0.5)  # noqa: E731
+    saturated = lambda how: np.mean(sure(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
     assert 0.4 < saturated(COLD) < 0.8
     assert saturated(THEORY) == 0
+
+
+def test_a_step_that_met_no_number_was_sure():
+    """One key that is no number makes all of its block so; but for the first, which met nothing."""
+    k = jnp.ones((1, 16, 8)).at[0, 9].set(jnp.nan)
+    met = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).met
+    assert np.asarray(sure(met)).tolist() == [[False] + 15 * [True]]
+    edges = jnp.asarray([0.0, 0.5, -0.5, 0.51, -0.51, jnp.inf])
+    assert np.asarray(sure(edges)).tolist() == 3 * [False] + 3 * [True]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,23 +134,25 @@ def test_each_token_is_kept_half_of_the_time(mode):
     assert np.abs(share - 0.5).max() < 4 * 0.5 / np.sqrt(4000)
 
 
-@pytest.mark.parametrize("c", [0.0, 0.25])
-def test_doubled_tokens_are_halved_exactly(c):
-    """Of x0,x0,x1,x1,... pairs keep one of each whatever their signs; chance does not."""
+@pytest.mark.parametrize(
+    "how",
+    [Halving("pairs", 0.1, 0.0), Halving("pairs", 0.1, 0.25), Halving("walk", 0.1, 0.0)],
+    ids=["pairs-greedy", "pairs", "walk-greedy"],
+)
+def test_doubled_tokens_are_halved_exactly(how):
+    """Of x0,x0,x1,x1,... pairs have nothing to balance, and a walk without chance gives the second
+    of each the other sign: both keep one of each."""
     random = np.random.default_rng(3)
     k, v = (np.repeat(random.normal(size=(1, 128, HEAD_DIM)), 2, axis=1) for _ in range(2))
-    q = random.normal(size=(QUERIES, HEAD_DIM))
-    exact = attention(q, k, v)
     uniforms = jnp.asarray(random.random((1, 256)), jnp.float32)
-    chosen = np.asarray(halve(Halving("pairs", 0.1, c), HEAD_DIM**-0.5,
-                              jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32),
-                              uniforms).chosen)  # fmt: skip
-    assert (np.sort(chosen // 2) == np.arange(128)).all()
-    off = attention(q, *(np.take_along_axis(a, chosen[..., None], 1) for a in (k, v))) - exact
-    assert np.abs(off).max() < 1e-12
-    some = random.permutation(256)[None, :128, None]
-    far = attention(q, *(np.take_along_axis(a, some, 1) for a in (k, v))) - exact
-    assert np.abs(far).max() > 0.1
+    given = (jnp.asarray(a, jnp.float32) for a in (k, v))
+    done = halve(how, HEAD_DIM**-0.5, *given, uniforms)
+    assert how.mode == "walk" or not np.asarray(done.met).any()
+    chosen = np.asarray(done.chosen)
+    assert (chosen // 2 == np.arange(128)).all()
+    q = random.normal(size=(QUERIES, HEAD_DIM))
+    off = attention(q, *(np.take_along_axis(a, chosen[..., None], 1) for a in (k, v)))
+    assert np.abs(off - attention(q, k, v)).max() < 1e-12
 
 
 def test_settings_that_mean_nothing_are_refused():

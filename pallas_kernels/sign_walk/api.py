@@ -101,7 +101,15 @@ def _run(
 def triton_runs() -> bool:
     """Whether every GPU that is here is of capability 8.0 or later, which Triton's kernels need."""
     here = [device for device in jax.local_devices() if device.platform == "gpu"]
-    return all(float(getattr(device, "compute_capability", 0)) >= 8 for device in here)
+    return all(_capability(device) >= 8 for device in here)
+
+
+def _capability(device: jax.Device) -> float:
+    """Of a GPU of NVIDIA's; 0 where it is no number, as of one of AMD's (gfx90a)."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def on_tpu(what: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.sign_walk.reference import sign_of, signed_sum
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # jax 0.12 says that it will go one day
+    plgpu = None
 
 Array = jax.Array
 PANEL = 16  # rows of a Gram matrix that are made at a time: the least of a tensor core
@@ -22,8 +26,8 @@ WARPS = 4
 
 
 def takes(steps: int) -> bool:
-    """Whether the kernels take walks of so many steps."""
-    return PANEL <= steps <= MOST and steps & (steps - 1) == 0
+    """Whether the kernels take walks of so many steps, and this jax has Triton."""
+    return plgpu is not None and PANEL <= steps <= MOST and steps & (steps - 1) == 0
 
 
 def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array, Array]:
