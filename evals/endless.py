@@ -115,6 +115,9 @@ def read(
     return lines
 
 
+HELD_BACK = ("valid", "test")  # splits that the model of our own has not seen
+
+
 def summary(endless: list[dict], wrapped: list[dict], fresh: list[dict]) -> dict[str, Any]:
     """What the claim rests on."""
     loss, wrap, control = (np.array([b["loss"] for b in s]) for s in (endless, wrapped, fresh))
@@ -146,10 +149,12 @@ def compilations() -> Counter:
     return counts
 
 
-def tokens_of(llm: Llm, texts: Path, count: int) -> tuple[list[int], list[Path]]:
+def tokens_of(
+    llm: Llm, texts: Path, count: int, splits: Sequence[str] = ("train",)
+) -> tuple[list[int], list[Path]]:
     """The first `count` tokens of a file, or of a folder's books as one text; all, if fewer."""
     files, text, ids = [], [], []
-    for book in [texts] if texts.is_file() else books(texts):
+    for book in [texts] if texts.is_file() else books(texts, splits):
         files.append(book)
         text.append(book.read_text("utf-8"))
         # A token is rarely under a byte: encode when there may be enough, not after each book.
@@ -160,8 +165,8 @@ def tokens_of(llm: Llm, texts: Path, count: int) -> tuple[list[int], list[Path]]
     return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
 
 
-def books(folder: Path) -> Iterator[Path]:
-    """The training books; for more text than they hold, those added later.
+def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:
+    """The books of some splits; for more text than they hold, those added later.
 
     Of a folder without manifest.json every text.
     """
@@ -170,7 +175,7 @@ def books(folder: Path) -> Iterator[Path]:
     for name in ("manifest.json", "manifest_more.json"):
         if (folder / name).exists():
             listed = json.loads((folder / name).read_text("utf-8"))["books"]
-            yield from (folder / book["file"] for book in listed if book["split"] == "train")
+            yield from (folder / book["file"] for book in listed if book["split"] in splits)
 
 
 if __name__ == "__main__":

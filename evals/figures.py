@@ -165,16 +165,25 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
 
 
 def recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by how far back a fact stands: the mean over the seeds."""
+    """Right answers by how far back a fact stands: the mean over trained models."""
+    draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
+    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
+
+
+def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
+    """The same where the whole prompt is read and then thinned, beside streaming."""
+    names = [name for name in results["thinned"] if ", " not in name]
+    draw_recall(axes, results, ["full", "streaming", *names])
+
+
+def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
     seeds = [found["within"] for found in results["seeds"].values()]
-    names = [name for name in seeds[0] if ", " not in name]
     for name, style in zip(names, styles(names), strict=True):
         right = [list(seed[name]["right"].values()) for seed in seeds]
         distances = list(map(int, seeds[0][name]["right"]))
         axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
-    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
-    axes.set(xscale="log", xlabel="tokens between a fact and its question",
-             ylabel="right answers (%)", ylim=(0, None))  # fmt: skip
+    axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
+             ylim=(0, None))  # fmt: skip
     axes.set_xticks(distances, distances)
     axes.set_xticks([], minor=True)
 
@@ -189,6 +198,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "single_layer": ("single_layer", single_layer),
     "sampled": ("sampled", sampled),
     "recall": ("recall", recall),
+    "recall_thinned": ("recall", recall_thinned),
 }
 
 

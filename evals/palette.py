@@ -11,6 +11,12 @@ COLOURS = {
     "reservoir": "#e69f00",
     "balance-stream": "#56b4e9",
     "stratified": "#cc79a7",
+    "h2o": "#000000",
+    # Of a finished prompt; never in one picture with those above but full and streaming.
+    "balance": "#56b4e9",
+    "uniform": "#e69f00",
+    "snapkv": "#cc79a7",
+    "pyramidkv": "#009e73",
 }
 ARMS = {  # of training; plain softmax is what the others are held against
     "none": "#000000",

@@ -1,11 +1,12 @@
 """How often something said n tokens ago can still be used: accuracy by distance, at equal bytes.
 
-What the papers claim in words. A stream states facts, a mark, a name and a value, between letters
-that say nothing, and asks for each later: another mark, the name, and the model is to say the
-value. A name comes again only when no question is open that it could answer. A small model is
-trained on such streams by `models.pretrain`; then every policy reads streams that end in a question
-whose fact stands a given distance back, among other facts or (needle) alone among letters. Methods
-that thin a finished prompt do so before the question is asked.
+What the papers claim in words. A stream says facts, that a name has a value, between letters that
+mean nothing, and asks for each a few times: a name, and the fact follows as it was said. A name is
+given another value only when its last was asked for the last time. A small model is trained on such
+streams by `models.pretrain`; then every policy reads streams that end in a name, whose value was
+said a given distance back, among other facts or (needle) alone among letters. Methods that thin a
+finished prompt do so before the name is asked. A fact is one token, so that one layer can find it:
+where name and value are two, models this small did not learn to in 14 million tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
@@ -31,35 +32,44 @@ from models.llm import Llm
 from models.pretrain import pretrain
 from models.recipes import Recipe, read_recipe
 
-NAMES, VALUES, LETTERS = 256, 64, 4
-FACT, QUESTION = 0, 1  # the marks; then names, values, letters
-FIRST_NAME, FIRST_VALUE, FIRST_LETTER = 2, 2 + NAMES, 2 + NAMES + VALUES
-SYMBOLS = [chr(0x4E00 + i) for i in range(2 + NAMES + VALUES + LETTERS)]
+NAMES, VALUES, LETTERS = 128, 8, 4
+FIRST_NAME, FIRST_LETTER = NAMES * VALUES, NAMES * VALUES + NAMES  # facts are the first tokens
+SYMBOLS = [chr(0x4E00 + i) for i in range(FIRST_LETTER + LETTERS)]
+TIMES = 4  # that a fact is said
 DOCUMENTS, LENGTH = 22, 200_000
-FARTHEST = 420  # tokens between a fact and its question, in training
+FARTHEST = 420  # tokens between a fact and the same again, in training
 CONTEXT = 512
 SLOTS = 128
 CHUNK = 64  # tokens read at a time: what h2o keeps depends on it
 DISTANCES = (16, 32, 48, 64, 96, 129, 192, 256, 320, 384)
 FAR = (64, 129, 256, 512, 1024, 2048, 4000)  # beyond the trained context
 LEARNT = 0.9  # right answers of full attention, or nothing else is worth reading
-POLICIES = {  # of as many slots; those that thin a prompt keep what that makes of it
+ENDS = "sinks=1,window=63"
+POLICIES = {  # of as many slots, where the name says nothing else
     "full": "full",
     "window": f"window:window={SLOTS}",
     "streaming": f"streaming:sinks=1,window={SLOTS - 1}",
-    "reservoir": "reservoir:sinks=1,window=63,sample=64",
-    "reservoir, unweighted": "reservoir:sinks=1,window=63,sample=64,weighted=false",
-    "reservoir, geometric": "reservoir:sinks=1,window=63,sample=64,scheme=geometric,weighted=false",
-    "stratified": "stratified:sinks=1,window=63,sample=64",
-    "balance-stream": "balance-stream:sinks=1,window=63,levels=3,block=32",
+    "reservoir": f"reservoir:{ENDS},sample=64",
+    "reservoir, weighted": f"reservoir:{ENDS},sample=64,weighted=true",
+    "reservoir, geometric": f"reservoir:{ENDS},sample=64,scheme=geometric",
+    "reservoir, sample 16": f"reservoir:{ENDS},sample=16",
+    "reservoir, sample 256": f"reservoir:{ENDS},sample=256",
+    "stratified": f"stratified:{ENDS},sample=64",
+    "stratified, weighted": f"stratified:{ENDS},sample=64,weighted=true",
+    "stratified, sample 16": f"stratified:{ENDS},sample=16",
+    "stratified, sample 256": f"stratified:{ENDS},sample=256",
+    "balance-stream": f"balance-stream:{ENDS},levels=3,block=32",
+    "balance-stream, weighted": f"balance-stream:{ENDS},levels=3,block=32,weighted=true",
     "h2o": "h2o:heavy=64,window=64",
-    "reservoir, sample 16": "reservoir:sinks=1,window=63,sample=16",
-    "reservoir, sample 64": "reservoir:sinks=1,window=63,sample=64",
-    "reservoir, sample 256": "reservoir:sinks=1,window=63,sample=256",
+}
+# A prompt is read whole and then thinned to as many tokens as these leave of LENGTH_WITHIN.
+LENGTH_WITHIN, LEFT = CONTEXT - 8, 141
+THINNED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
     "uniform": "uniform:sinks=1,window=16,rounds=2",
-    "snapkv": f"snapkv:capacity={SLOTS},window=16",
-    "pyramidkv": f"pyramidkv:capacity={SLOTS},window=16",
+    "uniform, unweighted": "uniform:sinks=1,window=16,rounds=2,weighted=false",
+    "snapkv": f"snapkv:capacity={LEFT},window=16",
+    "pyramidkv": f"pyramidkv:capacity={LEFT},window=16",
 }
 
 
@@ -74,24 +84,29 @@ def main() -> None:
 
     record = Record("recall", [], given.seeds, quick=given.quick)
     results: dict[str, Any] = {
-        "slots": SLOTS, "context": CONTEXT, "policies": POLICIES, "seeds": {}
+        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": given.rows,
+        "policies": POLICIES, "thinned": THINNED, "seeds": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         runs = given.runs or Path(scratch)
         tokens = write(runs / "data")
+        trained = {}
         for seed in given.seeds:
             recipe = recipe_of(seed, given.steps)
-            llm = models.load(pretrain(recipe, tokens, runs / str(seed), tell=lambda text: None))
-            read = partial(accuracy, llm, rows=given.rows, seed=seed)
-            found = {"within": read(POLICIES, DISTANCES, CONTEXT - 8)}
-            if (least := min(found["within"]["full"]["right"].values())) < LEARNT:
+            trained[seed] = models.load(pretrain(recipe, tokens, runs / str(seed), tell=print))
+            full = accuracy(trained[seed], {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
+            if (least := min(full["full"]["right"].values())) < LEARNT:
                 raise SystemExit(
                     f"full attention answers {least:.0%} at some distance, so the model has not "
                     f"learnt it and nothing is written; give more than {given.steps} --steps"
                 )
-            found["needle"] = read(POLICIES, DISTANCES, CONTEXT - 8, facts=False)
-            found["beyond"] = read(endless(llm), FAR, FAR[-1] + 64)
-            results["seeds"][str(seed)] = found
+        for seed, llm in trained.items():
+            read = partial(accuracy, llm, rows=given.rows, seed=seed)
+            results["seeds"][str(seed)] = {
+                "within": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN),
+                "needle": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN, facts=False),
+                "beyond": read(endless(llm), FAR, FAR[-1] + 64),
+            }
     results["recipe"] = dataclasses.asdict(recipe)
     print("wrote", record.save(results).name)
     if not given.quick:
@@ -108,23 +123,28 @@ def recipe_of(seed: int, steps: int) -> Recipe:
 
 
 def stream(length: int, seed: int) -> list[int]:
-    """Facts and questions; a question's value follows it. Delays are even on a scale of their
-    logarithms in a third of the facts, which is where a model begins to learn, and even in the
-    others."""
+    """Facts, and the same again. The distance between is even on a scale of its logarithm in a
+    third of them, which is where a model begins to learn, and even in the others."""
     random, found = np.random.default_rng(seed), []
     unused, due = list(map(int, random.permutation(NAMES))), []
+
+    def say(fact: int, left: int) -> None:
+        if left:
+            far = random.uniform(math.log(3), math.log(FARTHEST))
+            far = math.exp(far) if random.random() < 1 / 3 else random.uniform(3, FARTHEST)
+            heappush(due, (len(found) + int(far), fact, left))
+        else:
+            unused.insert(int(random.integers(len(unused) // 2 + 1)), fact // VALUES)
+        found.append(fact)
+
     while len(found) < length:
-        found += letters(random, random.integers(0, 4))
-        if due and due[0][0] <= len(found) + 1:
-            _, name, value = heappop(due)
-            found += [QUESTION, FIRST_NAME + name, value]
-            unused.insert(int(random.integers(len(unused) // 2 + 1)), name)
+        found += letters(random, random.integers(0, 3))
+        if due and due[0][0] <= len(found):
+            _, fact, left = heappop(due)
+            found.append(FIRST_NAME + fact // VALUES)
+            say(fact, left - 1)
         elif unused:
-            name, value = unused.pop(), FIRST_VALUE + int(random.integers(VALUES))
-            delay = random.uniform(math.log(5), math.log(FARTHEST))
-            delay = math.exp(delay) if random.random() < 1 / 3 else random.uniform(5, FARTHEST)
-            heappush(due, (len(found) + 1 + int(delay), name, value))
-            found += [FACT, FIRST_NAME + name, value]
+            say(unused.pop() * VALUES + int(random.integers(VALUES)), TIMES - 1)
     return found[:length]
 
 
@@ -135,18 +155,20 @@ def letters(random: np.random.Generator, count: int) -> list[int]:
 def question(
     length: int, distance: int, seed: Sequence[int], facts: bool = True
 ) -> tuple[list[int], int]:
-    """A stream of `length` tokens that ends in a mark and a name, and the value stated `distance`
-    tokens before the name. facts: others stand in it."""
+    """A stream of `length` tokens that ends in a name, and the fact said `distance` tokens before.
+    facts: others stand in it."""
     random = np.random.default_rng(list(seed))
-    name, value = int(random.integers(NAMES)), FIRST_VALUE + int(random.integers(VALUES))
-    found = stream(length, int(random.integers(2**31))) if facts else letters(random, length)
+    fact = int(random.integers(NAMES * VALUES))
+    found = np.array(
+        stream(length, int(random.integers(2**31))) if facts else letters(random, length)
+    )
     # Of this name nothing else is said.
-    others = [FIRST_NAME + n for n in range(NAMES) if n != name]
-    found = [int(random.choice(others)) if x == FIRST_NAME + name else x for x in found]
-    found[-2:] = [QUESTION, FIRST_NAME + name]
-    at = length - 1 - distance
-    found[at - 1 : at + 2] = [FACT, FIRST_NAME + name, value]
-    return found, value
+    other = (fact // VALUES + 1 + int(random.integers(NAMES - 1))) % NAMES
+    found = np.where(found == FIRST_NAME + fact // VALUES, FIRST_NAME + other, found)
+    same = (found < FIRST_NAME) & (found // VALUES == fact // VALUES)
+    found = np.where(same, other * VALUES + found % VALUES, found)
+    found[[-1 - distance, -1]] = fact, FIRST_NAME + fact // VALUES
+    return found.tolist(), fact
 
 
 def accuracy(
@@ -160,23 +182,28 @@ def accuracy(
         for distance in distances:
             seeds = [(seed, distance, row) for row in range(rows)]
             asked = [question(length, distance, one, facts) for one in seeds]
-            right = np.mean([a == value for a, (_, value) in zip(
-                answers(llm, text, [prompt for prompt, _ in asked]), asked, strict=True
-            )])  # fmt: skip
-            found[name]["right"][str(distance)] = right
+            said, held = answers(llm, text, [prompt for prompt, _ in asked], seeds)
+            right = [a == value for a, (_, value) in zip(said, asked, strict=True)]
+            found[name]["right"][str(distance)] = np.mean(right)
+            found[name]["state_bytes"] = held
         shown = ", ".join(f"{d} {r:.2f}" for d, r in found[name]["right"].items())
         print(f"{name}: {shown}", flush=True)
     return found
 
 
-def answers(llm: Llm, text: str, prompts: Sequence[Sequence[int]]) -> Iterator[int]:
-    """What the model says to each prompt; its last two tokens come after the prompt is sealed."""
+def answers(
+    llm: Llm, text: str, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]
+) -> tuple[list[int], int]:
+    """What the model says to each prompt, whose last token comes after the others are sealed; the
+    bytes of a row. seeds: of each row's draws."""
     with_sink = [[*llm.tokenizer.front, *prompt] for prompt in prompts]
-    held = models.Stream(llm, text, rows=len(prompts), seed=list(range(len(prompts))))
-    held.read([prompt[:-2] for prompt in with_sink], CHUNK)
+    drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
+    held = models.Stream(llm, text, rows=len(prompts), seed=drawn)
+    held.read([prompt[:-1] for prompt in with_sink], CHUNK)
     held.seal()
-    held.read([prompt[-2:] for prompt in with_sink], 1)
-    return map(int, np.asarray(held.decoding.logits).argmax(axis=1))
+    held.read([prompt[-1:] for prompt in with_sink], 1)
+    said = np.asarray(held.decoding.logits).argmax(axis=1)
+    return said.tolist(), held.state_bytes // len(prompts)
 
 
 def endless(llm: Llm) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """How far attention to a thinned cache is from attention to all of it (BalanceKV, Figure 3).
 
-A model reads a text, as long as those it was trained on if nothing else is asked for, and some
-layers' queries, keys and values are kept. Then the cache of each is thinned as a prompt is: the
-first and last tokens exact, of those between one in 2^T. The error is that of the attention of the
-queries that come next to the whole cache, over its length, in the mean over query heads. saturated:
-the share of a walk's steps that left nothing to chance.
+A model reads stretches of text, as long as those it was trained on if nothing else is asked for,
+and some layers' queries, keys and values are kept. Then the cache of each is thinned as a prompt
+is: the first and last tokens exact, of those between one in 2^T. The error is that of the attention
+of the tokens that come next, which see each other too, over the length of attention to everything,
+in the mean over query heads and stretches. saturated: the share of a walk's steps that left nothing
+to chance.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from evals.endless import tokens_of
+from evals.endless import HELD_BACK, tokens_of
 from evals.record import Record, spread
-from jaxkv.attention import slot_attention
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
-from jaxkv.halving import Halving, halve
-from jaxkv.slots import Slots
+from jaxkv.halving import Halving, halve, sure
 from jaxkv.stack import policy
 from jaxkv.typing import Float32
 from models.decoder import Decoder
@@ -53,31 +52,44 @@ def main() -> None:
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
     ask.add_argument("--layers", type=int, nargs="+", help="which (default: first, middle, last)")
     ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
+    ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
     ask.add_argument("--seeds", type=int, default=10)
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
     llm = models.load(*([given.model] if given.model else []))
     tokens = given.tokens or llm.config.context - QUERIES
-    ids, files = tokens_of(llm, given.text, tokens + QUERIES)
+    length = tokens + QUERIES
+    ids, files = tokens_of(llm, given.text, given.stretches * length, HELD_BACK)
     last = llm.config.layers - 1
     layers = given.layers or sorted({0, last // 2, last})
-    if len(ids) < tokens + QUERIES or tokens < 2 * ENDS + BLOCK:
-        ask.error(f"{tokens + QUERIES} tokens are needed, and {2 * ENDS + BLOCK + QUERIES} at "
-                  f"least: {given.text} has {len(ids)}")  # fmt: skip
+    if len(ids) < given.stretches * length or tokens < 2 * ENDS + BLOCK:
+        ask.error(f"{given.stretches} x {length} tokens are needed, and of each at least "
+                  f"{2 * ENDS + BLOCK + QUERIES}: {given.text} has {len(ids)}")  # fmt: skip
     if not 0 <= min(layers) <= max(layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {layers}")
     weights = llm.folder / "model.safetensors"
     seeds = list(range(given.seeds))
     record = Record("single_layer", [weights, *files], seeds, quick=given.quick)
-    seen = capture(llm, ids)
     results: dict[str, Any] = {
-        "tokens": tokens, "context": llm.config.context, "ends": ENDS, "rounds": given.rounds
+        "tokens": tokens, "stretches": given.stretches, "context": llm.config.context,
+        "ends": ENDS, "rounds": given.rounds,
     }  # fmt: skip
-    results["layers"] = {
-        str(layer): errors(llm.spec, *seen[layer], given.rounds, seeds, f"layer {layer}")
-        for layer in layers
-    }
+    each = []
+    for number in range(given.stretches):
+        seen = capture(llm, ids[number * length : (number + 1) * length])
+        each.append({
+            str(layer): errors(
+                llm.spec, *seen[layer], given.rounds,
+                # No draw serves two layers or two stretches.
+                [seed + given.seeds * (layer + len(seen) * number) for seed in seeds],
+                f"stretch {number + 1} of {given.stretches}, layer {layer}",
+            )
+            for layer in layers
+        })  # fmt: skip
+    results["layers"] = jax.tree.map(
+        lambda *found: np.mean(found, axis=0).tolist(), *each, is_leaf=lambda x: isinstance(x, list)
+    )
     results["summary"] = summary(results["layers"], given.rounds)
     results["saturated"] = {
         mode: np.mean([found["saturated"][mode] for found in results["layers"].values()])
@@ -131,6 +143,8 @@ def errors(
 ) -> dict[str, Any]:
     """Of each method and T the relative error of every seed."""
     exact = attend(spec, q, k, v, policy("full"))
+    if not np.isfinite(exact).all():
+        raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
     found: dict[str, Any] = {}
     for name, text in METHODS.items():
         found[name] = {}
@@ -142,8 +156,7 @@ def errors(
     found["saturated"] = {
         mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
     }
-    ends = policy(f"streaming:sinks={ENDS},window={ENDS},positions=absolute")
-    alone = relative(attend(spec, q, k, v, ends), exact)
+    alone = relative(attend(spec, q, k, v, policy("full"), between=False), exact)
     found["ends alone"] = {str(number): [alone] for number in rounds}
     found["snapkv"] = {}
     for number in rounds:
@@ -153,36 +166,33 @@ def errors(
     return found
 
 
-def attend(spec: Spec, q: Any, k: Any, v: Any, chosen: Policy, seed: int = 0) -> np.ndarray:
-    """What the last queries get from a cache that holds what `chosen` makes of the tokens."""
-    given = map(jnp.asarray, (q, k, v))
+def attend(
+    spec: Spec, q: Any, k: Any, v: Any, chosen: Policy, seed: int = 0, between: bool = True
+) -> np.ndarray:
+    """What the last tokens get from a cache that holds what `chosen` makes of those before them,
+    with or without those between the ends."""
+    there = np.ones(len(k), bool)
+    there[ENDS : len(k) - QUERIES - ENDS] = between
+    given = map(jnp.asarray, (q, k, v, there))
     return np.asarray(_attend(chosen, spec, *given, jnp.uint32(seed)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _attend(
-    chosen: Policy, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array
-) -> Float32[jax.Array, "T N H"]:
+    chosen: Policy, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, there: jax.Array,
+    seed: jax.Array,
+) -> Float32[jax.Array, "T N H"]:  # fmt: skip
     tokens = len(k) - QUERIES
-    positions = jnp.arange(len(k), dtype=jnp.uint32)[None]
-    state = chosen.init(spec, 1, jax.random.key(seed))
-    if hasattr(chosen, "reserve"):
-        state = chosen.reserve(spec, state, tokens)
-    there = jnp.ones((1, tokens), bool)
-    prompt = Chunk(*(a[None, :tokens] for a in (q, k, v)), positions[:, :tokens], there)
-    state = chosen.extend(spec, state, prompt)
-    if hasattr(chosen, "seal"):
-        state = chosen.seal(spec, state)
-    parts = [state] if isinstance(state, Slots) else [state.exact, state.sample]
-    keys, values = (
-        jnp.concatenate([getattr(part, name) for part in parts], axis=2) for name in ("k", "v")
+    positions = jnp.arange(len(k), dtype=jnp.uint32)
+    prompt, after = (
+        Chunk(*(a[None, part] for a in (q, k, v, positions, there)))
+        for part in (slice(tokens), slice(tokens, None))
     )
-    held = chosen.kept(spec, state)
-    bias = held.log_weight[:, :, None, None]
-    penalty = spec.encoding.bias(positions[:, tokens:], held.positions, spec.kv_heads)
-    bias = bias if penalty is None else bias + penalty
-    turned = spec.encoding.rotate(q[None, tokens:], positions[:, tokens:])
-    return slot_attention(turned, keys, values, bias, spec.scale, spec.softcap).out[0]
+    state = chosen.init(spec, 1, jax.random.key(seed))
+    state = chosen.extend(spec, chosen.reserve(spec, state, len(k)), prompt)
+    if hasattr(chosen, "seal"):
+        state = chosen.reserve(spec, chosen.seal(spec, state), QUERIES)
+    return chosen.attend(spec, state, after).out[0]
 
 
 def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) -> float:
@@ -195,7 +205,7 @@ def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) ->
     run = jax.jit(partial(halve, how, spec.scale))
     met = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).met
            for s in seeds]  # fmt: skip
-    return float(np.mean(np.abs(np.stack(met)) > 0.5))
+    return float(np.mean([sure(steps) for steps in met]))
 
 
 def relative(found: np.ndarray, exact: np.ndarray) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -11,8 +9,9 @@ import models
 from evals import single_layer
 from evals.endless import tokens_of
 from jaxkv.contract import Spec
-from jaxkv.rotary import NoPosition, rotary
+from jaxkv.rotary import rotary
 from jaxkv.stack import policy
+from tests import oracle
 from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
@@ -31,16 +30,28 @@ def drawn():
 
 
 def test_with_nothing_thinned_it_is_attention(drawn):
+    """Of each token that comes next to those before it, where it stands in the text."""
     q, k, v = drawn
-    spec = replace(SPEC, encoding=NoPosition())
-    found = single_layer.attend(spec, q, k, v, policy("full"))
-    keys, values = (np.repeat(a[:TOKENS].astype(np.float64), 2, axis=1) for a in (k, v))
-    logits = np.einsum("tnh,snh->tns", q[TOKENS:].astype(np.float64), keys) * SPEC.scale
+    found = single_layer.attend(SPEC, q, k, v, policy("full"))
+    at = np.arange(len(q))
+    keys, values = (
+        np.repeat(oracle.rotate_heads(k, at, 100.0), 2, axis=1),
+        np.repeat(v, 2, axis=1).astype(np.float64),
+    )
+    logits = (
+        np.einsum("tnh,snh->tns", oracle.rotate_heads(q, at, 100.0)[TOKENS:], keys) * SPEC.scale
+    )
+    logits = np.where(at[TOKENS:, None, None] >= at, logits, -np.inf)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
-    wanted = np.einsum("tns,snh->tnh", weights / weights.sum(axis=2, keepdims=True), values)
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    attend = lambda w: np.einsum("tns,snh->tnh", w / w.sum(axis=2, keepdims=True), values)  # noqa: E731
+    np.testing.assert_allclose(found, attend(weights), atol=2e-6)
     roomy = policy(f"snapkv:capacity={TOKENS},window=32")
-    np.testing.assert_allclose(single_layer.attend(spec, q, k, v, roomy), wanted, atol=2e-6)
+    np.testing.assert_allclose(
+        single_layer.attend(SPEC, q, k, v, roomy), attend(weights), atol=2e-6
+    )
+    weights[:, :, single_layer.ENDS : TOKENS - single_layer.ENDS] = 0
+    ends = single_layer.attend(SPEC, q, k, v, policy("full"), between=False)
+    np.testing.assert_allclose(ends, attend(weights), atol=2e-6)
 
 
 @pytest.mark.slow
