@@ -36,8 +36,8 @@ driver only hands them over, and nobody else pays for it. What it keeps depends 
 earlier queries, so law 5 is asked of it token by token only.
 
 Per-token semantics are the definition: after any chunking a query sees what it would have seen
-had the tokens come one at a time, the newest token among the kept. Methods whose sample changes
-inside a chunk may show a larger chunk more keys, never fewer.
+had the tokens come one at a time, the newest token among the kept. Only those that score may show
+a larger chunk more keys, never fewer.
 
 Randomness lives in the state: one uint32 key a row and kv head; a draw is a function of
 (key, position), so it does not depend on chunking, neighbours in the batch, or devices.

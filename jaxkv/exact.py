@@ -17,10 +17,15 @@ from jaxkv.slots import OVERFULL, Slots
 
 
 def reserve(state: Slots, tokens: int, most: int) -> Slots:
-    """Room for `tokens`, of `most` at the utmost, by doubling."""
+    """Room for `tokens` in all, by doubling. Raises UserError for more than `most`."""
     size = state.positions.shape[1]
     if tokens <= size:
         return state
+    if tokens > most:
+        raise UserError(
+            f"a cache that grows holds at most {most} tokens and {tokens} are needed; raise full's "
+            "max, or use a policy with a fixed memory such as streaming:sinks=4,window=252"
+        )
     while size < tokens:
         size = min(2 * size, most)
     return slots.grow(state, size)

@@ -6,23 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import sample as drawn
 from jaxkv import slots
 from jaxkv.attention import merge, slot_attention
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.halving import Halving, halve
-from jaxkv.merge_reduce import (
-    Reducer,
-    Shape,
-    absorb,
-    before_half,
-    enter,
-    fills,
-    held,
-    log_weights,
-    tokens_until_full,
-)
+from jaxkv.merge_reduce import Reducer, absorb, enter
+from jaxkv.occupancy import Shape, before_half, fills, held, log_weights, tokens_until_full
 from jaxkv.pieces import in_pieces
 from jaxkv.sample import Sample
 from jaxkv.slots import Slots
@@ -30,7 +22,8 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class LeveledState(NamedTuple):
-    """recent: sinks and ring. middle: how many tokens have left the ring. key: of the draws."""
+    """recent: sinks and ring. middle: how many tokens have left the ring, folded after 2^31 of them
+    (LAST in merge_reduce.py). key: of the draws."""
 
     recent: Slots
     sample: Sample
@@ -48,6 +41,7 @@ class Leveled(NamedTuple):
     window: int
     shape: Shape
     how: Halving
+    weighted: bool
     by_rank: bool
 
 
@@ -142,7 +136,7 @@ def _bias(
     of: Leveled, middle: UInt32[Array, "B T"], key: UInt32[Array, "B K 2"]
 ) -> Float32[Array, "B K T S"]:
     """Log weights as each query finds them, -inf where nothing is held."""
-    weights = log_weights(of.shape, middle)[:, None]
+    weights = log_weights(of.shape, middle)[:, None] if of.weighted else np.float32(0)
     return jnp.where(held(of.shape, middle, key), weights, -jnp.inf)
 
 

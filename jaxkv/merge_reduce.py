@@ -1,14 +1,15 @@
-"""Merge and reduce (Algorithm 3 of BalanceKV, 2502.07861): a sample of a stream in levels.
+"""Merge and reduce (after Algorithm 3 of BalanceKV, 2502.07861): a sample of a stream in levels.
 
 Tokens fill level 0. When it is full it is halved, and the half that stays goes to level 1, where
 each token counts for two. If that level has a half already, both are halved together and what
-stays goes on to level 2, and so on, like a carry in binary numbers. Where the last level has one,
-the half of both stays there and every count doubles: from then on level 0 takes one token of two,
-of four, and so on, drawn anew for each group. So memory stays as it is however long the stream.
+stays goes on to level 2, and so on, like a carry in binary numbers.
 
-How full each level is follows from the number of tokens that came, and so do the counts. With L
-levels, of t slots the first and t/2 the others, a token of level 0 stands for 2^r; r grows by one
-as the stream doubles, from t 2^(L-1) tokens on.
+A fixed number of levels is ours: Algorithm 3 never halves its last level, which grows with the
+stream (jaxkv/balancekv.py). Here, where the last level has a half already, the half of both stays
+there and every count doubles: from then on level 0 takes one token of two, of four, and so on,
+drawn anew for each group. So memory stays as it is however long the stream.
+
+How full each level is follows from the number of tokens that came (jaxkv/occupancy.py).
 """
 
 from __future__ import annotations
@@ -23,106 +24,17 @@ import numpy as np
 
 from jaxkv import sample as drawn
 from jaxkv.contract import Spec
-from jaxkv.sample import Leaving, Sample, draws, move, pick, put, uniforms
-from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from jaxkv.occupancy import Shape, chosen_of, first_group, held, tokens_until_full
+from jaxkv.sample import Leaving, Sample, move, pick, put, uniforms
+from jaxkv.typing import Array, Bool, Int32
 
 # keys, values [B,K,t,H], uniforms [B,K,t] -> which half, [B,K,t/2], in order
 Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
 _ODD = np.uint32(0x9E3779B1)  # spreads the draws of one halving from those of the next
-# So many tokens are counted as half of them, and what is held as if each stood for half: a stream
-# of more than two thousand million tokens begins to forget its beginning.
+# Where `middle`, the number of tokens that came, reaches this it becomes half of it, so that it
+# never wraps. What is held then stands for half as many tokens as came: a longer stream begins to
+# forget.
 LAST = np.uint32(2**31)
-
-
-class Shape(NamedTuple):
-    """levels: L. block: t, a power of two, and two at least."""
-
-    levels: int
-    block: int
-
-    @property
-    def half(self) -> int:
-        return self.block // 2
-
-    @property
-    def slots(self) -> int:
-        """Of all levels: two halves of the first, one of each other."""
-        return self.half * (self.levels + 1)
-
-    @property
-    def before(self) -> int:
-        """Tokens until the last level is halved for the first time."""
-        return self.block << (self.levels - 1)
-
-
-def raised(shape: Shape, middle: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """r, once `middle` tokens came: a token of level 0 stands for 2^r."""
-    return np.uint32(32) - jax.lax.clz(middle // np.uint32(shape.before))
-
-
-def fills(shape: Shape, middle: UInt32[Array, "..."]) -> Int32[Array, "... L"]:
-    """How many slots of each level are taken; of level 0, how many groups have begun."""
-    half = np.uint32(shape.half)
-    r, begun = _first_group(shape, middle)
-    batches = (middle >> r) // np.uint32(shape.block)
-    levels = range(1, shape.levels)
-    last = shape.levels - 1
-    inner = [(batches >> np.uint32(level - 1)) & np.uint32(1) for level in levels if level < last]
-    top = [jnp.minimum(batches >> np.uint32(last - 1), np.uint32(1))] if last else []
-    first = (middle - begun + (np.uint32(1) << r) - np.uint32(1)) >> r
-    return jnp.stack([first, *(half * x for x in [*inner, *top])], axis=-1).astype(jnp.int32)
-
-
-def _first_group(shape: Shape, middle: UInt32[Array, "..."]) -> tuple[Array, Array]:
-    """r, and the number of the token with which level 0 began."""
-    r = raised(shape, middle)
-    begun = middle & ~((np.uint32(shape.block) << r) - np.uint32(1))
-    return r, begun if shape.levels > 1 else jnp.zeros_like(begun)
-
-
-def tokens_until_full(shape: Shape, middle: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """How many tokens come until level 0 is full."""
-    r, begun = _first_group(shape, middle)
-    return begun + (np.uint32(shape.block) << r) - middle
-
-
-def chosen_of(
-    shape: Shape, middle: UInt32[Array, "B T"], key: UInt32[Array, "B K 2"]
-) -> UInt32[Array, "B K T t"]:
-    """The number of the token that each slot of level 0 holds or will hold."""
-    r, begun = (x[:, None, :, None] for x in _first_group(shape, middle))
-    first = begun + (jnp.arange(shape.block, dtype=jnp.uint32)[None, None, None] << r)
-    flat = draws(first.reshape(len(middle), 1, -1), key)
-    bits = flat.reshape(*key.shape[:2], *first.shape[2:])
-    # The group's highest r bits of a draw; two shifts, for one by 32 is not defined.
-    return first + ((bits >> np.uint32(1)) >> (np.uint32(31) - r))
-
-
-def held(
-    shape: Shape, middle: UInt32[Array, "B T"], key: UInt32[Array, "B K 2"]
-) -> Bool[Array, "B K T S"]:
-    """Which slots hold a token, level 0 first."""
-    full = jnp.repeat(fills(shape, middle)[..., 1:] > 0, shape.half, axis=2)[:, None]
-    full = jnp.broadcast_to(full, (*key.shape[:2], *full.shape[2:]))
-    first = chosen_of(shape, middle, key) < middle[:, None, :, None]
-    return jnp.concatenate([first, full], axis=3)
-
-
-def log_weights(shape: Shape, middle: UInt32[Array, "..."]) -> Float32[Array, "... S"]:
-    """The log of what each slot's token stands for."""
-    level = np.maximum(np.arange(shape.slots) // shape.half - 1, 0).astype(np.int32)
-    r = raised(shape, middle)[..., None].astype(jnp.int32)
-    times = r + level.reshape(*[1] * middle.ndim, -1)
-    return times.astype(jnp.float32) * np.float32(np.log(2))
-
-
-def before_half(shape: Shape, middle: UInt32[Array, "..."]) -> Int32[Array, "... P"]:
-    """How many tokens stand before each half's in the order of the text: the last level has the
-    oldest. A group that has begun counts, whether its token has come or not."""
-    full = fills(shape, middle)
-    before = jnp.cumsum(full[..., ::-1], axis=-1)[..., ::-1] - full
-    first = before[..., :1]
-    return jnp.concatenate([first, first + shape.half, before[..., 1:]], axis=-1)
 
 
 class Reducer(NamedTuple):
@@ -142,7 +54,8 @@ class Reducer(NamedTuple):
 def absorb(
     by: Reducer, sample: Sample, middle: Array, key: Array, leaving: Leaving
 ) -> tuple[Sample, Array]:
-    """The levels, and how many tokens came to them, once all came that leave the window."""
+    """The levels and `middle`, the tokens that came to them so far, folded at LAST: both once all
+    came that leave the window."""
     one = leaving.tokens.positions.shape[2] == 1
     return (_absorb_one if one else _absorb)(by, sample, middle, key, leaving)
 
@@ -151,7 +64,7 @@ def _absorb_one(
     by: Reducer, sample: Sample, middle: Array, key: Array, leaving: Leaving
 ) -> tuple[Sample, Array]:
     shape, token, there = by.shape, leaving.tokens, leaving.there[:, 0]
-    r, begun = _first_group(shape, middle)
+    r, begun = first_group(shape, middle)
     slot = jnp.minimum((middle - begun) >> r, np.uint32(shape.block - 1))
     picked = chosen_of(shape, middle[:, None], key)[:, :, 0] == middle[:, None, None]
     takes = there[:, None] & jnp.any(picked, axis=2)
@@ -277,7 +190,7 @@ def _reduce(
 ) -> tuple[Sample, Array]:
     """Halve what is full once `after` tokens came, at most a block's worth more than `middle`."""
     shape = by.shape
-    r, _ = _first_group(shape, middle)
+    r, _ = first_group(shape, middle)
     whole = np.uint32(shape.block) << r
     batches = after // whole  # that level 0 has seen
     full = (after != middle) & (after % whole == 0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
 from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 
@@ -34,6 +35,16 @@ SHARED = ("positions", "count")
 _WHOLE_MASK = 2**24  # elements of a mask that may stand in memory at once: 64 MiB
 # The count of a row without a ring that was given more tokens than it had slots.
 OVERFULL = 2**31 - 1
+
+
+def check(sinks: int, window: int, positions: str) -> None:
+    """Raise UserError for settings of sinks and a ring that cannot be."""
+    if window < 1:
+        raise UserError(f"window must be at least 1, got {window}; give 1 or more")
+    if sinks < 0:
+        raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
+    if positions not in ("cache", "absolute"):
+        raise UserError(f"positions must be cache or absolute, got {positions!r}")
 
 
 def init(spec: Spec, rows: int, slots: int) -> Slots:

@@ -139,7 +139,7 @@ def _with_sample(spec: Spec, state: ThinnedState, chunk: Chunk, partial: Partial
     return merge(partial, drawn.attend(spec, chunk.q, chunk.positions, state.sample, bias))
 
 
-def kept(state: ThinnedState) -> Kept:
+def kept(spec: Spec, state: ThinnedState) -> Kept:
     held = slots.kept(state.exact)
     return Kept(
         jnp.concatenate([held.positions, state.sample.positions], axis=2),
@@ -193,11 +193,10 @@ def cut(tokens: Sample, size: int) -> Sample:
     return Sample(*(pad(leaf)[:, :, :size] for leaf in tokens))
 
 
-def attention_of_last(spec: Spec, state: ThinnedState) -> Float32[Array, "B K S"]:
-    """The attention that each token gets from the last queries of the prompt, in sum over them and
-    in the mean over the heads that share a kv head."""
+def attention_of_last(spec: Spec, state: ThinnedState) -> Float32[Array, "B K G S"]:
+    """The attention that each token gets from the last queries of the prompt, in sum over them."""
     prompt = state.exact
-    kv_heads, most, group = state.queries.shape[1:4]
+    kv_heads, most = state.queries.shape[1:3]
     logits = jnp.einsum(
         "bkwgh,bksh->bkgws", state.queries, prompt.k.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
@@ -215,4 +214,4 @@ def attention_of_last(spec: Spec, state: ThinnedState) -> Float32[Array, "B K S"
     weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     shares = weights / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(shares, axis=(2, 3)) / jnp.float32(group)
+    return jnp.sum(shares, axis=3)

@@ -2,7 +2,10 @@
 
 A rule says which tokens are in view and which are held afterwards. It is called with a `Row` and
 yields for each token (view, held), two lists of (number, log weight) in the order of the text; and
-where positions inside the cache have gaps, a third, the place of each token in view.
+where positions inside the cache have gaps, a third, the place of each token in view. There a token
+may have a third number, by which its value is multiplied.
+
+theta is a rotary base, or the frequencies of pairs and an amplitude (`yarn`); None: nothing turns.
 """
 
 import math
@@ -14,7 +17,7 @@ import numpy as np
 class Row(NamedTuple):
     """One kv head of a row: how many tokens, how many of them the prompt, and its random key.
 
-    q [T,G,H], k, v [T,H]: as they came.
+    q [T,G,H], k, v [T,H]: as they came. start: the position of the first.
     """
 
     tokens: int
@@ -23,6 +26,7 @@ class Row(NamedTuple):
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    start: int = 0
 
 
 def full():
@@ -49,7 +53,7 @@ def streaming(sinks, size):
     return rule
 
 
-def reservoir(sinks, size, sample, scheme="uniform", weighted=True, start=0):
+def reservoir(sinks, size, sample, scheme="uniform", weighted=True):
     """First and newest tokens, and a sample of those between, as one token comes after another."""
 
     def rule(row):
@@ -58,12 +62,12 @@ def reservoir(sinks, size, sample, scheme="uniform", weighted=True, start=0):
             (first if len(first) < sinks else newest).append(number)
             if len(newest) > size:
                 leaving = newest.pop(0)
-                draw = priority(leaving + start, row.key)
+                draw = priority(leaving + row.start, row.key)
                 if left < sample:
                     held.append(leaving)
                 elif scheme == "uniform":
-                    worst = max(held, key=lambda n: priority(n + start, row.key))
-                    if draw < priority(worst + start, row.key):
+                    worst = max(held, key=lambda n: priority(n + row.start, row.key))
+                    if draw < priority(worst + row.start, row.key):
                         held[held.index(worst)] = leaving
                 elif draw % (sample + 1) < sample:
                     held[draw % (sample + 1)] = leaving
@@ -75,7 +79,7 @@ def reservoir(sinks, size, sample, scheme="uniform", weighted=True, start=0):
     return rule
 
 
-def merge_and_reduce(sinks, size, levels, slots, choose):
+def merge_and_reduce(sinks, size, levels, slots, choose, weighted=True):
     """First and newest tokens, and those between in levels of `slots`: a full level is halved.
 
     choose(numbers, chances, row) says which half of some tokens is kept.
@@ -115,7 +119,7 @@ def merge_and_reduce(sinks, size, levels, slots, choose):
             places |= {n: i for i, n in enumerate(first)}
             view = [(n, 0.0) for n in first + newest]
             for level, numbers in enumerate(held):
-                view += [(n, (level + raised) * math.log(2)) for n in numbers]
+                view += [(n, weighted * (level + raised) * math.log(2)) for n in numbers]
             yield sorted(view), sorted(view), [places[n] for n, _ in sorted(view)]
 
     return rule
@@ -146,20 +150,22 @@ def heavy_hitters(heavy, size, theta, scale):
 def thinned(sinks, size, rounds, choose, weight=None):
     """Every token, but of a finished prompt the ends, and what `choose` keeps of what lies between.
 
-    choose(numbers, row) says which. Groups of 2^rounds are thinned; the last that make none stay.
+    choose(numbers, row) says which, and may say by what their values are multiplied (a dictionary).
+    Groups of 2^rounds are thinned; the last that make none stay.
     """
 
     def rule(row):
-        held = []
+        held, share = [], {}
         for number in range(row.tokens):
             if number == row.prompt:
                 between = max(0, number - sinks - size)
                 between -= between % 2**rounds
                 kept = choose(list(range(sinks, sinks + between)), row)
+                share = kept if isinstance(kept, dict) else {}
                 log = rounds * math.log(2) if weight is None else weight
                 held = held[:sinks] + [(n, log) for n in kept] + held[sinks + between :]
             held.append((number, 0.0))
-            yield sorted(held), sorted(held)
+            yield [(n, log, share.get(n, 1.0)) for n, log in sorted(held)], sorted(held)
 
     return rule
 
@@ -180,6 +186,28 @@ def in_blocks(rounds, block, choose):
     return all_rounds
 
 
+def as_published(rounds, block, theta, scale, temperature, c):
+    """Walks in blocks over values times what they count for; where one sign has half of all tokens,
+    those of the other before it count twice, and all that come after stay and count once."""
+
+    def choose(numbers, row):
+        times = np.ones(row.tokens)
+        for round in range(rounds if numbers else 0):
+            signs, half = [], len(numbers) // 2
+            for at in range(0, len(numbers), block):
+                some = numbers[at : at + block]
+                phi = gram(some, row.k, row.v * times[:, None], theta, scale, temperature, False)
+                chances = [chance(16 * (at + i) + round, row.key) for i in range(len(some))]
+                signs += walk(phi, chances, c)
+            end = next(i for i in range(len(signs)) if signs[: i + 1].count(signs[i]) == half)
+            rarer = [n for n, sign in zip(numbers[:end], signs, strict=False) if sign != signs[end]]
+            times[rarer] *= 2
+            numbers = rarer + numbers[end + 1 :]
+        return {n: times[n] / 2**rounds for n in numbers}
+
+    return choose
+
+
 def at_random(rounds):
     """The tokens of lowest draws, one in 2^rounds."""
 
@@ -191,23 +219,24 @@ def at_random(rounds):
 
 
 def most_attended(capacity, size, kernel, pool, theta, scale):
-    """The tokens that the last `size` queries look at most, pooled over neighbours."""
+    """The tokens that the last `size` queries look at most, pooled over neighbours head by head."""
 
     def choose(numbers, row):
         last = [n for n in range(row.prompt - size, row.prompt) if n >= 0]
-        score, k = np.zeros(row.prompt), row.k[: row.prompt]
+        k, side = row.k[: row.prompt], kernel // 2
         k = k if theta is None else rotate(k, np.arange(row.prompt), theta)
-        for n in last:
-            for query in row.q[n]:
+        pooled = np.zeros(len(numbers))
+        for head in range(len(row.q[0])):
+            score = np.zeros(row.prompt)
+            for n in last:
+                query = row.q[n][head]
                 query = query if theta is None else rotate(query[None], [n], theta)[0]
                 e = np.exp(k[: n + 1] @ query * scale)
-                score[: n + 1] += e / e.sum() / len(row.q[n])
-        score, side = score[: len(numbers)], kernel // 2
-        padded = np.pad(score, side)
-        around = [padded[i : i + kernel] for i in range(len(score))]
-        pooled = [x.max() if pool == "max" else x.mean() for x in around]
-        best = sorted(numbers, key=lambda n: -pooled[n])[: capacity - size]
-        return best
+                score[: n + 1] += e / e.sum()
+            padded = np.pad(score[: len(numbers)], side)
+            around = [padded[i : i + kernel] for i in range(len(numbers))]
+            pooled += [x.max() if pool == "max" else x.mean() for x in around]
+        return sorted(numbers, key=lambda n: -pooled[n])[: capacity - size]
 
     return choose
 
@@ -299,7 +328,7 @@ def attention(
     """One layer over one row: outputs [T,N,H], and for each token and kv head what is held.
 
     q [T,N,H], k, v [T,K,H]. by_rank: the tokens in view stand at 0, 1, 2, ... and the query at
-    the last of them; otherwise where they stand in the text. theta: rotary base. slopes: ALiBi.
+    the last of them; otherwise where they stand in the text. slopes: ALiBi.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     tokens, heads, head_dim = q.shape
@@ -310,11 +339,13 @@ def attention(
     for kv in range(kv_heads):
         key = None if keys is None else keys[kv]
         asked = q[:, kv * group : (kv + 1) * group]
-        row = Row(tokens, prompt, key, asked, k[:, kv], v[:, kv])
+        row = Row(tokens, prompt, key, asked, k[:, kv], v[:, kv], start)
         for t, (view, after, *gaps) in enumerate(rule(row)):
             held[t][kv] = after
-            numbers = [number for number, _ in view]
-            weights = np.array([weight for _, weight in view])
+            numbers = [number for number, *_ in view]
+            weights = np.array([weight for _, weight, *_ in view])
+            values = np.array([share[0] if share else 1.0 for _, _, *share in view])[:, None]
+            values = values * v[numbers, kv]
             place = np.array(gaps[0]) if gaps else np.arange(len(view))
             place = place if by_rank else np.array(numbers) + start
             turned = k[numbers, kv]
@@ -333,18 +364,33 @@ def attention(
                 extra = -np.inf if sink is None else sink[n]
                 top = max(logits.max(), extra)
                 e = np.exp(logits - top)
-                out[t, n] = e @ v[numbers, kv] / (e.sum() + np.exp(extra - top))
+                out[t, n] = e @ values / (e.sum() + np.exp(extra - top))
     return out, held
 
 
 def rotate(x, positions, theta):
     """Rotary embedding of x [T,H], pairs (i, i + H/2), from the formula."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-np.arange(half) / half)
+    if not isinstance(theta, tuple):
+        theta = theta ** (-np.arange(half) / half), 1.0
+    frequencies, amplitude = theta
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = amplitude * np.cos(angles), amplitude * np.sin(angles)
     first, second = x[:, :half], x[:, half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+
+
+def yarn(head_dim, theta, factor, context, fast, slow):
+    """Pairs that turn `fast` times in the context stay, those that turn `slow` times are slowed."""
+    i = np.arange(head_dim // 2)
+    frequencies = theta ** (-2 * i / head_dim)
+    low, high = (
+        head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+    slowed = np.clip((i - low) / (high - low), 0, 1)
+    return frequencies * (slowed / factor + 1 - slowed), 0.1 * math.log(factor) + 1
 
 
 def softmax_attention(q, k, v, bias, scale=1.0, softcap=None):

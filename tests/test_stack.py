@@ -184,7 +184,7 @@ def test_bytes_are_what_is_allocated(tokens, batch, dtype):
 
 
 def test_bytes_of_too_much():
-    with pytest.raises(UserError, match="at most max=10 tokens and 11 are needed"):
+    with pytest.raises(UserError, match="at most 10 tokens and 11 are needed"):
         state_bytes((Full(max=10),), SPEC, 1, 11)
     size = 10**12
     assert state_bytes((Window(size),), SPEC, 1) == size * (2 * 2 * 8 * 4 + 4) + 4

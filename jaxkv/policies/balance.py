@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import sample as drawn
 from jaxkv import thinned
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.halving import Halving, halve, walk
 from jaxkv.sample import Sample
@@ -26,10 +26,15 @@ class Balance:
     times, each kv head for itself, and keep what is generated.
 
     block: so many tokens are balanced against each other; what a round keeps makes the blocks of
-    the next. mode, temperature, c: how (jaxkv/halving.py). weights: `consistent`, a kept token
-    counts for 2^rounds in the softmax; `published`, as the released code: the walk's halves are
-    filled up with tokens that were not walked, which count for 2^rounds in the denominator and
-    for less in the numerator.
+    the next. mode: `walk` gives each token a sign, such that attention to both signs is alike, and
+    keeps one sign, as the paper; `pairs` does so to pairs of neighbours, of which one stays;
+    `coin` keeps one of two neighbours at random. temperature: keys' products are multiplied by it
+    where tokens are balanced. c: how much of a sign is left to chance; at 0 the first alone.
+
+    weights: `consistent`, a kept token counts for 2^rounds in the softmax; `published`, as the
+    released code: the walk's halves are filled up with tokens that were not walked, which count
+    for 2^rounds in the denominator and for less in the numerator. start: slots before the prompt
+    comes, doubled as they fill.
     """
 
     sinks: int = 32
@@ -49,6 +54,7 @@ class Balance:
         " a quarter of it at rounds=2, and all that is generated"
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
+    reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
         thinned.check(self._ends, self.start)
@@ -75,10 +81,6 @@ class Balance:
         return Ends(self.sinks, self.window, 1 << self.rounds)
 
     @property
-    def reach(self) -> float:
-        return math.inf
-
-    @property
     def least(self) -> int:
         return self._ends.most + 1
 
@@ -88,17 +90,10 @@ class Balance:
     def reserve(self, spec: Spec, state: ThinnedState, tokens: int) -> ThinnedState:
         return thinned.reserve(spec, state, tokens, self._ends)
 
-    def attend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> Partial:
-        return thinned.attend(spec, state, chunk)
-
-    def extend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> ThinnedState:
-        return thinned.extend(spec, state, chunk)
-
-    def decode(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> tuple[Partial, ThinnedState]:
-        return thinned.decode(spec, state, chunk)
-
-    def kept(self, spec: Spec, state: ThinnedState) -> Kept:
-        return thinned.kept(state)
+    attend = staticmethod(thinned.attend)
+    extend = staticmethod(thinned.extend)
+    decode = staticmethod(thinned.decode)
+    kept = staticmethod(thinned.kept)
 
     def seal(self, spec: Spec, state: ThinnedState) -> ThinnedState:
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:

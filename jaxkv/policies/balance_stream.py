@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv import leveled
+from jaxkv import leveled, slots
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.halving import Halving
 from jaxkv.leveled import Leveled, LeveledState
-from jaxkv.merge_reduce import Shape
+from jaxkv.occupancy import Shape
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class BalanceStream:
     levels, block: tokens come in blocks of that many, which are halved level by level (Algorithm
     3), and what stays counts twice. When the last level is full, the first begins to take one token
     of two, then of four: the memory never grows. It holds block/2 x (levels + 1) tokens. mode,
-    temperature, c: how a level is halved (jaxkv/halving.py).
-    positions: as in streaming.
+    temperature, c: as in balance. weighted: a token counts for all that it stands for, or else
+    once. positions: as in streaming.
     """
 
     sinks: int = 4
@@ -34,6 +34,7 @@ class BalanceStream:
     mode: Literal["walk", "pairs", "coin"] = "pairs"
     temperature: float = 0.1
     c: float = 0.25
+    weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
     summary: ClassVar[str] = "sinks, a window, and what lies between balanced against itself"
@@ -45,29 +46,24 @@ class BalanceStream:
     axes: ClassVar[LeveledState] = leveled.AXES
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.levels < 1:
-            raise UserError(
-                f"window and levels must be at least 1, got {self.window} and {self.levels}; try "
-                "window=124,levels=3"
-            )
+        slots.check(self.sinks, self.window, self.positions)
+        if self.levels < 1:
+            raise UserError(f"levels must be at least 1, got {self.levels}; try levels=3")
         if self.block < 2 or self.block & (self.block - 1):
             raise UserError(f"block must be 2, 4, 8, ..., got {self.block}; try block=64")
         if self.block << self.levels > 2**24:
             raise UserError(
-                f"levels of {self.block} slots are 24 - log2(block) at most, got {self.levels}; "
-                "try levels=3"
+                f"block x 2^levels must be {2**24} at most, got block={self.block} and "
+                f"levels={self.levels}; try block=64,levels=3"
             )
-        if self.sinks < 0:
-            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
-        if self.positions not in ("cache", "absolute"):
-            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
         _ = self._leveled
 
     @property
     def _leveled(self) -> Leveled:
         how = Halving(self.mode, self.temperature, self.c)
         shape = Shape(self.levels, self.block)
-        return Leveled(self.sinks, self.window, shape, how, self.positions == "cache")
+        by_rank = self.positions == "cache"
+        return Leveled(self.sinks, self.window, shape, how, self.weighted, by_rank)
 
     @property
     def reach(self) -> int | float:

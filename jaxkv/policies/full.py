@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 
 from jaxkv import exact, slots
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Kept, Spec
 from jaxkv.errors import UserError
 from jaxkv.slots import Slots
 
@@ -44,21 +44,11 @@ class Full:
 
     def reserve(self, spec: Spec, state: Slots, tokens: int) -> Slots:
         """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not for loops."""
-        if tokens > max(self.max, state.positions.shape[1]):
-            raise UserError(
-                f"full keeps at most max={self.max} tokens and {tokens} are needed; raise max, or "
-                "use a policy with a fixed memory such as streaming:sinks=4,window=252"
-            )
         return exact.reserve(state, tokens, self.max)
 
-    def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-        return exact.attend(spec, state, chunk)
-
-    def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
-        return exact.extend(spec, state, chunk)
-
-    def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
-        return exact.decode(spec, state, chunk)
+    attend = staticmethod(exact.attend)
+    extend = staticmethod(exact.extend)
+    decode = staticmethod(exact.decode)
 
     def kept(self, spec: Spec, state: Slots) -> Kept:
         return slots.kept(state)

@@ -42,7 +42,8 @@ class H2O:
     A token's score is the softmax weight it got from every query so far, sink logits of the model
     left out; when a token comes, the one of least score leaves that is not among the newest (the
     published code attends first and so sees one token more). A larger chunk is scored as a whole
-    before anything leaves. Positions are those in the text.
+    before anything leaves. Positions are those in the text. As many slots as the other defaults
+    here; the paper's are a tenth of the prompt for each half.
     """
 
     heavy: int = 128
@@ -52,6 +53,7 @@ class H2O:
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     formula: ClassVar[str] = "(heavy + window) * K * (2 * H * itemsize + 8) + 4"
     axes: ClassVar[H2OState] = H2OState(drawn.AXES, ("B", "K", "S"), ("B",))
+    reach: ClassVar[float] = math.inf
     needs_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,10 +66,6 @@ class H2O:
     @property
     def slots(self) -> int:
         return self.heavy + self.window
-
-    @property
-    def reach(self) -> float:
-        return math.inf
 
     def init(self, spec: Spec, rows: int, key: jax.Array) -> H2OState:
         return H2OState(

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import jax
 
 from jaxkv import thinned
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.thinned import ThinnedState
@@ -20,9 +20,10 @@ from jaxkv.thinned import ThinnedState
 class PyramidKV:
     """SnapKV whose budget falls from layer to layer, `capacity` tokens in the mean.
 
-    beta: the last layer has 1/beta of the mean, beside the window. layer, layers: which of how many
-    this is (`of_layer`). The published code gives all layers the same where a prompt is
-    shorter than twice the capacity; here a budget does not depend on the prompt.
+    beta: the last layer has 1/beta of the mean, beside the window. window, kernel, pool, start: as
+    in snapkv. Here a budget does not depend on the prompt. The published code keeps a prompt of
+    fewer tokens than `capacity` whole, gives all layers the same up to twice as many, and never
+    gives the first layers more than the prompt has.
     """
 
     capacity: int = 1024
@@ -31,6 +32,7 @@ class PyramidKV:
     pool: Literal["max", "mean"] = "max"
     beta: int = 20
     start: int = 512
+    # Which of how many layers this is; `of_layer` says.
     layer: int = field(default=0, repr=False)
     layers: int = field(default=1, repr=False)
 
@@ -38,8 +40,14 @@ class PyramidKV:
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     formula: ClassVar[str] = SnapKV.formula
     axes: ClassVar[ThinnedState] = thinned.AXES
+    reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
+        if self.capacity <= self.window:
+            raise UserError(
+                f"capacity must be more than window, got {self.capacity} and {self.window}; try "
+                "capacity=1024,window=32"
+            )
         if self.beta < 1 or not 0 <= self.layer < self.layers:
             raise UserError(
                 "beta must be at least 1 and layer below layers, got "
@@ -61,10 +69,6 @@ class PyramidKV:
         return SnapKV(max(budget, 1) + self.window, self.window, self.kernel, self.pool, self.start)
 
     @property
-    def reach(self) -> float:
-        return math.inf
-
-    @property
     def least(self) -> int:
         return self._snap.least
 
@@ -74,17 +78,10 @@ class PyramidKV:
     def reserve(self, spec: Spec, state: ThinnedState, tokens: int) -> ThinnedState:
         return self._snap.reserve(spec, state, tokens)
 
-    def attend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> Partial:
-        return self._snap.attend(spec, state, chunk)
-
-    def extend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> ThinnedState:
-        return self._snap.extend(spec, state, chunk)
-
-    def decode(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> tuple[Partial, ThinnedState]:
-        return self._snap.decode(spec, state, chunk)
-
-    def kept(self, spec: Spec, state: ThinnedState) -> Kept:
-        return self._snap.kept(spec, state)
+    attend = staticmethod(thinned.attend)
+    extend = staticmethod(thinned.extend)
+    decode = staticmethod(thinned.decode)
+    kept = staticmethod(thinned.kept)
 
     def seal(self, spec: Spec, state: ThinnedState) -> ThinnedState:
         return self._snap.seal(spec, state)

@@ -19,10 +19,11 @@ from jaxkv.errors import UserError
 from jaxkv.pieces import in_pieces
 from jaxkv.sample import Leaving, Sample
 from jaxkv.slots import Slots
-from jaxkv.typing import Array, Bool, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 _MOST = np.int32(2**31 - 1)
 _PIECE = 128  # tokens of a chunk whose masks over ring, sample and chunk stand at a time
+_BY_RANK = 16  # and those that each have a sample of their own
 
 
 class ReservoirState(NamedTuple):
@@ -42,15 +43,14 @@ class Reservoir:
     sample over how many have left (equations 1 and 2); `geometric`, the paper's listing as it
     runs: each newcomer takes a place with probability sample / (sample + 1), so that a sample
     holds what is about `sample` tokens old. weighted: a sampled token counts for all that it
-    stands for (Horvitz-Thompson), which only `uniform` knows. positions: as in streaming; by rank,
-    up to 128 tokens of a chunk meet the sample at the ranks that it had when they came.
+    stands for (Horvitz-Thompson), which only `uniform` knows. positions: as in streaming.
     """
 
     sinks: int = 4
     window: int = 126
     sample: int = 126
     scheme: Literal["uniform", "geometric"] = "uniform"
-    weighted: bool = True
+    weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of what lies between"
@@ -62,17 +62,13 @@ class Reservoir:
     axes: ClassVar[ReservoirState] = ReservoirState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.sample < 1:
-            raise UserError(
-                f"window and sample must be at least 1, got {self.window} and {self.sample}; try "
-                "window=126,sample=126"
-            )
-        if self.sinks < 0:
-            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
+        slots.check(self.sinks, self.window, self.positions)
+        if self.sample < 1:
+            raise UserError(f"sample must be at least 1, got {self.sample}; try sample=126")
         if self.scheme not in ("uniform", "geometric"):
             raise UserError(f"scheme must be uniform or geometric, got {self.scheme!r}")
-        if self.positions not in ("cache", "absolute"):
-            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
+        if self.weighted and self.scheme == "geometric":
+            raise UserError("weighted=true belongs to scheme=uniform, got geometric; leave one out")
 
     @property
     def by_rank(self) -> bool:
@@ -96,7 +92,8 @@ class Reservoir:
     def take(
         self, spec: Spec, state: ReservoirState, chunk: Chunk
     ) -> tuple[Partial, ReservoirState]:
-        return in_pieces(partial(self._take, spec), state, chunk, _PIECE)
+        size = _BY_RANK if self.by_rank else _PIECE
+        return in_pieces(partial(self._take, spec), state, chunk, size)
 
     def extend(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> ReservoirState:
         if chunk.valid.shape[1] == 1:
@@ -111,24 +108,44 @@ class Reservoir:
             return self.decode(spec, state, chunk)
         leaving = drawn.leaving(spec, state.recent, chunk, self.sinks)
         held, middle = self._absorb(state, leaving)  # [B,K,T,R], [B,T]
-        weight = self._log_weight(state, middle)[:, None]
-        seen = self._filled(middle) & chunk.valid[:, None, :, None]
-        places = self.sample + leaving.there.shape[1] + self.window
-        rows, heads, times = np.ix_(*map(np.arange, held.shape[:3]))
-        chosen = jnp.zeros((*held.shape[:3], places), bool)
-        chosen = chosen.at[rows[..., None], heads[..., None], times[..., None], held].max(seen)
-        old, new = jnp.split(jnp.where(chosen, weight[..., None], -jnp.inf), [self.sample], axis=3)
         between = jnp.minimum(middle, self.sample)
         recent = slots.attend(
             state.recent, spec, chunk, self.sinks, self.window, self.by_rank, between
         )
-        view = self._view(state, chunk, between)
-        whole = merge(
-            recent,
-            drawn.attend(spec, chunk.q, view, self._turned(spec, state), old),
-            drawn.attend(spec, chunk.q, chunk.positions, leaving.tokens, new),
-        )
-        return whole, self._extend(spec, state, chunk, leaving, held, middle)
+        weight = jnp.where(chunk.valid, self._log_weight(middle), -jnp.inf)
+        tokens = drawn.join(state.sample, leaving.tokens)
+        if self.by_rank:
+            numbers = slots.number(state.recent, chunk.valid)
+            view = slots.view_by_rank(state.recent, numbers, between)
+            sample = self._attend_by_rank(spec, chunk.q, view, tokens, held, middle, weight)
+        else:
+            seen = jnp.where(self._filled(middle), weight[:, None, :, None], -jnp.inf)
+            rows, heads, times = np.ix_(*map(np.arange, held.shape[:3]))
+            bias = jnp.full((*held.shape[:3], tokens.positions.shape[2]), -jnp.inf)
+            bias = bias.at[rows[..., None], heads[..., None], times[..., None], held].max(seen)
+            sample = drawn.attend(spec, chunk.q, chunk.positions, tokens, bias)
+        after = self._extend(spec, state, chunk, leaving, held, middle)
+        return merge(recent, sample), after
+
+    def _attend_by_rank(
+        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: Sample,
+        held: Int32[Array, "B K T S"], middle: Int32[Array, "B T"], weight: Float32[Array, "B T"],
+    ) -> Partial:  # fmt: skip
+        """Each query over the sample as it finds it, at the ranks that it has then: queries as rows
+        of their own."""
+        rows, kv_heads, queries, size = held.shape
+        found = drawn.pick(tokens, held.reshape(rows, kv_heads, -1))
+
+        def split(leaf: Array) -> Array:
+            leaf = jnp.moveaxis(leaf.reshape(*held.shape, *leaf.shape[3:]), 2, 1)
+            return leaf.reshape(rows * queries, *leaf.shape[2:])
+
+        each = lambda leaf: leaf.reshape(rows * queries, 1, *leaf.shape[2:])  # noqa: E731
+        sample = self._turned(spec, Sample(*map(split, found)), each(middle))
+        bias = jnp.where(self._filled(each(middle)), each(weight)[:, :, None, None], -jnp.inf)
+        bias = jnp.broadcast_to(bias, (rows * queries, kv_heads, 1, size))
+        partial = drawn.attend(spec, each(q), each(view), sample, bias)
+        return Partial(*(leaf.reshape(rows, queries, *leaf.shape[2:]) for leaf in partial))
 
     def _extend(
         self, spec: Spec, state: ReservoirState, chunk: Chunk, leaving: Leaving,
@@ -148,18 +165,20 @@ class Reservoir:
         recent, _ = slots.decode(
             state.recent, spec, chunk, self.sinks, self.by_rank, between=between
         )
-        filled = self._filled(after.middle[:, None])
-        weight = self._log_weight(state, after.middle[:, None])[:, None, :, None]
-        bias = jnp.where(filled & chunk.valid[:, None, :, None], weight, -jnp.inf)
+        middle, view, sample = after.middle[:, None], chunk.positions, after.sample
+        weight = jnp.where(chunk.valid, self._log_weight(middle), -jnp.inf)
+        bias = jnp.where(self._filled(middle), weight[:, None, :, None], -jnp.inf)
         bias = jnp.broadcast_to(bias, (*state.key.shape[:2], 1, self.sample))
-        view = self._view(state, chunk, between)
-        sample = drawn.attend(spec, chunk.q, view, self._turned(spec, after), bias)
-        return merge(recent, sample), after
+        if self.by_rank:
+            numbers = slots.number(state.recent, chunk.valid)
+            view = slots.view_by_rank(state.recent, numbers, between)
+            sample = self._turned(spec, sample, middle)
+        return merge(recent, drawn.attend(spec, chunk.q, view, sample, bias)), after
 
     def kept(self, spec: Spec, state: ReservoirState) -> Kept:
         recent, sample = slots.kept(state.recent), state.sample
         held = self._filled(state.middle[:, None])[:, 0]
-        weight = jnp.where(held, self._log_weight(state, state.middle[:, None])[:, None], -jnp.inf)
+        weight = jnp.where(held, self._log_weight(state.middle)[:, None, None], -jnp.inf)
         weight = jnp.broadcast_to(weight, sample.positions.shape)
         return Kept(
             jnp.concatenate([recent.positions, sample.positions], axis=2),
@@ -222,28 +241,18 @@ class Reservoir:
         _, (sources, middles) = jax.lax.scan(one, begin, (leaving.at.T, leaving.there.T))
         return jnp.moveaxis(sources, 0, 2), middles.T
 
-    def _view(self, state: ReservoirState, chunk: Chunk, between: Array) -> UInt32[Array, "B T"]:
-        if not self.by_rank:
-            return chunk.positions
-        return slots.view_by_rank(state.recent, slots.number(state.recent, chunk.valid), between)
-
-    def _turned(self, spec: Spec, state: ReservoirState) -> Sample:
-        """The sample as a query meets it: where its tokens stood, or turned on to their ranks."""
-        sample = state.sample
-        if not self.by_rank:
-            return sample
-        filled = self._filled(state.middle[:, None])[:, 0]
-        ranks = self.sinks + drawn.ranks(sample, filled)
+    def _turned(self, spec: Spec, sample: Sample, middle: Int32[Array, "B 1"]) -> Sample:
+        """A sample turned on from where its tokens stood to their ranks."""
+        ranks = self.sinks + drawn.ranks(sample, self._filled(middle)[:, 0])
         ranks = ranks.astype(jnp.uint32)
-        k = drawn.move(spec, sample.k, ranks - sample.positions)
-        return Sample(k, sample.v, ranks)
+        return Sample(drawn.move(spec, sample.k, ranks - sample.positions), sample.v, ranks)
 
     def _filled(self, middle: Int32[Array, "B T"]) -> Bool[Array, "B 1 T S"]:
         """The slots that hold a token once so many have left the window."""
         return jnp.arange(self.sample)[None, None, None] < middle[:, None, :, None]
 
-    def _log_weight(self, state: ReservoirState, middle: Int32[Array, "B T"]) -> Array:
-        if not self.weighted or self.scheme == "geometric":
+    def _log_weight(self, middle: Int32[Array, "..."]) -> Float32[Array, "..."]:
+        if not self.weighted:
             return jnp.zeros(middle.shape, jnp.float32)
         return jnp.log(jnp.maximum(middle.astype(jnp.float32) / np.float32(self.sample), 1))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import sample as drawn
 from jaxkv import thinned
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.sample import Sample
 from jaxkv.thinned import Ends, ThinnedState
@@ -24,9 +24,10 @@ class SnapKV:
     """Keep the last `window` tokens of a prompt, and those before them that get most attention from
     the last `window` queries, `capacity` tokens in all; then what is generated.
 
-    Attention is summed over the queries, averaged over the heads that share a kv head, and pooled
-    over `kernel` neighbours. The defaults are those of the published LongBench runs. A prompt of
-    fewer tokens than `capacity` is kept whole.
+    Attention is summed over the queries, pooled over `kernel` neighbours, and averaged over the
+    heads that share a kv head. pool: whether their max or mean. The defaults are those of the
+    published LongBench runs. A prompt of fewer tokens than `capacity` is kept whole. start: as in
+    balance.
     """
 
     capacity: int = 1024
@@ -42,6 +43,7 @@ class SnapKV:
         " until the prompt is sealed; then capacity tokens, and all that is generated"
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
+    reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.capacity <= self.window or self.start < 1:
@@ -59,10 +61,6 @@ class SnapKV:
         return Ends(0, self.window)
 
     @property
-    def reach(self) -> float:
-        return math.inf
-
-    @property
     def least(self) -> int:
         return self.capacity + 1
 
@@ -72,17 +70,10 @@ class SnapKV:
     def reserve(self, spec: Spec, state: ThinnedState, tokens: int) -> ThinnedState:
         return thinned.reserve(spec, state, tokens, self._ends)
 
-    def attend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> Partial:
-        return thinned.attend(spec, state, chunk)
-
-    def extend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> ThinnedState:
-        return thinned.extend(spec, state, chunk)
-
-    def decode(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> tuple[Partial, ThinnedState]:
-        return thinned.decode(spec, state, chunk)
-
-    def kept(self, spec: Spec, state: ThinnedState) -> Kept:
-        return thinned.kept(state)
+    attend = staticmethod(thinned.attend)
+    extend = staticmethod(thinned.extend)
+    decode = staticmethod(thinned.decode)
+    kept = staticmethod(thinned.kept)
 
     def seal(self, spec: Spec, state: ThinnedState) -> ThinnedState:
         attention = thinned.attention_of_last(spec, state)
@@ -91,7 +82,8 @@ class SnapKV:
             size = tokens.positions.shape[2]
             budget = min(size, self.capacity - self.window)
             there = jnp.arange(size)[None, None] < count[:, None, None]
-            score = self._pooled(jnp.where(there, attention[:, :, :size], 0))
+            score = jnp.where(there[:, :, None], attention[..., :size], 0)
+            score = jnp.mean(self._pooled(score), axis=2)
             _, best = jax.lax.top_k(jnp.where(there, score, -1), budget)
             taken = jnp.sort(jnp.where(jnp.take_along_axis(there, best, 2), best, size), axis=2)
             taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
@@ -99,12 +91,12 @@ class SnapKV:
 
         return thinned.seal(spec, state, self._ends, choose)
 
-    def _pooled(self, score: Float32[Array, "B K S"]) -> Float32[Array, "B K S"]:
+    def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
         """Over neighbours; beyond the ends stand zeros, which a mean counts."""
         start, how = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
         side = self.kernel // 2
         pooled = jax.lax.reduce_window(
-            score, jnp.float32(start), how, (1, 1, self.kernel), (1, 1, 1),
-            ((0, 0), (0, 0), (side, side)),
+            score, jnp.float32(start), how, (1, 1, 1, self.kernel), (1, 1, 1, 1),
+            ((0, 0), (0, 0), (0, 0), (side, side)),
         )  # fmt: skip
         return pooled / jnp.float32(self.kernel) if self.pool == "mean" else pooled

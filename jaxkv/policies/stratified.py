@@ -8,25 +8,26 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv import leveled
+from jaxkv import leveled, slots
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.halving import Halving
 from jaxkv.leveled import Leveled, LeveledState
-from jaxkv.merge_reduce import Shape
+from jaxkv.occupancy import Shape
 
 
 @dataclass(frozen=True)
 class Stratified:
     """Keep the first `sinks` tokens, the newest `window`, and one of every 2^r between.
 
-    When `sample` stretches are full, a coin keeps one of two neighbours and r grows by one. A
-    sampled token counts for its stretch. positions: as in streaming.
+    When `sample` stretches are full, a coin keeps one of two neighbours and r grows by one.
+    weighted: a sampled token counts for its stretch, or else once. positions: as in streaming.
     """
 
     sinks: int = 4
     window: int = 124
     sample: int = 128
+    weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
     summary: ClassVar[str] = "sinks, a window, and one of every stretch that lies between"
@@ -38,20 +39,15 @@ class Stratified:
     axes: ClassVar[LeveledState] = leveled.AXES
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.sinks < 0:
-            raise UserError(
-                f"window must be at least 1 and sinks 0 or more, got {self.window} and "
-                f"{self.sinks}; try sinks=4,window=124"
-            )
+        slots.check(self.sinks, self.window, self.positions)
         if not 2 <= self.sample <= 2**20 or self.sample & (self.sample - 1):
             raise UserError(f"sample must be 2, 4, 8, ..., got {self.sample}; try sample=128")
-        if self.positions not in ("cache", "absolute"):
-            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
 
     @property
     def _leveled(self) -> Leveled:
         by_rank = self.positions == "cache"
-        return Leveled(self.sinks, self.window, Shape(1, self.sample), Halving("coin"), by_rank)
+        shape, how = Shape(1, self.sample), Halving("coin")
+        return Leveled(self.sinks, self.window, shape, how, self.weighted, by_rank)
 
     @property
     def reach(self) -> int | float:

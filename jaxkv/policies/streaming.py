@@ -10,7 +10,6 @@ import jax
 
 from jaxkv import slots
 from jaxkv.contract import Chunk, Kept, Partial, Spec
-from jaxkv.errors import UserError
 from jaxkv.slots import Slots
 
 
@@ -34,12 +33,7 @@ class Streaming:
     shared: ClassVar[tuple[str, ...]] = slots.SHARED
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UserError(f"window must be at least 1, got {self.window}; try window=252")
-        if self.sinks < 0:
-            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
-        if self.positions not in ("cache", "absolute"):
-            raise UserError(f"positions must be cache or absolute, got {self.positions!r}")
+        slots.check(self.sinks, self.window, self.positions)
 
     @property
     def by_rank(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import sample as drawn
 from jaxkv import thinned
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.sample import Sample
 from jaxkv.thinned import Ends, ThinnedState
@@ -24,7 +24,8 @@ class Uniform:
     """Keep the first `sinks` tokens of a prompt and its last `window`; of the others one in
     2^rounds, drawn without replacement by each kv head for itself, and keep what is generated.
 
-    weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV.
+    weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: as in
+    balance.
     """
 
     sinks: int = 32
@@ -40,6 +41,7 @@ class Uniform:
         " a quarter of it at rounds=2, and all that is generated"
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
+    reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
         if not 1 <= self.rounds <= 10:
@@ -51,10 +53,6 @@ class Uniform:
         return Ends(self.sinks, self.window, 1 << self.rounds)
 
     @property
-    def reach(self) -> float:
-        return math.inf
-
-    @property
     def least(self) -> int:
         return self._ends.most + 1
 
@@ -64,17 +62,10 @@ class Uniform:
     def reserve(self, spec: Spec, state: ThinnedState, tokens: int) -> ThinnedState:
         return thinned.reserve(spec, state, tokens, self._ends)
 
-    def attend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> Partial:
-        return thinned.attend(spec, state, chunk)
-
-    def extend(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> ThinnedState:
-        return thinned.extend(spec, state, chunk)
-
-    def decode(self, spec: Spec, state: ThinnedState, chunk: Chunk) -> tuple[Partial, ThinnedState]:
-        return thinned.decode(spec, state, chunk)
-
-    def kept(self, spec: Spec, state: ThinnedState) -> Kept:
-        return thinned.kept(state)
+    attend = staticmethod(thinned.attend)
+    extend = staticmethod(thinned.extend)
+    decode = staticmethod(thinned.decode)
+    kept = staticmethod(thinned.kept)
 
     def seal(self, spec: Spec, state: ThinnedState) -> ThinnedState:
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:

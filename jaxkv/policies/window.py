@@ -9,7 +9,6 @@ import jax
 
 from jaxkv import slots
 from jaxkv.contract import Chunk, Kept, Partial, Spec
-from jaxkv.errors import UserError
 from jaxkv.slots import Slots
 
 
@@ -30,8 +29,7 @@ class Window:
     shared: ClassVar[tuple[str, ...]] = slots.SHARED
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UserError(f"window must be at least 1, got {self.window}; try window=256")
+        slots.check(0, self.window, "cache")
 
     @property
     def reach(self) -> int:

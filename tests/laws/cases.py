@@ -28,6 +28,10 @@ from tests import oracle
 
 THETA, KV_HEADS, HEAD_DIM, SCALE = 100.0, 2, 8, 8**-0.5
 ROTARY, ALIBI, NONE = rotary(HEAD_DIM, THETA), Alibi.of(4), NoPosition()
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
+YARN = rotary(HEAD_DIM, THETA, {"kind": "yarn", **SCALED})
+# What each rotation is to the oracle.
+TURNS = {ROTARY: THETA, YARN: oracle.yarn(HEAD_DIM, THETA, *SCALED.values())}
 
 
 class Case(NamedTuple):
@@ -36,9 +40,8 @@ class Case(NamedTuple):
     capacity: up to so many tokens it is full attention. rule: what it means (tests/oracle.py).
     chunks: sizes in which the stream comes, the first of them 1; () stands for the usual five.
     exact: the number of first tokens that are never lost. by_rank: positions inside the cache.
-    longest: tokens of a row. unbiased: claims so. drawn: depends on positions by its draws. loose:
-    a larger chunk shows more keys, or others. scored: what is kept depends on queries, and so on
-    chunks.
+    longest: tokens of a row. unbiased: claims so, and is asked after so many tokens. drawn: depends
+    on positions by its draws. scored: what is kept depends on queries, and so on chunks.
     """
 
     name: str
@@ -54,14 +57,19 @@ class Case(NamedTuple):
     dtype: str = "float32"
     incoming: str = "float32"
     longest: int = 0
-    unbiased: bool = False
+    unbiased: tuple[int, ...] = ()
     drawn: bool = False
-    loose: bool = False
     scored: bool = False
 
     @property
     def spec(self) -> Spec:
         return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype, self.group)
+
+    @property
+    def positions(self) -> dict[str, Any]:
+        """What the oracle is told of them."""
+        slopes = self.encoding.slopes if self.encoding == ALIBI else None
+        return {"theta": TURNS.get(self.encoding), "slopes": slopes}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,6 +93,7 @@ FEW = (1, 7)
 WALK = {"theta": THETA, "scale": SCALE, "temperature": 0.1, "c": 0.25}
 by_pairs = functools.partial(oracle.by_pairs, **WALK)
 by_walk = functools.partial(oracle.by_walk, **WALK)
+published = functools.partial(oracle.as_published, **WALK)
 S45 = {"policy": Streaming(4, 5), "capacity": 9, "rule": oracle.streaming(4, 5), "exact": 4}
 
 CASES = [
@@ -108,49 +117,59 @@ CASES = [
     Case("one-query-head-each", **S45, by_rank=True, group=1, chunks=FEW),
     Case("bfloat16", **S45, by_rank=True, dtype="bfloat16", incoming="bfloat16", chunks=(1, 3, 19)),
     Case("bfloat16-cache", **S45, by_rank=True, dtype="bfloat16", chunks=FEW),
-    Case("reservoir", Reservoir(2, 4, 3, positions="absolute"), 9, oracle.reservoir(2, 4, 3), 2,
-         unbiased=True, drawn=True),
-    Case("reservoir-by-rank", Reservoir(2, 4, 3), 9, oracle.reservoir(2, 4, 3), 2, by_rank=True,
-         drawn=True, loose=True),
-    Case("reservoir-geometric", Reservoir(1, 5, 2, "geometric", False, "absolute"), 8,
+    Case("reservoir", Reservoir(2, 4, 3, weighted=True, positions="absolute"), 9,
+         oracle.reservoir(2, 4, 3), 2, unbiased=(17,), drawn=True),
+    Case("reservoir-by-rank", Reservoir(2, 4, 3), 9,
+         oracle.reservoir(2, 4, 3, weighted=False), 2, by_rank=True, drawn=True),
+    Case("reservoir-geometric", Reservoir(1, 5, 2, "geometric", positions="absolute"), 8,
          oracle.reservoir(1, 5, 2, "geometric", False), 1, FEW, drawn=True),
-    Case("reservoir-softcap", Reservoir(1, 5, 3), 9, oracle.reservoir(1, 5, 3), 1, FEW,
-         by_rank=True, softcap=2.0, group=1, drawn=True, loose=True),
-    Case("reservoir-alibi", Reservoir(0, 3, 4, weighted=False), 7,
+    Case("reservoir-softcap", Reservoir(1, 5, 3, weighted=True), 9,
+         oracle.reservoir(1, 5, 3), 1, FEW, by_rank=True, softcap=2.0, group=1, drawn=True),
+    Case("reservoir-alibi", Reservoir(0, 3, 4), 7,
          oracle.reservoir(0, 3, 4, weighted=False), 0, FEW, by_rank=True, encoding=ALIBI,
-         drawn=True, loose=True),
-    Case("balance-stream", BalanceStream(2, 4, 3, 4, positions="absolute"), 9,
+         drawn=True),
+    Case("reservoir-yarn", Reservoir(1, 4, 3, weighted=True), 8, oracle.reservoir(1, 4, 3), 1, FEW,
+         by_rank=True, encoding=YARN, drawn=True),
+    # Of 45 tokens the first level takes one of four.
+    Case("balance-stream", BalanceStream(2, 4, 3, 4, weighted=True, positions="absolute"), 9,
          oracle.merge_and_reduce(2, 4, 3, 4, by_pairs()), 2,
-         (1, 3, 7, 40), longest=60, unbiased=True),
-    Case("balance-stream-walk", BalanceStream(0, 2, 2, 8, "walk", positions="absolute"), 9,
+         (1, 3, 7, 40), longest=60, unbiased=(17, 45)),
+    Case("balance-stream-walk",
+         BalanceStream(0, 2, 2, 8, "walk", weighted=True, positions="absolute"), 9,
          oracle.merge_and_reduce(0, 2, 2, 8, by_walk()), 0,
          FEW, longest=60),
     Case("balance-stream-by-rank", BalanceStream(1, 3, 4, 4), 7,
-         oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(by_rank=True)), 1,
+         oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(by_rank=True), weighted=False), 1,
          FEW, by_rank=True, longest=90),
-    Case("balance-stream-softcap", BalanceStream(1, 3, 3, 4), 7,
+    Case("balance-stream-softcap", BalanceStream(1, 3, 3, 4, weighted=True), 7,
          oracle.merge_and_reduce(1, 3, 3, 4, by_pairs(by_rank=True)), 1,
          FEW, by_rank=True, longest=60, softcap=2.0, group=1),
-    Case("balance-stream-bfloat16", BalanceStream(2, 4, 2, 8, "coin"), 13,
+    Case("balance-stream-yarn", BalanceStream(1, 3, 2, 4, weighted=True), 7,
+         oracle.merge_and_reduce(1, 3, 2, 4, by_pairs(theta=TURNS[YARN], by_rank=True)), 1,
+         FEW, by_rank=True, longest=30, encoding=YARN),
+    Case("balance-stream-bfloat16", BalanceStream(2, 4, 2, 8, "coin", weighted=True), 13,
          oracle.merge_and_reduce(2, 4, 2, 8, oracle.by_coin), 2, FEW, by_rank=True, longest=40,
          dtype="bfloat16", incoming="bfloat16"),
-    Case("stratified", Stratified(1, 3, 4, "absolute"), 7,
+    Case("stratified", Stratified(1, 3, 4, weighted=True, positions="absolute"), 7,
          oracle.merge_and_reduce(1, 3, 1, 4, oracle.by_coin), 1, (1, 7, 30), longest=60,
-         unbiased=True),
+         unbiased=(17,)),
     Case("stratified-alibi", Stratified(1, 3, 8), 11,
-         oracle.merge_and_reduce(1, 3, 1, 8, oracle.by_coin), 1, FEW, by_rank=True,
+         oracle.merge_and_reduce(1, 3, 1, 8, oracle.by_coin, weighted=False), 1, FEW, by_rank=True,
          encoding=ALIBI, longest=50),
     Case("balance", Balance(2, 3, 2, 8, start=64), 8,
-         oracle.thinned(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60),
+         oracle.thinned(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60,
+         unbiased=(17,)),
     Case("balance-bfloat16", Balance(2, 3, 1, 8, "coin", start=64), 6,
          oracle.thinned(2, 3, 1, oracle.in_blocks(1, 8, oracle.by_coin)), 2, FEW, longest=40,
          dtype="bfloat16", incoming="bfloat16"),
-    Case("balance-walk", Balance(0, 2, 1, 8, "walk", start=8), 3,
-         oracle.thinned(0, 2, 1, oracle.in_blocks(1, 8, by_walk())), 0, FEW, longest=50),
+    Case("balance-walk", Balance(0, 2, 2, 8, "walk", start=8), 5,
+         oracle.thinned(0, 2, 2, oracle.in_blocks(2, 8, by_walk())), 0, FEW, longest=50),
+    Case("balance-published", Balance(1, 2, 2, 8, "walk", weights="published", start=64), 6,
+         oracle.thinned(1, 2, 2, published(2, 8)), 1, FEW, longest=40),
     Case("uniform", Uniform(1, 3, 2, start=16), 7,
-         oracle.thinned(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40),
+         oracle.thinned(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40, unbiased=(17,)),
     Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40,
-         loose=True, scored=True),
+         scored=True),
     Case("snapkv", SnapKV(9, 3, 3, start=16), 9,
          oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
          longest=36),
@@ -164,8 +183,10 @@ SELDOM = {
     *("streaming-9-4", "alibi-absolute", "no-position", "bfloat16-cache", "reservoir-softcap"),
     *("reservoir-geometric", "reservoir-alibi", "balance-stream-walk", "balance-stream-softcap"),
     *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "pyramidkv"),
-    *("balance-walk",),
+    *("balance-walk", "balance-published", "reservoir-yarn", "balance-stream-yarn"),
 }
+# Of these every day the oracle's word.
+ASKED = {"balance-published", "reservoir-yarn", "balance-stream-yarn"}
 
 
 class Stream(NamedTuple):
@@ -220,6 +241,11 @@ def jitted_step(policy, spec, state, q, k, v, positions, valid):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def jitted_seal(policy, spec, state):
+    return policy.seal(spec, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def jitted_kept(policy, spec, state):
     return policy.kept(spec, state)
 
@@ -244,7 +270,7 @@ def run(case: Case, tokens: Stream, size: int, state=None) -> Run:
     outs, after, seen = [], [], []
     for first, last in ((0, case.prompt), (case.prompt, places)):
         if first and hasattr(policy, "seal"):
-            state = policy.seal(spec, state)
+            state = jitted_seal(policy, spec, state)
         sealed = first if hasattr(policy, "seal") else 0
         for begin_at in range(first, last, size):
             stop = min(begin_at + size, last)
@@ -282,8 +308,8 @@ def expected(case: Case, start: int = 0):
             by_rank=case.by_rank,
             prompt=int(tokens.valid[row, : case.prompt].sum()),
             keys=None if key is None else np.asarray(key)[row],
-            theta=THETA if case.encoding == ROTARY else None,
-            slopes=case.encoding.slopes if case.encoding == ALIBI else None,
+            **case.positions,
+            start=start,
             scale=SCALE,
             softcap=case.softcap,
         )

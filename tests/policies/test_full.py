@@ -34,7 +34,9 @@ def test_it_doubles_up_to_its_maximum():
         state = POLICY.reserve(SPEC, state, tokens)
         sizes.append(state.positions.shape[1])
     assert sizes == [4] * 4 + [8] * 4 + [12] * 4
-    with pytest.raises(UserError, match="at most max=12 tokens and 13 are needed; raise max, or"):
+    with pytest.raises(
+        UserError, match="at most 12 tokens and 13 are needed; raise full's max, or"
+    ):
         POLICY.reserve(SPEC, state, 13)
 
 

@@ -16,6 +16,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies import Reservoir
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import policy
+from tests import oracle
 
 SPEC = Spec(kv_heads=1, head_dim=1, scale=1.0, encoding=NoPosition())
 
@@ -41,6 +42,9 @@ def middle(scheme, sample, n, seeds, chunk=1):
     return np.asarray(draw(Reservoir(0, 1, sample, scheme), n + 1, seeds, chunk))
 
 
+SCHEMES = ("uniform", "geometric")
+
+
 def chi_square(chosen, n):
     """Of inclusion counts: with n - 1 degrees of freedom, as each sample has k different tokens."""
     seeds, k = chosen.shape
@@ -50,9 +54,10 @@ def chi_square(chosen, n):
 
 def test_uniform_is_accepted_and_the_listing_is_not(record_property):
     """Gate: p > 1e-4 of chi-square with 63 degrees of freedom, which is 119.9."""
-    found = {name: chi_square(middle(name, 8, 64, 4000), 64) for name in ("uniform", "geometric")}
-    for name, value in found.items():
-        record_property(name, float(value))
+    asked = {"tokens": 64, "sample": 8, "seeds": 4000}
+    found = {name: float(chi_square(middle(name, 8, 64, 4000), 64)) for name in SCHEMES}
+    for name, value in (asked | found).items():
+        record_property(name, value)
     assert found["uniform"] < 119.9 and found["geometric"] > 10_000
 
 
@@ -98,23 +103,18 @@ def test_two_halves_merge_into_the_whole():
     draws = np.asarray(left.init(SPEC, 1, key).key)[0, 0]
 
     def lowest(numbers):
-        return sorted(numbers, key=lambda n: priority(n, draws))[:16]
+        return sorted(numbers, key=lambda n: oracle.priority(n, draws))[:16]
 
     parts = lowest(range(150)), lowest(range(150, 400))
     assert sorted(lowest([*parts[0], *parts[1]])) == sorted(whole.tolist())
 
 
-def priority(number, key):
-    from tests import oracle
-
-    return oracle.priority(number, key)
-
-
 def test_bad_settings():
     for text, told in (
-        ("reservoir:sample=0", "sample must be at least 1, got 126 and 0"),
-        ("reservoir:window=0", "window and sample must be at least 1"),
+        ("reservoir:sample=0", "sample must be at least 1, got 0"),
+        ("reservoir:window=0", "window must be at least 1, got 0"),
         ("reservoir:sinks=-1", "sinks must be 0 or more"),
+        ("reservoir:scheme=geometric,weighted=true", "weighted=true belongs to scheme=uniform"),
         ("reservoir:scheme=fair", "scheme must be uniform or geometric"),
     ):
         with pytest.raises(UserError, match=told):

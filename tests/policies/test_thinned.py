@@ -54,7 +54,7 @@ def test_the_published_half():
         ("pyramidkv:beta=0", "beta must be at least 1"),
         ("h2o:heavy=0", "heavy and window must be at least 1"),
         ("balance-stream:block=24", "block must be 2, 4, 8, ..., got 24"),
-        ("balance-stream:levels=0", "window and levels must be at least 1"),
+        ("balance-stream:levels=0", "levels must be at least 1, got 0"),
         ("stratified:sample=100", "sample must be 2, 4, 8, ..., got 100"),
     ],
 )
