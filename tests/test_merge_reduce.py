@@ -21,6 +21,7 @@ from jaxkv.merge_reduce import Reducer, absorb
 from jaxkv.occupancy import Shape
 from jaxkv.rotary import NoPosition, rotary
 from jaxkv.sample import Leaving, Sample
+from tests.seldom import seldom
 
 
 def test_occupancy_is_the_binary_law_and_weights_are_the_tokens():
@@ -117,12 +118,11 @@ def slope(errors):
 @pytest.mark.parametrize(
     ("how", "least", "most"),
     [
-        (Halving("walk", 1.0, 0.25), -1.2, -0.75),
-        (Halving("pairs", 1.0, 0.25), -1.2, -0.75),
-        (Halving("walk", 1.0, 541.0), -0.65, -0.35),
-        (Halving("coin"), -0.7, -0.4),
+        pytest.param(Halving("walk", 1.0, 0.25), -1.2, -0.75, id="walk"),
+        seldom(Halving("pairs", 1.0, 0.25), -1.2, -0.75, id="pairs"),
+        seldom(Halving("walk", 1.0, 541.0), -0.65, -0.35, id="theory"),
+        seldom(Halving("coin"), -0.7, -0.4, id="coin"),
     ],
-    ids=["walk", "pairs", "theory", "coin"],
 )
 def test_how_fast_the_error_falls(how, least, most, record_property):
     """The theorem's claim, about 1/t against 1/sqrt(t) of chance, holds for the practical walk;
@@ -434,8 +434,14 @@ def test_settings_that_mean_nothing_are_refused(settings, told):
         BalanceKV(**{"batch": 8, "rounds": 2, "r": 1.0, **settings})
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, 45])
+@pytest.mark.parametrize(
+    "tokens, local",
+    [
+        (1, True),
+        (45, False),
+        *(seldom(*x) for x in ((1, False), (5, False), (5, True), (45, True))),
+    ],
+)
 def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
     """Halved by coins, what is held is linear in what came: so it is its own derivative."""
     shape, rows, heads = Shape(3, 8), 2, 2

@@ -75,6 +75,7 @@ def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
         assert recall.answers(llm, text, prompts, SEEDS)[0] == wanted, text
 
 
+@pytest.mark.slow
 def test_prompts_are_thinned_to_as_many_tokens(llm):
     prompts = [recall.question(recall.LENGTH_WITHIN, 16, (0, 0))[0]]
     for name, text in recall.THINNED.items():

@@ -32,6 +32,7 @@ def few(monkeypatch):
     monkeypatch.setattr(sampled, "STREAMING", "streaming:sinks=1,window=14")
 
 
+@pytest.mark.slow
 def test_streaming_is_given_no_fewer_bytes(thin, few, shared):
     ids, _ = tokens_of(thin, shared / "text" / "tinystories" / "valid.txt", GIVEN.tokens + 1)
     found = sampled.worth(thin, ids, GIVEN)

@@ -86,6 +86,7 @@ def test_accuracy_takes_the_likeliest_choice(llm):
     assert sink_tables.accuracy(llm, [rows[int(np.argmax(means))]])["accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
     text = llm.tokenizer.encode(TEXT * 3, bos=False)
     found = sink_tables.table_3(llm, text, cache=12)

@@ -184,9 +184,13 @@ SELDOM = {
     *("reservoir-geometric", "reservoir-alibi", "balance-stream-walk", "balance-stream-softcap"),
     *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "pyramidkv"),
     *("balance-walk", "balance-published", "reservoir-yarn", "balance-stream-yarn"),
+    *("balance-stream", "stratified", "uniform"),
 }
 # Of these every day the oracle's word.
-ASKED = {"balance-published", "reservoir-yarn", "balance-stream-yarn"}
+ASKED = {
+    *("balance-published", "reservoir-yarn", "balance-stream-yarn", "balance-stream"),
+    *("stratified", "uniform"),
+}
 
 
 class Stream(NamedTuple):

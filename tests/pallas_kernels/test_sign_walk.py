@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.sign_walk import api, reference, shapes
+from tests.seldom import seldom
 
 TAU = 1.0
 MANY = shapes.Shape(400, 256, 1, 32)  # 102,400 signs
@@ -94,7 +95,7 @@ def test_on_a_tpu_nothing_races_and_nothing_is_read_before_it_is_written(capfd):
 
 
 @pytest.mark.parametrize("platform", ON)
-@pytest.mark.parametrize("name", shapes.SMALL)
+@pytest.mark.parametrize("name", [seldom(n) if n == "one" else n for n in shapes.SMALL])
 def test_the_fused_kernels_walk_alike(platform, name):
     near_enough(platform, shapes.SMALL[name], True)
 
