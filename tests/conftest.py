@@ -4,11 +4,13 @@ A test marked `parity` or `tpu_check` is skipped, with the reason, where its ext
 `--must-run parity` turns that skip into an error and shows that such tests ran.
 """
 
+import gc
 import os
 import signal
 from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -22,6 +24,7 @@ COMPILE_FAST = (
     "xla_cpu_use_fusion_emitters=false",
     "xla_cpu_parallel_codegen_split_count=1",
 )
+MAPS, TESTS = Path("/proc/self/maps"), count(1)
 NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
 
 
@@ -31,7 +34,7 @@ def set_environment():
     flags = os.environ.get("XLA_FLAGS", "")
     if "force_host_platform_device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
-    # CI gives the level in a lane that compiles as users do. libtpu knows no flag of the CPU.
+    # evals.agreement gives the level that users compile at. libtpu knows no flag of the CPU.
     if cpu and "backend_optimization_level" not in flags:
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()
@@ -115,6 +118,18 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(NO_SHARED)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def room_for_compiled_code():
+    """Linux gives a process 65,530 regions of memory and XLA:CPU a few to every program: it ends
+    with a segmentation fault where there are no more."""
+    yield
+    if next(TESTS) % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -177,16 +177,17 @@ CASES = [
          oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
          longest=36),
 ]  # fmt: skip
-# What another case of the same policy shows nearly as well is left to CI.
-SELDOM = {
+# Other settings of a policy: of these the laws about meaning are asked, in CI.
+VARIANTS = {
     *("full-growing", "window-12", "streaming-1-1", "streaming-4-1", "streaming-1-12"),
     *("streaming-9-4", "alibi-absolute", "no-position", "bfloat16-cache", "reservoir-softcap"),
     *("reservoir-geometric", "reservoir-alibi", "balance-stream-walk", "balance-stream-softcap"),
-    *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "pyramidkv"),
-    *("balance-walk", "balance-published", "reservoir-yarn", "balance-stream-yarn"),
-    *("balance-stream", "stratified", "uniform"),
+    *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "balance-walk"),
+    *("balance-published", "reservoir-yarn", "balance-stream-yarn"),
 }
-# Of these every day the oracle's word.
+# What another policy shows nearly as well is left to CI too.
+SELDOM = VARIANTS | {"balance-stream", "stratified", "uniform", "pyramidkv"}
+# But for the oracle's word.
 ASKED = {
     *("balance-published", "reservoir-yarn", "balance-stream-yarn", "balance-stream"),
     *("stratified", "uniform"),

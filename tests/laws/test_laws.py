@@ -20,6 +20,7 @@ from tests.laws.cases import (
     CASES,
     QUICK,
     SELDOM,
+    VARIANTS,
     begin,
     expected,
     jitted_kept,
@@ -32,14 +33,16 @@ from tests.laws.cases import (
 from tests.seldom import seldom
 
 
-def some(wanted, seldom_are=SELDOM):
+def some(wanted, seldom_are=SELDOM, variants=False):
     def param(case):
         return (seldom if case.name in seldom_are else pytest.param)(case, id=case.name)
 
-    return pytest.mark.parametrize("case", [param(case) for case in CASES if wanted(case)])
+    asked = [case for case in CASES if wanted(case) and (variants or case.name not in VARIANTS)]
+    return pytest.mark.parametrize("case", [param(case) for case in asked])
 
 
 every = some(lambda case: True)
+of_meaning = some(lambda case: True, variants=True)
 
 
 def leaves(*trees):
@@ -115,7 +118,7 @@ def test_law_1_extend_keeps_shapes(case, size):
         assert (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
 
 
-@every
+@of_meaning
 def test_law_2_padding_changes_no_bit(case):
     for size in case.sizes[:2]:
         state, new = half(case), chunk(case, size)
@@ -156,7 +159,7 @@ def test_law_3_rows_are_independent_and_permutable(case):
     np.testing.assert_array_equal(alone.outs[0], straight.outs[0])
 
 
-@every
+@of_meaning
 def test_law_4_below_capacity_it_is_full_attention(case):
     tokens = stream(case)
     q, k, v = (x[: case.capacity] for x in tokens.compact(0))
@@ -172,7 +175,7 @@ def test_law_4_below_capacity_it_is_full_attention(case):
     close(plain_run(case, 1).outs[0, : case.capacity], wanted, case.tolerance)
 
 
-@some(lambda case: not case.scored)
+@some(lambda case: not case.scored, variants=True)
 def test_law_5_the_state_does_not_depend_on_chunking(case):
     first, *others = (plain_run(case, size) for size in case.sizes)
     for other in others:
@@ -245,7 +248,7 @@ def test_law_9_nothing_seen(case):
     close(np.asarray(partial.out)[:3], wanted[:3], case.tolerance)
 
 
-@every
+@of_meaning
 def test_law_10_decode_is_attend_and_extend(case):
     if not hasattr(case.policy, "decode"):
         pytest.skip("has no decode of its own")
@@ -265,7 +268,7 @@ def test_law_10_decode_is_attend_and_extend(case):
         assert_same(after, fused.after[place + 1])
 
 
-@some(lambda case: hasattr(case.policy, "take"))
+@some(lambda case: hasattr(case.policy, "take"), variants=True)
 def test_law_10_take_is_attend_and_extend(case):
     state, new = half(case), chunk(case, case.sizes[-1])
     apart = attend_then_extend(case.policy, case.spec, state, new)
@@ -385,7 +388,7 @@ def test_law_14_seal_keeps_rows_apart_and_sinks(case):
         assert len(positions) < prompt or prompt <= case.capacity
 
 
-@some(lambda case: True, SELDOM - ASKED)
+@some(lambda case: True, SELDOM - ASKED, variants=True)
 def test_law_15_the_oracle_agrees(case):
     wanted, _ = expected(case)
     for size in case.sizes:
@@ -394,7 +397,7 @@ def test_law_15_the_oracle_agrees(case):
         close(plain_run(case, size).outs, wanted, case.tolerance)
 
 
-@some(lambda case: True, SELDOM - ASKED)
+@some(lambda case: True, SELDOM - ASKED, variants=True)
 def test_law_15_the_oracle_holds_the_same_tokens(case):
     _, held = expected(case)
     tokens = stream(case)
@@ -412,7 +415,7 @@ def test_law_15_the_oracle_holds_the_same_tokens(case):
                     close(found[np.argsort(found[:, 0])], np.reshape(want, (-1, 2)), 1e-6)
 
 
-@every
+@of_meaning
 def test_positions_wrap_without_a_trace(case):
     for size in (1, case.sizes[-1]):
         for start in (2**32 - 5, 2**31 - 5):
