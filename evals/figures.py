@@ -21,8 +21,10 @@ from evals.palette import ARMS, COLOURS, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
-LEGENDS = dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right") | {
-    "backcopy_curves": "center right"
+LEGENDS = {
+    **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
+    **dict.fromkeys(("single_layer", "recall", "recall_thinned"), "outside right upper"),
+    "backcopy_curves": "center right",
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
@@ -63,7 +65,9 @@ def draw(name: str) -> list[str]:
         figure, axes = pyplot.subplots(figsize=(6.4, 3), layout="constrained")
         fill_in(axes, results)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc=LEGENDS.get(picture, "lower left"))
+        where = LEGENDS.get(picture, "lower left")
+        legend = figure.legend if "outside" in where else axes.legend
+        legend(frameon=False, fontsize=8, loc=where)
         # No software version or date inside: the same record gives the same bytes.
         figure.savefig(RESULTS / f"{picture}.png", dpi=110, metadata={"Software": None})
         pyplot.close(figure)

@@ -114,8 +114,8 @@ CASES = {
     "better than none": (claims.in_small, thinned(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
     "nearest of all": (claims.nearer_than_uniform, errors(NEAREST), HOLDS),
     "seeds overlap": (claims.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
-    "not in every layer": (
-        claims.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), NOT),
+    "in one layer of two": (
+        claims.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), PART),
     "no nearer than stratified": (claims.nearer_than_uniform, errors(BEHIND_STRATIFIED), PART),
     "than stratified at one T of two": (
         claims.nearer_than_uniform, errors(NEAREST, BEHIND_STRATIFIED), PART),
