@@ -303,7 +303,7 @@ def test_law_5_up_to_capacity_a_chunk_is_its_tokens_though_scored(case):
 def _in_order(state):
     """Tokens and scores by their positions: a chunk leaves them in another order of slots."""
     filled = np.arange(state.score.shape[2]) < np.asarray(state.count)[:, None, None]
-    positions = np.where(filled, state.sample.positions, 2**32)
+    positions = np.where(filled, np.asarray(state.sample.positions, np.int64), 2**32)
     order = np.argsort(positions, axis=2)
     take = lambda leaf: np.take_along_axis(np.where(filled, leaf, 0), order, 2)  # noqa: E731
     k, v = (np.moveaxis(leaf, 3, 0) for leaf in state.sample[:2])
