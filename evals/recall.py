@@ -17,7 +17,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -152,12 +152,13 @@ def letters(random: np.random.Generator, count: int) -> list[int]:
     return (FIRST_LETTER + random.integers(0, LETTERS, count)).tolist()
 
 
+@cache  # every policy is asked the same
 def question(
-    length: int, distance: int, seed: Sequence[int], facts: bool = True
-) -> tuple[list[int], int]:
+    length: int, distance: int, seed: tuple[int, ...], facts: bool = True
+) -> tuple[tuple[int, ...], int]:
     """A stream of `length` tokens that ends in a name, and the fact said `distance` tokens before.
     facts: others stand in it."""
-    random = np.random.default_rng(list(seed))
+    random = np.random.default_rng(seed)
     fact = int(random.integers(NAMES * VALUES))
     found = np.array(
         stream(length, int(random.integers(2**31))) if facts else letters(random, length)
@@ -168,7 +169,7 @@ def question(
     same = (found < FIRST_NAME) & (found // VALUES == fact // VALUES)
     found = np.where(same, other * VALUES + found % VALUES, found)
     found[[-1 - distance, -1]] = fact, FIRST_NAME + fact // VALUES
-    return found.tolist(), fact
+    return tuple(found.tolist()), fact
 
 
 def accuracy(
