@@ -47,7 +47,7 @@ def told_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "slow or not slow", *options,
+        command = [sys.executable, "-m", "pytest", "-m", "record or not record", *options,
                    f"--junitxml={told}", *tests.values()]  # fmt: skip
         as_users = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
         if code := subprocess.run(command, cwd=ROOT, env=as_users).returncode:

@@ -15,7 +15,7 @@ from evals import palette, recompute
 from jaxkv import memory
 from jaxkv.stack import spell, state_bytes
 from models.llm import Llm
-from models.score import Score, gather, score
+from models.score import Score, check_scorable, gather, score
 
 BUDGET = 256  # tokens kept, where policies are chosen for the user
 # Shows progress while a policy runs: given its name, it yields what is called with tokens done.
@@ -39,6 +39,7 @@ def compare(
     """The score of every policy; raises UserError before the first runs if any cannot."""
     for policy in policies:
         if recompute.window_of(policy) is None:
+            check_scorable(llm.policies(policy))
             needed = state_bytes(llm.policies(policy), llm.spec, 1, len(tokens))
             memory.check(needed, f"the cache of {policy} for {len(tokens)} tokens")
     scores = {}

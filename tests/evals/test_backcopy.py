@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
+from evals import backcopy
 from evals.backcopy import LETTERS, Chain, recipe_of, run, write
 from models import data
 
@@ -21,14 +24,15 @@ def test_behind_a_trigger_comes_the_letter_before_it():
 
 
 @pytest.mark.slow
-def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path):
+def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
     """Table 3's effect: without the sink the same cache reads worse, a second one adds nothing."""
-    chain = Chain(0)
+    monkeypatch.setattr(backcopy, "LENGTH", 20_000)
+    chain, recipe = Chain(0), replace(recipe_of("token", 0), steps=400)
     tokens = write(chain, tmp_path)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
-    ids = tokens.run("valid", 0, 20_000).tolist()
+    ids = tokens.run("valid", 0, 6_000).tolist()
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        found = run(recipe_of("token", 0), chain, tokens, ids, tmp_path / "run")
+        found = run(recipe, chain, tokens, ids, tmp_path / "run")
     loss = {name: line["loss"] for name, line in found["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05

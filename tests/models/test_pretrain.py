@@ -351,17 +351,28 @@ def test_a_foreign_checkpoint_is_refused(tokens, tmp_path, setting):
         run_here(tokens, tmp_path / "run", "steps=2")
 
 
+WIDE = ("steps=4", "save_every=2", "width=64", "mlp=192")
+
+
+@pytest.fixture(scope="module")
+def wide(start, tmp_path_factory) -> Path:
+    """The folder of a run whose checkpoints are large."""
+    out = tmp_path_factory.mktemp("wide") / "run"
+    finish(start(out, *WIDE))
+    return out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [20, 300])
-def test_a_full_disk(start, tmp_path, limit):
+def test_a_full_disk(start, wide, tmp_path, limit):
     """A limit on the size of files stands for it: one line, and earlier checkpoints stay.
 
     limit: in half KiB; the first stops the picture of the curves, the second the checkpoint.
     """
-    out, settings = tmp_path / "run", ("steps=4", "save_every=2", "width=64", "mlp=192")
-    finish(start(out, *settings))
+    out = tmp_path / "run"
+    shutil.copytree(wide, out)
     shutil.rmtree(out / "last" / "4")
-    process = start(out, *settings, limit=limit)
+    process = start(out, *WIDE, limit=limit)
     _, err = process.communicate(timeout=300)
     error = [line for line in err.splitlines() if "jaxkv: error" in line]
     assert process.returncode == 2 and len(error) == 1, err

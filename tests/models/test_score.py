@@ -64,10 +64,16 @@ def test_one_token_at_a_time(stories, policy):
     np.testing.assert_allclose(single, whole, atol=2e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 256, 4096])
+def any_chunk():
+    """Full attention to 4,096 tokens, few at a time, takes a minute."""
+    for text in REFERENCE:
+        for chunk in (1, 7, 256, 4096):
+            long = text == ("full", 4096) and chunk < 256
+            yield pytest.param(*text, chunk, marks=pytest.mark.record if long else pytest.mark.slow)
+
+
 @pytest.mark.filterwarnings("ignore:full.*falls apart")
-@pytest.mark.parametrize("policy, tokens", REFERENCE)
+@pytest.mark.parametrize("policy, tokens, chunk", list(any_chunk()))
 def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, record_property):
     llm, ids = stories
     found = models.score(llm, ids[:tokens], policy, chunk)
