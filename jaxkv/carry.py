@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -16,8 +17,9 @@ def share(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, .
     """
     shared = []
     for policy, state, first in zip(policies, states, _first_layers(policies), strict=True):
-        known = {name: getattr(states[first], name) for name in _names(policy)}
-        shared.append(state._replace(**known))
+        for path in _paths(policy):
+            state = _put(state, path, functools.reduce(getattr, path.split("."), states[first]))
+        shared.append(state)
     return tuple(shared)
 
 
@@ -34,7 +36,8 @@ def fold(policies: Sequence[Policy], states: Sequence[State], sharded: bool) -> 
         if not sharded:
             state = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a, state)
         if first != layer:
-            state = state._replace(**dict.fromkeys(_names(policy)))
+            for path in _paths(policy):
+                state = _put(state, path, None)
         folded.append(state)
     return tuple(folded)
 
@@ -54,5 +57,11 @@ def _first_layers(policies: Sequence[Policy]) -> list[int]:
     return [list(policies).index(policy) for policy in policies]
 
 
-def _names(policy: Policy) -> tuple[str, ...]:
+def _paths(policy: Policy) -> tuple[str, ...]:
     return getattr(policy, "shared", ())
+
+
+def _put(state: State, path: str, leaf: jax.Array | None) -> State:
+    """The state with another leaf; path: its name, behind that of the state that it is part of."""
+    name, _, rest = path.partition(".")
+    return state._replace(**{name: _put(getattr(state, name), rest, leaf) if rest else leaf})

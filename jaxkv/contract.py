@@ -22,7 +22,8 @@ and, where a method has them:
     policy.least                        -> the fewest tokens of a prompt of which `seal` drops any
     policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
     policy.shared                       -> names of leaves that follow from positions and valid
-                                           alone, so equal in every layer of an equal policy
+                                           alone, so equal in every layer of an equal policy; of a
+                                           state in the state `recent.count`
 
 `reserve` and `seal` may change the sizes of a state, never its structure (what exists only later
 starts with size 0, so one `axes` serves); they are called between compiled calls, never inside a

@@ -34,6 +34,9 @@ class LeveledState(NamedTuple):
 AXES = LeveledState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
 
 
+SHARED = ("recent.positions", "recent.count", "middle")
+
+
 class Leveled(NamedTuple):
     """The settings of such a policy."""
 
@@ -88,6 +91,7 @@ def decode(
     after = _leave_one(of, spec, state, chunk)
     middle = after.middle[:, None]
     between = _between(of, middle)
+    chunk = drawn.behind(chunk, after.sample)
     seen, recent = slots.decode(state.recent, spec, chunk, of.sinks, of.by_rank, between=between)
     halves = _attend_halves(of, spec, after, chunk, chunk.valid, numbers, middle)
     return merge(seen, *halves), after._replace(recent=recent)

@@ -46,6 +46,9 @@ AXES = ThinnedState(
 )
 
 
+SHARED = ("exact.positions", "exact.count", "asked")
+
+
 class Ends(NamedTuple):
     """The first and the last tokens of a prompt that stay; the others are thinned in groups of
     `multiple`, and the last of them that make no group stay too."""

@@ -44,6 +44,7 @@ class BalanceStream:
         " + K * (levels + 1) * block // 2 * (2 * H * itemsize + 4) + 8 * K + 8"
     )
     axes: ClassVar[LeveledState] = leveled.AXES
+    shared: ClassVar[tuple[str, ...]] = leveled.SHARED
 
     def __post_init__(self) -> None:
         slots.check(self.sinks, self.window, self.positions)

@@ -53,6 +53,7 @@ class H2O:
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     formula: ClassVar[str] = "(heavy + window) * K * (2 * H * itemsize + 8) + 4"
     axes: ClassVar[H2OState] = H2OState(drawn.AXES, ("B", "K", "S"), ("B",))
+    shared: ClassVar[tuple[str, ...]] = ("count",)
     reach: ClassVar[float] = math.inf
     needs_scores: ClassVar[bool] = True
 

@@ -40,6 +40,7 @@ class PyramidKV:
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     formula: ClassVar[str] = SnapKV.formula
     axes: ClassVar[ThinnedState] = thinned.AXES
+    shared: ClassVar[tuple[str, ...]] = thinned.SHARED
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

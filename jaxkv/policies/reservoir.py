@@ -60,6 +60,7 @@ class Reservoir:
         " + 8 * K + 8"
     )
     axes: ClassVar[ReservoirState] = ReservoirState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
+    shared: ClassVar[tuple[str, ...]] = ("recent.positions", "recent.count", "middle")
 
     def __post_init__(self) -> None:
         slots.check(self.sinks, self.window, self.positions)
@@ -160,9 +161,10 @@ class Reservoir:
     def decode(
         self, spec: Spec, state: ReservoirState, chunk: Chunk
     ) -> tuple[Partial, ReservoirState]:
-        after = self._extend_one(spec, state, chunk)
+        after = self._leave_one(state, chunk)
+        chunk = drawn.behind(chunk, after.sample)
         between = jnp.minimum(after.middle, self.sample)[:, None]
-        recent, _ = slots.decode(
+        seen, recent = slots.decode(
             state.recent, spec, chunk, self.sinks, self.by_rank, between=between
         )
         middle, view, sample = after.middle[:, None], chunk.positions, after.sample
@@ -173,7 +175,8 @@ class Reservoir:
             numbers = slots.number(state.recent, chunk.valid)
             view = slots.view_by_rank(state.recent, numbers, between)
             sample = self._turned(spec, sample, middle)
-        return merge(recent, drawn.attend(spec, chunk.q, view, sample, bias)), after
+        partial = merge(seen, drawn.attend(spec, chunk.q, view, sample, bias))
+        return partial, after._replace(recent=recent)
 
     def kept(self, spec: Spec, state: ReservoirState) -> Kept:
         recent, sample = slots.kept(state.recent), state.sample
@@ -186,19 +189,20 @@ class Reservoir:
         )
 
     def _extend_one(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> ReservoirState:
-        recent, sample = state.recent, state.sample
-        token, _, there = drawn.oldest(recent, chunk, self.sinks)
+        recent = slots.extend(state.recent, spec, chunk, self.sinks, self.by_rank)
+        return self._leave_one(state, chunk)._replace(recent=recent)
+
+    def _leave_one(self, state: ReservoirState, chunk: Chunk) -> ReservoirState:
+        """The sample once the oldest of the ring has left it for one new token."""
+        sample = state.sample
+        token, _, there = drawn.oldest(state.recent, chunk, self.sinks)
         leaves = there[:, 0]
         draw = drawn.draws(token.positions, state.key)[:, :, 0]
         held = drawn.draws(sample.positions, state.key)
         at, takes = self._place(held, state.middle, draw)
         takes &= leaves[:, None]
         sample = drawn.put(sample, at, takes, *(leaf[:, :, 0] for leaf in token))
-        return state._replace(
-            recent=slots.extend(recent, spec, chunk, self.sinks, self.by_rank),
-            sample=sample,
-            middle=_add(state.middle, leaves),
-        )
+        return state._replace(sample=sample, middle=_add(state.middle, leaves))
 
     def _place(
         self, held: UInt32[Array, "B K S"], middle: Int32[Array, " B"], draw: UInt32[Array, "B K"]

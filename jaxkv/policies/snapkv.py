@@ -43,6 +43,7 @@ class SnapKV:
         " until the prompt is sealed; then capacity tokens, and all that is generated"
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
+    shared: ClassVar[tuple[str, ...]] = thinned.SHARED
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Stratified:
         " + 8 * K + 8"
     )
     axes: ClassVar[LeveledState] = leveled.AXES
+    shared: ClassVar[tuple[str, ...]] = leveled.SHARED
 
     def __post_init__(self) -> None:
         slots.check(self.sinks, self.window, self.positions)

@@ -41,6 +41,7 @@ class Uniform:
         " a quarter of it at rounds=2, and all that is generated"
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
+    shared: ClassVar[tuple[str, ...]] = thinned.SHARED
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
