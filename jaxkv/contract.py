@@ -90,7 +90,8 @@ class Chunk(NamedTuple):
     """T new tokens: q, k after q/k norms and before rotation.
 
     positions count a row's tokens and may wrap, so they are compared by wrapping difference;
-    valid is False on padding.
+    valid is False on padding. Every number must be finite, padding's too: what is not in view has
+    the weight 0, and 0 times NaN is NaN.
     """
 
     q: Float[Array, "B T N H"]

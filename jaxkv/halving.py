@@ -43,11 +43,14 @@ class Halving:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if not (0 < self.temperature < math.inf and self.c >= 0 and self.tau >= 0):
+        if not 0 < self.temperature < math.inf:
             raise UserError(
-                "temperature must be above 0, c and tau 0 or more, got "
-                f"{self.temperature}, {self.c} and {self.tau}; leave them out"
+                f"temperature must be above 0 and finite, got {self.temperature}; try "
+                "temperature=0.1"
             )
+        for name, least in (("c", self.c), ("tau", self.tau)):
+            if not 0 <= least < math.inf:
+                raise UserError(f"{name} must be 0 or more and finite, got {least}; leave it out")
 
 
 class Halved(NamedTuple):

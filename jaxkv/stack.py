@@ -213,5 +213,5 @@ def _written(value: object) -> object:
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"

@@ -68,8 +68,14 @@ def check(ends: Ends, start: int) -> None:
     if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MOST:
         raise UserError(
             f"sinks must be 0 or more, window and start at least 1, all {MOST} at most, got "
-            f"{sinks}, {window} and {start}; try sinks=32,window=32"
+            f"{sinks}, {window} and {start}; try sinks=32,window=32,start=512"
         )
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise UserError where a prompt is not halved, or so often that little would be left."""
+    if not 1 <= rounds <= 10:
+        raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
 def init(spec: Spec, rows: int, key: jax.Array, start: int, queries: int = 0) -> ThinnedState:

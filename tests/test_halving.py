@@ -158,7 +158,7 @@ def test_doubled_tokens_are_halved_exactly(how):
 def test_settings_that_mean_nothing_are_refused():
     for given, told in (
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"c": -1.0}, "c and tau 0 or more"),
+        ({"c": -1.0}, "c must be 0 or more and finite, got -1.0"),
     ):
         with pytest.raises(UserError, match=told):
             Halving(**given)

@@ -58,12 +58,12 @@ class Balance:
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
+        thinned.check_rounds(self.rounds)
         thinned.check(self._ends, self.start)
-        if not 1 <= self.rounds <= 10 or self.block < 2 or self.block % (1 << self.rounds):
+        if not 2 <= self.block <= thinned.MOST or self.block % (1 << self.rounds):
             raise UserError(
-                "rounds must be from 1 to 10 and a block a multiple of 2^rounds, for it is halved "
-                "so often, got "
-                f"block={self.block} and rounds={self.rounds}; try block=256,rounds=2"
+                f"block must be a multiple of 2^rounds up to {thinned.MOST}, for it is halved so "
+                f"often, got block={self.block} and rounds={self.rounds}; try block=256,rounds=2"
             )
         if self.weights not in ("consistent", "published"):
             raise UserError(f"weights must be consistent or published, got {self.weights!r}")

@@ -49,10 +49,11 @@ class PyramidKV:
                 f"capacity must be more than window, got {self.capacity} and {self.window}; try "
                 "capacity=1024,window=32"
             )
-        if self.beta < 1 or not 0 <= self.layer < self.layers:
+        if self.beta < 1:
+            raise UserError(f"beta must be at least 1, got {self.beta}; try beta=20")
+        if not 0 <= self.layer < self.layers:
             raise UserError(
-                "beta must be at least 1 and layer below layers, got "
-                f"{self.beta}, {self.layer} and {self.layers}; try beta=20"
+                f"layer must be one of {self.layers} layers, got {self.layer}; give 0 and more"
             )
         _ = self._snap
 

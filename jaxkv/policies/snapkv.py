@@ -47,10 +47,11 @@ class SnapKV:
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.capacity <= self.window or self.start < 1:
+        thinned.check(self._ends, self.start)
+        if not self.window < self.capacity <= thinned.MOST:
             raise UserError(
-                "window and start must be at least 1, capacity more than window, got "
-                f"{self.window}, {self.start} and {self.capacity}; try capacity=1024,window=32"
+                f"capacity must be more than window and {thinned.MOST} at most, got "
+                f"{self.capacity} and {self.window}; try capacity=1024,window=32"
             )
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"kernel must be 1, 3, 5, ..., got {self.kernel}; try kernel=7")

@@ -13,7 +13,6 @@ import numpy as np
 from jaxkv import sample as drawn
 from jaxkv import thinned
 from jaxkv.contract import Spec
-from jaxkv.errors import UserError
 from jaxkv.sample import Sample
 from jaxkv.thinned import Ends, ThinnedState
 from jaxkv.typing import Array, Float32
@@ -45,8 +44,7 @@ class Uniform:
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rounds <= 10:
-            raise UserError(f"rounds must be from 1 to 10, got {self.rounds}; try rounds=2")
+        thinned.check_rounds(self.rounds)
         thinned.check(self._ends, self.start)
 
     @property
