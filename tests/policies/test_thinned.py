@@ -49,7 +49,7 @@ def test_the_published_half():
         ("balance:start=0", "got 32, 32 and 0; try .*start=512"),
         ("balance:block=1099511627776", "up to 1073741824"),
         ("balance:c=inf", "c must be 0 or more and finite, got inf"),
-        ("balance:rounds=3,block=12", "block must be a multiple of 2.rounds.*block=12 and rounds=3"),
+        ("balance:rounds=3,block=12", "a multiple of 2.rounds.*block=12 and rounds=3"),
         ("balance:weights=published", "weights=published belong to mode=walk"),
         ("balance:window=0", "window and start at least 1"),
         ("uniform:rounds=31", "rounds must be from 1 to 10, got 31"),
