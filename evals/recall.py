@@ -3,9 +3,10 @@
 What the papers claim in words. A stream says facts, that a name has a value, between letters that
 mean nothing, and asks for each a few times: a name, and the fact follows as it was said. A name is
 given another value only when its last was asked for the last time. A small model is trained on such
-streams by `models.pretrain`; then every policy reads streams that end in a name, whose value was
-said a given distance back, among other facts or (needle) alone among letters. Methods that thin a
-finished prompt do so before the name is asked. A fact is one token, so that one layer can find it:
+streams by `models.pretrain`; then every policy reads streams in which a fact was said at each of
+several distances from the end, among other facts or (needle) among letters alone, and is asked for
+its name, each time as if for the first. Methods that thin a finished prompt do so before a name is
+asked. A fact is one token, so that one layer can find it:
 where name and value are two, models this small did not learn to in 14 million tokens.
 """
 
@@ -22,11 +23,14 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import models
 from evals.record import Record
 from jaxkv.stack import policy, reach
+from jaxkv.typing import Int32
 from models import corpus, data
 from models.llm import Llm
 from models.pretrain import pretrain
@@ -63,7 +67,7 @@ POLICIES = {  # of as many slots, where the name says nothing else
     "h2o": "h2o:heavy=64,window=64",
 }
 # A prompt is read whole and then thinned to as many tokens as these leave of LENGTH_WITHIN.
-LENGTH_WITHIN, LEFT = CONTEXT - 8, 141
+LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
 THINNED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
     "uniform": "uniform:sinks=1,window=16,rounds=2",
@@ -154,22 +158,25 @@ def letters(random: np.random.Generator, count: int) -> list[int]:
 
 @cache  # every policy is asked the same
 def question(
-    length: int, distance: int, seed: tuple[int, ...], facts: bool = True
-) -> tuple[tuple[int, ...], int]:
-    """A stream of `length` tokens that ends in a name, and the fact said `distance` tokens before.
-    facts: others stand in it."""
+    length: int, distances: tuple[int, ...], seed: tuple[int, ...], facts: bool = True
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A stream of `length` tokens, and a fact for each distance that was said so many tokens before
+    its end. Of their names nothing else is said. facts: others stand in it."""
     random = np.random.default_rng(seed)
-    fact = int(random.integers(NAMES * VALUES))
+    names = random.permutation(NAMES)
+    asked, others = names[: len(distances)], names[len(distances) :]
+    known = asked * VALUES + random.integers(VALUES, size=len(asked))
     found = np.array(
         stream(length, int(random.integers(2**31))) if facts else letters(random, length)
     )
-    # Of this name nothing else is said.
-    other = (fact // VALUES + 1 + int(random.integers(NAMES - 1))) % NAMES
-    found = np.where(found == FIRST_NAME + fact // VALUES, FIRST_NAME + other, found)
-    same = (found < FIRST_NAME) & (found // VALUES == fact // VALUES)
-    found = np.where(same, other * VALUES + found % VALUES, found)
-    found[[-1 - distance, -1]] = fact, FIRST_NAME + fact // VALUES
-    return tuple(found.tolist()), fact
+    renamed = np.arange(NAMES)
+    renamed[asked] = random.choice(others, len(asked), replace=False)
+    is_fact, is_name = found < FIRST_NAME, (found >= FIRST_NAME) & (found < FIRST_LETTER)
+    of_fact = renamed[np.where(is_fact, found, 0) // VALUES] * VALUES + found % VALUES
+    of_name = FIRST_NAME + renamed[np.where(is_name, found - FIRST_NAME, 0)]
+    found = np.where(is_fact, of_fact, np.where(is_name, of_name, found))
+    found[-np.array(distances)] = known
+    return tuple(found.tolist()), tuple(known.tolist())
 
 
 def accuracy(
@@ -177,34 +184,35 @@ def accuracy(
     facts: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Of each policy, by distance, the share of questions that are answered."""
+    seeds = [(seed, row) for row in range(rows)]
+    asked = [question(length, tuple(distances), one, facts) for one in seeds]
     found: dict[str, Any] = {}
     for name, text in policies.items():
-        found[name] = {"policy": text, "right": {}}
-        for distance in distances:
-            seeds = [(seed, distance, row) for row in range(rows)]
-            asked = [question(length, distance, one, facts) for one in seeds]
-            said, held = answers(llm, text, [prompt for prompt, _ in asked], seeds)
-            right = [a == value for a, (_, value) in zip(said, asked, strict=True)]
-            found[name]["right"][str(distance)] = np.mean(right)
-            found[name]["state_bytes"] = held
-        shown = ", ".join(f"{d} {r:.2f}" for d, r in found[name]["right"].items())
-        print(f"{name}: {shown}", flush=True)
+        said, held = answers(llm, text, *zip(*asked, strict=True), seeds)
+        right = np.mean(said == np.array([known for _, known in asked]), axis=0)
+        shares = dict(zip(map(str, distances), right.tolist(), strict=True))
+        found[name] = {"policy": text, "right": shares, "state_bytes": held}
+        print(f"{name}: {', '.join(f'{d} {r:.2f}' for d, r in shares.items())}", flush=True)
     return found
 
 
 def answers(
-    llm: Llm, text: str, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]
-) -> tuple[list[int], int]:
-    """What the model says to each prompt, whose last token comes after the others are sealed; the
-    bytes of a row. seeds: of each row's draws."""
-    with_sink = [[*llm.tokenizer.front, *prompt] for prompt in prompts]
+    llm: Llm, text: str, prompts: Sequence[Sequence[int]], known: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+) -> tuple[Int32[np.ndarray, "B X"], int]:  # fmt: skip
+    """What the model says to the name of each fact that is known, each asked as if it alone were,
+    behind a prompt that was read and sealed; the bytes of a row. seeds: of each row's draws."""
     drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
     held = models.Stream(llm, text, rows=len(prompts), seed=drawn)
-    held.read([prompt[:-1] for prompt in with_sink], CHUNK)
+    held.read([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
     held.seal()
-    held.read([prompt[-1:] for prompt in with_sink], 1)
-    said = np.asarray(held.decoding.logits).argmax(axis=1)
-    return said.tolist(), held.state_bytes // len(prompts)
+    read, lengths = held.decoding, held.lengths
+    said = []
+    for facts in zip(*known, strict=True):  # those of one distance
+        held.decoding, held.lengths = jax.tree.map(jnp.copy, read), lengths
+        held.read([[FIRST_NAME + fact // VALUES] for fact in facts], 1)
+        said.append(np.asarray(held.decoding.logits).argmax(axis=1))
+    return np.stack(said, axis=1).astype(np.int32), held.state_bytes // len(prompts)
 
 
 def endless(llm: Llm) -> dict[str, str]:

@@ -15,7 +15,7 @@ from models.hf.export import export
 from models.pretrain import setting_of
 
 STREAM = recall.stream(60_000, 3)
-SEEDS = [(0, 1, row) for row in range(24)]
+SEEDS = [(0, row) for row in range(24)]
 
 
 def test_a_name_is_asked_before_it_has_another_value():
@@ -39,16 +39,17 @@ def test_a_name_is_asked_before_it_has_another_value():
 
 
 @pytest.mark.parametrize("facts", [True, False])
-@pytest.mark.parametrize("distance", [16, 129, 384])
-def test_a_name_is_asked_whose_value_was_said_once_so_far_back(distance, facts):
+def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
+    distances = (1, 16, 129, 384)
     for row in range(20):
-        prompt, fact = recall.question(500, distance, (1, distance, row), facts)
-        name = fact // recall.VALUES
-        assert len(prompt) == 500 and prompt[-1] == FIRST_NAME + name
-        of_name = [x == prompt[-1] or x // recall.VALUES == name for x in prompt[:-1]]
-        assert [i for i, x in enumerate(of_name) if x] == [499 - distance]
-        assert prompt[499 - distance] == fact
-        assert facts or sum(x < FIRST_LETTER for x in prompt) == 2
+        prompt, known = recall.question(500, distances, (1, row), facts)
+        assert len(prompt) == 500 and len({fact // recall.VALUES for fact in known}) == 4
+        for distance, fact in zip(distances, known, strict=True):
+            name = fact // recall.VALUES
+            of_name = [x in (FIRST_NAME + name, fact) or x // recall.VALUES == name for x in prompt]
+            assert [i for i, x in enumerate(of_name) if x] == [500 - distance]
+            assert prompt[500 - distance] == fact
+        assert (sum(x < FIRST_LETTER for x in prompt) == 4) != facts
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +68,26 @@ def llm(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*it is kept whole")
 def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
     """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
-    prompts = [recall.question(60, 16, (0, row))[0] for row in range(24)]
-    wanted, _ = recall.answers(llm, "full", prompts, SEEDS)
-    assert len(set(wanted)) > 3
+    asked = [recall.question(60, (16, 5), (0, row)) for row in range(24)]
+    prompts, known = zip(*asked, strict=True)
+    wanted, _ = recall.answers(llm, "full", prompts, known, SEEDS)
+    assert len(set(wanted.flatten().tolist())) > 3
+    # Each question is asked as if it alone were.
+    later, _ = recall.answers(llm, "full", prompts, [facts[1:] for facts in known], SEEDS)
+    np.testing.assert_array_equal(later[:, 0], wanted[:, 1])
     # Of those that thin, snapkv alone keeps more than the ends of so short a prompt.
     all_of = recall.POLICIES | recall.THINNED
     for name in ("streaming", "reservoir, weighted", "balance-stream", "h2o", "snapkv"):
-        assert recall.answers(llm, all_of[name], prompts, SEEDS)[0] == wanted, name
+        said, _ = recall.answers(llm, all_of[name], prompts, known, SEEDS)
+        np.testing.assert_array_equal(said, wanted, err_msg=name)
 
 
 @pytest.mark.slow
 def test_prompts_are_thinned_to_as_many_tokens(llm):
-    prompts = [recall.question(recall.LENGTH_WITHIN, 16, (0, 0))[0]]
+    prompt, _ = recall.question(recall.LENGTH_WITHIN, (16,), (0, 0))
     for name, text in recall.THINNED.items():
         stream = models.Stream(llm, text)
-        stream.read([[*llm.tokenizer.front, *prompts[0][:-1]]], recall.CHUNK)
+        stream.read([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
         stream.seal()
         held = zip(stream.policies, stream.decoding.states, strict=True)
         kept = [np.asarray(one.kept(llm.spec, state).log_weight) > -np.inf for one, state in held]
@@ -90,20 +96,26 @@ def test_prompts_are_thinned_to_as_many_tokens(llm):
 
 def test_a_fact_beyond_the_window_changes_no_answer_of_it(llm):
     """And does change that of full attention: the question is asked of the cache alone."""
-    prompts = [recall.question(90, 70, (0, row))[0] for row in range(24)]
-    other = [[*p[:19], *recall.letters(np.random.default_rng(1), 1), *p[20:]] for p in prompts]
-    assert all(p[19] != o[19] for p, o in zip(prompts, other, strict=True))
+    asked = [recall.question(90, (70,), (0, row)) for row in range(24)]
+    prompts, known = zip(*asked, strict=True)
+    other = [[*p[:20], *recall.letters(np.random.default_rng(1), 1), *p[21:]] for p in prompts]
+    assert all(
+        p[20] == facts[0] != o[20] for p, o, facts in zip(prompts, other, known, strict=True)
+    )
     for text, same in (("window:window=24", True), ("full", False)):
-        found = [recall.answers(llm, text, asked, SEEDS)[0] for asked in (prompts, other)]
-        assert (found[0] == found[1]) == same
+        found = [recall.answers(llm, text, some, known, SEEDS)[0] for some in (prompts, other)]
+        assert np.array_equal(*found) == same
 
 
 def test_accuracy_is_the_share_of_right_answers(llm, monkeypatch):
-    monkeypatch.setattr(recall, "answers", lambda llm, text, prompts, seeds: (
-        [recall.question(60, 16, one)[1] + (one[2] % 4 == 0) for one in seeds], 7
-    ))  # fmt: skip
-    found = recall.accuracy(llm, {"full": "full"}, [16], 60, rows=40, seed=5)
-    assert found["full"] == {"policy": "full", "right": {"16": 0.75}, "state_bytes": 7}
+    def answers(llm, text, prompts, known, seeds):
+        wrong = np.array([[row % 4 == 0, row % 2 == 0] for _, row in seeds])
+        return np.array(known) + wrong, 7
+
+    monkeypatch.setattr(recall, "answers", answers)
+    found = recall.accuracy(llm, {"full": "full"}, [16, 32], 60, rows=40, seed=5)
+    right = {"16": 0.75, "32": 0.5}
+    assert found["full"] == {"policy": "full", "right": right, "state_bytes": 7}
 
 
 def test_only_caches_that_stay_within_the_trained_context_go_beyond_it(llm):
