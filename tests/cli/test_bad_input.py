@@ -46,9 +46,9 @@ FLAGS = {
     "block that is not halved so often": (
         "--policy balance:block=100,rounds=3", "multiple of 2^rounds", "block=100", "try block=256",
     ),
-    "rounds": ("--policy balance:rounds=20", "from 1 to 10", "rounds=20", "rounds=2"),
+    "rounds": ("--policy balance:rounds=20", "from 1 to 10", "got 20", "try rounds=2"),
     "capacity below the window": (
-        "--policy snapkv:capacity=8", "capacity more than window", "8", "try capacity=1024",
+        "--policy snapkv:capacity=8", "capacity must be more than window", "got 8 and 32", "try capacity=1024",
     ),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
     "more than slots can be": (

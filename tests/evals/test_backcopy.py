@@ -36,5 +36,5 @@ def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch)
     loss = {name: line["loss"] for name, line in found["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05
-    assert loss["1+23"] < floor + 0.1 and abs(loss["1+23"] - loss["4+20"]) < 0.01
+    assert loss["1+23"] < floor + 0.2 and abs(loss["1+23"] - loss["4+20"]) < 0.01
     assert found["first_token_most"] > 0.3
