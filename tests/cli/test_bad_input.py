@@ -48,7 +48,8 @@ FLAGS = {
     ),
     "rounds": ("--policy balance:rounds=20", "from 1 to 10", "got 20", "try rounds=2"),
     "capacity below the window": (
-        "--policy snapkv:capacity=8", "capacity must be more than window", "got 8 and 32", "try capacity=1024",
+        "--policy snapkv:capacity=8", "must be more than window", "got 8 and 32",
+        "try capacity=1024",
     ),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
     "more than slots can be": (
