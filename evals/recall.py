@@ -6,8 +6,8 @@ given another value only when its last was asked for the last time. A small mode
 streams by `models.pretrain`; then every policy reads streams in which a fact was said at each of
 several distances from the end, among other facts or (needle) among letters alone, and is asked for
 its name, each time as if for the first. Methods that thin a finished prompt do so before a name is
-asked. A fact is one token, so that one layer can find it:
-where name and value are two, models this small did not learn to in 14 million tokens.
+asked. A fact is one token, so that one layer can find it: where name and value are two, models this
+small did not learn to in 14 million tokens.
 """
 
 from __future__ import annotations

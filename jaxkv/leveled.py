@@ -34,9 +34,6 @@ class LeveledState(NamedTuple):
 AXES = LeveledState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
 
 
-SHARED = ("recent.positions", "recent.count", "middle")
-
-
 class Leveled(NamedTuple):
     """The settings of such a policy."""
 

@@ -42,6 +42,8 @@ class Leaving(NamedTuple):
 
 
 AXES = Sample(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "K", "S"))
+# Of a state with `recent` slots and `middle`, how many tokens have left them.
+SHARED = (*(f"recent.{name}" for name in slots.SHARED), "middle")
 
 
 def init(spec: Spec, rows: int, slots: int) -> Sample:

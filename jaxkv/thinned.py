@@ -44,9 +44,7 @@ class ThinnedState(NamedTuple):
 AXES = ThinnedState(
     slots.AXES, drawn.AXES, ("B", "K", "C"), ("B", "K", "W", "G", "H"), ("B", "W"), ("B", "K", "2")
 )
-
-
-SHARED = ("exact.positions", "exact.count", "asked")
+SHARED = (*(f"exact.{name}" for name in slots.SHARED), "asked")
 
 
 class Ends(NamedTuple):

@@ -60,7 +60,7 @@ class Reservoir:
         " + 8 * K + 8"
     )
     axes: ClassVar[ReservoirState] = ReservoirState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
-    shared: ClassVar[tuple[str, ...]] = ("recent.positions", "recent.count", "middle")
+    shared: ClassVar[tuple[str, ...]] = drawn.SHARED
 
     def __post_init__(self) -> None:
         slots.check(self.sinks, self.window, self.positions)

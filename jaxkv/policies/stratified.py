@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import jax
 
 from jaxkv import leveled, slots
+from jaxkv import sample as drawn
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.halving import Halving
@@ -37,7 +38,7 @@ class Stratified:
         " + 8 * K + 8"
     )
     axes: ClassVar[LeveledState] = leveled.AXES
-    shared: ClassVar[tuple[str, ...]] = leveled.SHARED
+    shared: ClassVar[tuple[str, ...]] = drawn.SHARED
 
     def __post_init__(self) -> None:
         slots.check(self.sinks, self.window, self.positions)
