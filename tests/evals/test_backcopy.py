@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ def test_behind_a_trigger_comes_the_letter_before_it():
 def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
     """Table 3's effect: without the sink the same cache reads worse, a second one adds nothing."""
     monkeypatch.setattr(backcopy, "LENGTH", 20_000)
-    chain, recipe = Chain(0), replace(recipe_of("token", 0), steps=400)
+    chain, recipe = Chain(0), recipe_of("token", 0)
     tokens = write(chain, tmp_path)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
     ids = tokens.run("valid", 0, 6_000).tolist()
@@ -36,5 +34,5 @@ def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch)
     loss = {name: line["loss"] for name, line in found["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05
-    assert loss["1+23"] < floor + 0.2 and abs(loss["1+23"] - loss["4+20"]) < 0.01
+    assert loss["1+23"] < floor + 0.1 and abs(loss["1+23"] - loss["4+20"]) < 0.01
     assert found["first_token_most"] > 0.3
