@@ -9,6 +9,7 @@ the path in its results and the format:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -181,6 +182,8 @@ def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
+    from evals.recall import VALUES
+
     seeds = [found["within"] for found in results["seeds"].values()]
     for name, style in zip(names, styles(names), strict=True):
         right = [list(seed[name]["right"].values()) for seed in seeds]
@@ -188,7 +191,10 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
         axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
     axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
              ylim=(0, None))  # fmt: skip
-    axes.set_xticks(distances, distances)
+    # A name is one of so many values, and a guess is right as often.
+    axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
+    beside = zip(distances, [*distances[1:], math.inf], strict=True)
+    axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
     axes.set_xticks([], minor=True)
 
 
