@@ -150,8 +150,9 @@ def nearer_than_uniform(r: Results) -> Finding:
     text = (
         f"{OURS}, {r['stretches']} stretches of {r['tokens']:,} tokens, layers "
         f"{', '.join(r['layers'])}; relative error; {'; '.join(parts)}; steps of a walk that left "
-        f"nothing to chance: {certain}; of {len(uniform)} pairs of layer and T the walk is nearer "
-        f"than both uniform samplings in {sum(uniform)}, than stratified in {sum(stratified)}"
+        f"nothing to chance: {certain}; of {len(uniform)} pairs of layer and T the walk of the "
+        f"worst seed is nearer than the best of both uniform samplings in {sum(uniform)}, than the "
+        f"best of stratified in {sum(stratified)}"
     )
     every = uniform + stratified
     return text, HOLDS if all(every) else PART if any(uniform) else NOT

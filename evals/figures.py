@@ -24,7 +24,7 @@ from evals.record import RESULTS, ROOT, read
 README = ROOT / "README.md"
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
-    **dict.fromkeys(("single_layer", "recall", "recall_thinned"), "outside right upper"),
+    **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
     "backcopy_curves": "center right",
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)

@@ -55,9 +55,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Once(argparse.Action):
+    """A flag whose last value would silently win over the others."""
+
+    def __call__(self, parser, namespace, value, option=None) -> None:
+        if getattr(namespace, self.dest) is not self.default:
+            parser.error(f"{option} is given twice; give it once (compare takes several policies)")
+        setattr(namespace, self.dest, value)
+
+
 def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
+        action=Once,
         default=DEFAULT_POLICY,
         help="what to remember; `jaxkv policies` lists them, `jaxkv policies NAME` says what its "
         f"fields do (default {DEFAULT_POLICY})",

@@ -37,6 +37,7 @@ FLAGS = {
         "--policy window:window=1000000000000", "1 row(s)", "TiB", "is free", "smaller window",
     ),
     "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "is free"),
+    "a policy twice": ("--policy full --policy window", "--policy is given twice", "give it once"),
     "no sample": ("--policy reservoir:sample=0", "sample must be at least 1", "0", "try sample="),
     "sample beyond memory": (
         "--policy reservoir:sample=1000000000000", "TiB", "is free", "a smaller window or sample",
