@@ -32,19 +32,19 @@ def reserve(state: Slots, tokens: int, most: int) -> Slots:
 
 
 def attend(spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-    partial = slots.attend(state, spec, chunk, sinks=0, window=None)
+    partial = slots.attend(spec, state, chunk, sinks=0, window=None)
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     return _refuse(partial, state.count > state.positions.shape[1] - new)
 
 
 def extend(spec: Spec, state: Slots, chunk: Chunk) -> Slots:
     _check_room(state, chunk)
-    return slots.extend(state, spec, chunk, sinks=0, ring=False)
+    return slots.extend(spec, state, chunk, sinks=0, ring=False)
 
 
 def decode(spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
     _check_room(state, chunk)
-    partial, state = slots.decode(state, spec, chunk, sinks=0, ring=False)
+    partial, state = slots.decode(spec, state, chunk, sinks=0, ring=False)
     return _refuse(partial, state.count > state.positions.shape[1]), state
 
 

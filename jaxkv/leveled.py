@@ -77,7 +77,7 @@ def extend(of: Leveled, spec: Spec, state: LeveledState, chunk: Chunk) -> Levele
         state = _after(state, *absorb(by, state.sample, state.middle, state.key, leaving))
     else:
         state = _leave_one(of, spec, state, chunk)
-    recent = slots.extend(state.recent, spec, chunk, of.sinks, of.by_rank)
+    recent = slots.extend(spec, state.recent, chunk, of.sinks, of.by_rank)
     return state._replace(recent=recent)
 
 
@@ -89,7 +89,7 @@ def decode(
     middle = after.middle[:, None]
     between = _between(of, middle)
     chunk = drawn.behind(chunk, after.sample)
-    seen, recent = slots.decode(state.recent, spec, chunk, of.sinks, of.by_rank, between=between)
+    seen, recent = slots.decode(spec, state.recent, chunk, of.sinks, of.by_rank, between=between)
     halves = _attend_halves(of, spec, after, chunk, chunk.valid, numbers, middle)
     return merge(seen, *halves), after._replace(recent=recent)
 
@@ -110,13 +110,13 @@ def _take(
     after = _after(state, *absorb(by, state.sample, state.middle, state.key, leaving))
     between = _between(of, middle)
     parts = [
-        slots.attend(state.recent, spec, chunk, of.sinks, of.window, of.by_rank, between),
+        slots.attend(spec, state.recent, chunk, of.sinks, of.window, of.by_rank, between),
         *_attend_halves(
             of, spec, state._replace(sample=entered), chunk, chunk.valid & early, numbers, middle
         ),
         *_attend_halves(of, spec, after, chunk, chunk.valid & ~early, numbers, middle),
     ]
-    recent = slots.extend(state.recent, spec, chunk, of.sinks, of.by_rank)
+    recent = slots.extend(spec, state.recent, chunk, of.sinks, of.by_rank)
     return merge(*parts), after._replace(recent=recent)
 
 

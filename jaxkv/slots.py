@@ -100,7 +100,7 @@ def turn_keys(
 
 
 def extend(
-    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool = True, ring: bool = True
+    spec: Spec, slots: Slots, chunk: Chunk, sinks: int, by_rank: bool = True, ring: bool = True
 ) -> Slots:
     """Absorb a chunk of any length; of tokens that meet in one slot the newest stays.
 
@@ -108,7 +108,7 @@ def extend(
     """
     tokens, size = chunk.valid.shape[1], slots.positions.shape[1]
     if tokens == 1:
-        return _extend_one(slots, spec, chunk, sinks, by_rank, ring)
+        return _extend_one(spec, slots, chunk, sinks, by_rank, ring)
     numbers = number(slots, chunk.valid)
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     # Valid tokens first, in order: the n-th new token then stands at place n.
@@ -171,7 +171,7 @@ def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "
 
 
 def _extend_one(
-    slots: Slots, spec: Spec, chunk: Chunk, sinks: int, by_rank: bool, ring: bool
+    spec: Spec, slots: Slots, chunk: Chunk, sinks: int, by_rank: bool, ring: bool
 ) -> Slots:
     """Absorb one token: no place to look for, no two that meet in a slot."""
     size, slot = slots.positions.shape[1], next_slot(slots, sinks)
@@ -196,8 +196,8 @@ def view_by_rank(
 
 
 def attend(
-    slots: Slots,
     spec: Spec,
+    slots: Slots,
     chunk: Chunk,
     sinks: int,
     window: int | None,
@@ -226,7 +226,7 @@ def attend(
     if sinks:
         first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],
                       slots.count)  # fmt: skip
-        first = extend_first(first, spec, chunk, numbers, by_rank)
+        first = extend_first(spec, first, chunk, numbers, by_rank)
         view = view_by_rank(slots, numbers, between) if by_rank else chunk.positions
         rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), first.positions.shape)
         seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
@@ -249,7 +249,7 @@ def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]
 
 
 def extend_first(
-    first: Slots, spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], by_rank: bool
+    spec: Spec, first: Slots, chunk: Chunk, numbers: Int32[Array, "B T"], by_rank: bool
 ) -> Slots:
     """The protected slots alone after this chunk."""
     sinks = first.positions.shape[1]
@@ -269,8 +269,8 @@ def extend_first(
 
 
 def decode(
-    slots: Slots,
     spec: Spec,
+    slots: Slots,
     chunk: Chunk,
     sinks: int,
     by_rank: bool = True,
@@ -279,7 +279,7 @@ def decode(
 ) -> tuple[Partial, Slots]:
     """One token: written first, then every held slot is in view, so no mask by distance."""
     numbers = number(slots, chunk.valid)
-    slots = _extend_one(slots, spec, chunk, sinks, by_rank, ring)
+    slots = _extend_one(spec, slots, chunk, sinks, by_rank, ring)
     size, kv_heads = slots.positions.shape[1], slots.k.shape[1]
     seen = (jnp.arange(size)[None, :] < slots.count[:, None]) & chunk.valid
     q = spec.encoding.rotate(chunk.q, chunk.positions)

@@ -111,7 +111,7 @@ class Reservoir:
         held, middle = self._absorb(state, leaving)  # [B,K,T,R], [B,T]
         between = jnp.minimum(middle, self.sample)
         recent = slots.attend(
-            state.recent, spec, chunk, self.sinks, self.window, self.by_rank, between
+            spec, state.recent, chunk, self.sinks, self.window, self.by_rank, between
         )
         weight = jnp.where(chunk.valid, self._log_weight(middle), -jnp.inf)
         tokens = drawn.join(state.sample, leaving.tokens)
@@ -153,7 +153,7 @@ class Reservoir:
         held: Int32[Array, "B K T S"], middle: Int32[Array, "B T"],
     ) -> ReservoirState:  # fmt: skip
         return state._replace(
-            recent=slots.extend(state.recent, spec, chunk, self.sinks, self.by_rank),
+            recent=slots.extend(spec, state.recent, chunk, self.sinks, self.by_rank),
             sample=drawn.pick(drawn.join(state.sample, leaving.tokens), held[:, :, -1]),
             middle=middle[:, -1],
         )
@@ -165,7 +165,7 @@ class Reservoir:
         chunk = drawn.behind(chunk, after.sample)
         between = jnp.minimum(after.middle, self.sample)[:, None]
         seen, recent = slots.decode(
-            state.recent, spec, chunk, self.sinks, self.by_rank, between=between
+            spec, state.recent, chunk, self.sinks, self.by_rank, between=between
         )
         middle, view, sample = after.middle[:, None], chunk.positions, after.sample
         weight = jnp.where(chunk.valid, self._log_weight(middle), -jnp.inf)
@@ -189,7 +189,7 @@ class Reservoir:
         )
 
     def _extend_one(self, spec: Spec, state: ReservoirState, chunk: Chunk) -> ReservoirState:
-        recent = slots.extend(state.recent, spec, chunk, self.sinks, self.by_rank)
+        recent = slots.extend(spec, state.recent, chunk, self.sinks, self.by_rank)
         return self._leave_one(state, chunk)._replace(recent=recent)
 
     def _leave_one(self, state: ReservoirState, chunk: Chunk) -> ReservoirState:

@@ -47,13 +47,13 @@ class Streaming:
         return slots.init(spec, rows, self.sinks + self.window)
 
     def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-        return slots.attend(state, spec, chunk, self.sinks, self.window, self.by_rank)
+        return slots.attend(spec, state, chunk, self.sinks, self.window, self.by_rank)
 
     def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
-        return slots.extend(state, spec, chunk, self.sinks, self.by_rank)
+        return slots.extend(spec, state, chunk, self.sinks, self.by_rank)
 
     def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
-        return slots.decode(state, spec, chunk, self.sinks, self.by_rank)
+        return slots.decode(spec, state, chunk, self.sinks, self.by_rank)
 
     def kept(self, spec: Spec, state: Slots) -> Kept:
         return slots.kept(state)

@@ -39,13 +39,13 @@ class Window:
         return slots.init(spec, rows, self.window)
 
     def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-        return slots.attend(state, spec, chunk, sinks=0, window=self.window)
+        return slots.attend(spec, state, chunk, sinks=0, window=self.window)
 
     def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
-        return slots.extend(state, spec, chunk, sinks=0)
+        return slots.extend(spec, state, chunk, sinks=0)
 
     def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
-        return slots.decode(state, spec, chunk, sinks=0)
+        return slots.decode(spec, state, chunk, sinks=0)
 
     def kept(self, spec: Spec, state: Slots) -> Kept:
         return slots.kept(state)
