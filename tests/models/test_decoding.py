@@ -86,8 +86,9 @@ def test_the_loop_copies_no_cache(size, rows, policy, tmp_path):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= caches
     # What is halved, or turned to where it stands now, is a part of the cache at a time:
-    # of balance-stream's 0.62 with jax 0.7.2, 0.54 with 0.12, and less than half with 0.10.
-    assert memory.temp_size_in_bytes < caches * (0.25 if policy in PLAIN else 0.65)
+    # of balance-stream's 0.57 with jax 0.7.2, 0.62 of one row's, and less with later ones.
+    part = 0.25 if policy in PLAIN else 0.65 if rows == 1 else 0.6
+    assert memory.temp_size_in_bytes < caches * part
 
 
 def test_one_compilation(tiny):
