@@ -29,7 +29,7 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "torch", "transformers"),
+        *("matplotlib", "scipy", "torch", "transformers"),
     },
     "tests": None,
     "colab": None,

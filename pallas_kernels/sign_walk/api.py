@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import triton
 from pallas_kernels.sign_walk import gpu, reference, tpu
 from pallas_kernels.sign_walk.reference import NO_STEP
 
@@ -81,7 +82,7 @@ def _run(
     if gpu.takes(to_power(steps)):
         kernels["pallas_gpu"] = partial(on_gpu, what, settings)
     if implementation is None:
-        fused = kernels.get("pallas_gpu") if triton_runs() else None
+        fused = kernels.get("pallas_gpu") if triton.runs() else None
         signs, met = jax.lax.platform_dependent(
             *flat,
             tpu=kernels.get("pallas_tpu", kernels["xla"]),
@@ -96,20 +97,6 @@ def _run(
             "leave it out for what the platform has"
         )
     return Walk(signs.astype(jnp.int8).reshape(*blocks, steps), met.reshape(*blocks, steps))
-
-
-def triton_runs() -> bool:
-    """Whether every GPU that is here is of capability 8.0 or later, which Triton's kernels need."""
-    here = [device for device in jax.local_devices() if device.platform == "gpu"]
-    return all(_capability(device) >= 8 for device in here)
-
-
-def _capability(device: jax.Device) -> float:
-    """Of a GPU of NVIDIA's; 0 where it is no number, as of one of AMD's (gfx90a)."""
-    try:
-        return float(getattr(device, "compute_capability", 0))
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def on_tpu(what: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:

@@ -1,0 +1,40 @@
+"""The chance that MagicPIG finds a key, in float64: what jaxkv computes in float32.
+
+u = I_P(least, L - least + 1), P = p^K, p = 1 - acos(c)/pi (2410.16179, section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import betainc
+
+
+def log_u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
+    """log u of cosines, by its leading terms where u itself would underflow."""
+    # The angle by its tangent has all digits near -1 and 1.
+    p = np.arctan2(np.sqrt((1 - cosine) * (1 + cosine)), -cosine) / math.pi
+    log_p = bits * np.log(np.maximum(p, 1e-30))
+    chance = np.exp(log_p)
+    leading = least * log_p + math.log(math.comb(tables, least))
+    with np.errstate(divide="ignore"):
+        log = np.log(betainc(least, tables - least + 1, chance))
+    second = -least * (tables - least) / (least + 1) * np.minimum(chance, 1e-8 / tables)
+    return np.where(chance * tables < 1e-8, leading + np.log1p(second), log)
+
+
+def u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
+    return np.exp(log_u(cosine, bits, tables, least))
+
+
+def orthogonal(bits: int, tables: int) -> float:
+    """Equation 21: the share that is found of keys at right angles to the query."""
+    return float(betainc(2, tables - 1, 0.5**bits))
+
+
+def isotropic(bits: int, tables: int, dims: int, points: int = 20_001) -> float:
+    """The mean of u over keys of random direction in so many dimensions."""
+    angle = np.linspace(0, math.pi, points)
+    weight = np.sin(angle) ** (dims - 2)  # how many directions lie at this angle
+    return float((u(np.cos(angle), bits, tables) * weight).sum() / weight.sum())

@@ -1,0 +1,96 @@
+"""The chance that a key is sampled, against scipy and the paper's own tables, and over draws of
+planes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evals import inclusion
+from jaxkv import lsh
+from jaxkv.errors import UserError
+from jaxkv.lsh import Hashing
+
+COSINES = np.concatenate(
+    [np.linspace(-1, 1, 20001), -1 + np.logspace(-7, -1, 501), 1 - np.logspace(-7, -1, 501)]
+).astype(np.float32)[1:]
+TABLES = [(10, 150), (8, 75), (9, 120), (11, 300), (4, 4), (1, 2), (16, 1000)]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize(("bits", "tables"), TABLES)
+def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, least):
+    found = jax.jit(lambda c: lsh.log_inclusion(c, bits, tables, least))(COSINES)
+    wanted = inclusion.log_u(COSINES.astype(np.float64), bits, tables, least)
+    assert np.abs(np.asarray(found) - wanted).max() < 5e-5
+
+
+def test_at_the_ends_of_the_range():
+    ends = np.asarray(lsh.log_inclusion(jnp.asarray([-1.0, 1.0, -1.5, 1.5]), 10, 150))
+    assert np.isfinite(ends).all() and ends[0] < -1000 and abs(ends[1]) < 1e-6
+    np.testing.assert_array_equal(ends[:2], ends[2:])  # rounding may leave -1 .. 1
+
+
+def test_the_floor_of_the_published_code_caps_the_weight():
+    weight = np.asarray(Hashing(10, 150, floor=1e-4)(jnp.asarray([-0.9, 0.0, 0.9, 1.0])))
+    u = np.exp(inclusion.log_u(np.array([-0.9, 0.0, 0.9, 1.0]), 10, 150))
+    np.testing.assert_allclose(weight, -np.log(u + 1e-4), atol=1e-5)
+    assert weight[0] < np.log(1e4) + 1e-5
+
+
+def test_planes_are_normal_and_differ_by_kv_head():
+    key = jax.random.bits(jax.random.key(0), (2, 3, 2), jnp.uint32)
+    planes = np.asarray(lsh.planes(key, 64, Hashing(8, 40)))
+    assert planes.shape == (2, 3, 64, 320)
+    count = planes[0, 0].size
+    for one in planes.reshape(6, -1):
+        assert abs(one.mean()) < 4 / np.sqrt(count)
+        assert abs(one.var() - 1) < 4 * np.sqrt(2 / count)
+        assert abs((one**4).mean() - 3) < 4 * np.sqrt(96 / count)
+    between = np.corrcoef(planes.reshape(6, -1)) - np.eye(6)
+    assert np.abs(between).max() < 4 / np.sqrt(count)
+
+
+def test_codes_are_the_sides_of_the_planes():
+    rng = np.random.default_rng(0)
+    x, planes = rng.normal(size=(2, 5, 16)), rng.normal(size=(2, 16, 12))
+    how = Hashing(4, 3)
+    codes = np.asarray(lsh.codes(*(jnp.asarray(a, jnp.float32) for a in (x, planes)), how))
+    sides = (np.einsum("xsh,xhf->xsf", x, planes) > 0).reshape(2, 5, 3, 4)
+    np.testing.assert_array_equal(codes, (sides @ [1, 2, 4, 8]).transpose(0, 2, 1))
+
+
+def test_keys_are_found_as_often_as_u_says():
+    """d = 64, K = 8, L = 40, over draws of the planes: within 4 standard errors at every cosine."""
+    how, cosines, draws, some = Hashing(8, 40), np.array([0.0, 0.3, 0.5, 0.7, 0.85, 0.95]), 4000, 50
+    keys = np.zeros((len(cosines) + 1, 64), np.float32)
+    keys[:-1, 0], keys[:-1, 1], keys[-1, 0] = cosines, np.sqrt(1 - cosines**2), 1  # the query last
+
+    @jax.jit
+    def found(key):
+        planes = lsh.planes(key, 64, how)[:, 0]
+        codes = lsh.codes(jnp.broadcast_to(keys, (some, *keys.shape)), planes, how)
+        agree = jnp.sum(codes[:, :, :-1] == codes[:, :, -1:], axis=1)
+        return jnp.sum(agree >= 2, axis=0)
+
+    seeds = jax.random.bits(jax.random.key(3), (draws // some, some, 1, 2), jnp.uint32)
+    share = sum(np.asarray(found(key)) for key in seeds) / draws
+    u = np.exp(inclusion.log_u(cosines, 8, 40))
+    assert (np.abs(share - u) < 4 * np.sqrt(u * (1 - u) / draws)).all()
+    assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"bits": 0}, r"K must be from 1 to 16, got 0; try K=10"),
+        ({"bits": 17}, r"K must be from 1 to 16, got 17"),
+        ({"tables": 1}, r"L must be from 2 to 4096, got 1; try L=150"),
+        ({"least": 3}, r"min_tables must be 1 or 2, got 3"),
+        ({"floor": -1e-4}, r"u_floor must be from 0 to less than 1, got -0.0001"),
+        ({"floor": float("nan")}, r"u_floor must be from 0 to less than 1, got nan"),
+    ],
+)
+def test_settings_that_cannot_be(settings, says):
+    with pytest.raises(UserError, match=says):
+        Hashing(**settings)
