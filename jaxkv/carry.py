@@ -24,22 +24,27 @@ def share(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, .
 
 
 def fold(policies: Sequence[Policy], states: Sequence[State], sharded: bool) -> tuple[State, ...]:
-    """The states for a loop to carry: shared leaves once, rows and kv heads of 4-D leaves merged.
+    """The states for a loop to carry: shared leaves once, rows and kv heads of large leaves merged.
 
-    XLA copies a cache that is carried as 4-D whole. sharded: over a mesh, where rows and kv heads
-    are split each by itself, they stay apart.
+    XLA copies a cache that is carried as 4-D or 5-D whole. sharded: over a mesh, where rows and kv
+    heads are split each by itself, they stay apart.
     """
     folded = []
     for layer, (policy, state, first) in enumerate(
         zip(policies, states, _first_layers(policies), strict=True)
     ):
         if not sharded:
-            state = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim == 4 else a, state)
+            state = jax.tree.map(_merge, state)
         if first != layer:
             for path in _paths(policy):
                 state = _put(state, path, None)
         folded.append(state)
     return tuple(folded)
+
+
+def _merge(leaf: jax.Array) -> jax.Array:
+    rows, *rest = leaf.shape
+    return leaf if leaf.ndim < 4 else leaf.reshape(rows * rest[0], *rest[1:])
 
 
 def unfold(

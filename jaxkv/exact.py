@@ -45,7 +45,12 @@ def extend(spec: Spec, state: Slots, chunk: Chunk) -> Slots:
 def decode(spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
     _check_room(state, chunk)
     partial, state = slots.decode(spec, state, chunk, sinks=0, ring=False)
-    return _refuse(partial, state.count > state.positions.shape[1]), state
+    return refuse(partial, state), state
+
+
+def refuse(partial: Partial, after: Slots) -> Partial:
+    """NaN for rows that were given more tokens than there are slots."""
+    return _refuse(partial, after.count > after.positions.shape[1])
 
 
 def _check_room(state: Slots, chunk: Chunk) -> None:

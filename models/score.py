@@ -86,11 +86,11 @@ def losses(
 
 
 def check_scorable(policies: Sequence[Policy]) -> None:
-    """Raise UserError for a policy that thins a prompt: it keeps all of a text that has none."""
+    """Raise UserError for a policy that seals a prompt: it keeps all of a text that has none."""
     for policy in policies:
         if hasattr(policy, "seal"):
             raise UserError(
-                f"{spell(policy)} thins a prompt once it is complete, and a text to score has "
+                f"{spell(policy)} waits for a prompt to be complete, and a text to score has "
                 "none; score another policy, or take this one with `jaxkv generate` or `chat` (in "
                 "Python give stream=, a Stream that has read a prompt and sealed it)"
             )

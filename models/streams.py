@@ -146,11 +146,11 @@ class Stream:
         if self.sealed or not sealing:
             return
         self.sealed, self._sealed_at = True, self.lengths
-        # Layers may differ in it: a prompt is kept whole where not one of them thins it.
+        # Layers may differ in it: a prompt is kept whole where not one of them wants it.
         least = min(getattr(policy, "least", 0) for policy in sealing)
         if self.lengths.min() < least:
             warnings.warn(
-                f"{spell(self.policies)} thins prompts of {least} tokens or more, and one has "
+                f"{spell(self.policies)} wants prompts of {least} tokens or more, and one has "
                 f"{self.lengths.min()}: it is kept whole",
                 stacklevel=2,
             )

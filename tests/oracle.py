@@ -8,7 +8,9 @@ may have a third number, by which its value is multiplied.
 theta is a rotary base, or the frequencies of pairs and an amplitude (`yarn`); None: nothing turns.
 """
 
+import functools
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,8 @@ import numpy as np
 class Row(NamedTuple):
     """One kv head of a row: how many tokens, how many of them the prompt, and its random key.
 
-    q [T,G,H], k, v [T,H]: as they came. start: the position of the first.
+    q [T,G,H], k, v [T,H]: as they came. start: the position of the first. slopes: ALiBi's, of the
+    query heads.
     """
 
     tokens: int
@@ -27,6 +30,7 @@ class Row(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     start: int = 0
+    slopes: Any = None
 
 
 def full():
@@ -241,6 +245,170 @@ def most_attended(capacity, size, kernel, pool, theta, scale):
     return choose
 
 
+class Asked(NamedTuple):
+    """One query head: its logits s of the tokens so far, their keys and the query, turned, and
+    those between the ends that it chooses from. prompt: those that were between when it ended.
+    at: of its draws."""
+
+    s: np.ndarray
+    k: np.ndarray
+    q: np.ndarray
+    between: list
+    prompt: list
+    at: int
+    key: Any
+    start: int
+
+
+def met(sinks, size, choose, theta, scale, softcap=None, generated=True):
+    """Every token is held; behind the prompt a query head sees the ends, and of the tokens between
+    what choose(Asked) says, with log weights. generated: of those behind the prompt too."""
+
+    def rule(row):
+        turn = lambda x, n: x if theta is None else rotate(x, n + row.start, theta)  # noqa: E731
+        keys = turn(row.k, np.arange(row.tokens))
+        for number in range(row.tokens):
+            held = [(n, 0.0) for n in range(number + 1)]
+            if number < row.prompt:
+                yield held, held
+                continue
+            prompt = list(range(sinks, row.prompt - size)) or list(range(row.prompt))
+            between = list(range(sinks, number - size + 1 if generated else row.prompt - size))
+            views = []
+            for head, q in enumerate(row.q[number]):
+                k, q = keys[: number + 1], turn(q[None], np.array([number]))[0]
+                s = k @ q * scale
+                if softcap is not None:
+                    s = softcap * np.tanh(s / softcap)
+                if row.slopes is not None:
+                    s = s - row.slopes[head] * (number - np.arange(number + 1))
+                at = ((number + row.start) * len(row.q[number]) + head) * 0x9E3779B1
+                asked = Asked(s, k, q, between, prompt, at, row.key, row.start)
+                chosen = choose(asked) if between else {}
+                ends = {n: 0.0 for n in range(number + 1) if n not in between}
+                views.append(sorted((ends | chosen).items()))
+            yield views, held
+
+    return rule
+
+
+def part(share, count):
+    """A share of so many, rounded up: by decimals as they are written."""
+    return math.ceil(Fraction(str(share)) * count)
+
+
+def of_largest(share):
+    """The largest logits."""
+
+    def choose(asked):
+        best = sorted(asked.between, key=lambda n: (-asked.s[n], n))
+        return dict.fromkeys(best[: part(share, len(best))], 0.0)
+
+    return choose
+
+
+def of_mass(mass):
+    """The largest, until they hold that mass."""
+
+    def choose(asked):
+        chosen, e = {}, np.exp(asked.s)
+        for n in sorted(asked.between, key=lambda n: -e[n]):
+            if sum(e[list(chosen)]) < mass * sum(e[asked.between]):
+                chosen[n] = 0.0
+        return chosen
+
+    return choose
+
+
+def by_weight(share):
+    """Draws by the softmax over those between; each draw has one part of their whole weight."""
+
+    def choose(asked):
+        e = np.exp(asked.s[asked.between])
+        up_to, draws, chosen = np.cumsum(e) / e.sum(), part(share, len(e)), {}
+        for j in range(draws):
+            place = np.searchsorted(up_to, chance(asked.at + j, asked.key), side="right")
+            n = asked.between[place]
+            chosen[n] = chosen.get(n, 0) + 1
+        return {n: math.log(f / draws * e.sum()) - asked.s[n] for n, f in chosen.items()}
+
+    return choose
+
+
+def in_buckets(bits, tables, least=2, center=True, budget=10**9, floor=0.0):
+    """Keys that have all bits of the query's in enough tables; of more than the budget every
+    total/budget-th, from a random one on. Each counts for one over the chance of that."""
+
+    def choose(asked):
+        planes = normals(tuple(asked.key), len(asked.q), bits * tables)
+        if center and asked.prompt:
+            asked = asked._replace(k=asked.k - asked.k[asked.prompt].mean(axis=0))
+        sides = lambda x: (x @ planes > 0).reshape(len(x), tables, bits)  # noqa: E731
+        agree = (sides(asked.k) == sides(asked.q[None])).all(axis=2).sum(axis=1)
+        found, share = [n for n in asked.between if agree[n] >= least], 1.0
+        if len(found) > budget:
+            draw = np.float32(chance(asked.at, asked.key)) * np.float32(len(found))
+            begin, share = min(int(draw), len(found) - 1), budget / len(found)
+            found = [found[(j * len(found) + begin) // budget] for j in range(budget)]
+        size = np.linalg.norm(asked.q) * np.linalg.norm(asked.k, axis=1)
+        cosine = np.divide(asked.k @ asked.q, size, out=np.zeros_like(size), where=size > 1e-9)
+        p = (1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi) ** bits
+        u = sum(math.comb(tables, i) * p**i * (1 - p) ** (tables - i)
+                for i in range(least, tables + 1))  # fmt: skip
+        return {n: -math.log((u[n] + floor) * share) for n in found}
+
+    return choose
+
+
+@functools.cache
+def normals(key, rows, columns):
+    """Normal numbers by pairs of draws (Box and Muller)."""
+    draws = [chance(i, key) for i in range(2 * rows * columns)]
+    radius = np.sqrt(-2 * np.log1p(-np.array(draws[::2])))
+    return (radius * np.cos(2 * np.pi * np.array(draws[1::2]))).reshape(rows, columns)
+
+
+def of_pages(share, page, fewest):
+    """Pages of the highest bound on the products of the keys between."""
+
+    def choose(asked):
+        pages = {}
+        for n in asked.between:
+            pages.setdefault(n // page, []).append(n)
+
+        def bound(number):
+            k = asked.k[pages[number]]
+            return np.maximum(asked.q * k.min(axis=0), asked.q * k.max(axis=0)).sum()
+
+        best = sorted(pages, key=lambda number: (-bound(number), number))
+        best = best[: max(fewest, part(share, len(pages)))]
+        return {n: 0.0 for number in best for n in pages[number]}
+
+    return choose
+
+
+def verified(top, base, epsilon, quantile):
+    """The largest logits, and of the others as many of the lowest draws as their spread demands."""
+
+    def choose(asked):
+        e = np.exp(asked.s)
+        best = list(of_largest(top)(asked))
+        rest = [n for n in asked.between if n not in best]
+        lot = lambda n: chance(asked.at + n + asked.start, asked.key)  # noqa: E731
+        rest = sorted(rest, key=lambda n: (lot(n), n))
+        first = e[rest[: max(2, part(base, len(rest)))]]
+        chosen = dict.fromkeys(best, 0.0)
+        if not rest:
+            return chosen
+        sure = sum(e) - sum(e[rest])
+        spread = first.std(ddof=1) if len(first) > 1 else 0.0
+        error = quantile * len(rest) * spread / (epsilon * (sure + len(rest) * first.mean()))
+        budget = min(max(math.ceil(error**2), len(first)), len(rest))
+        return chosen | dict.fromkeys(rest[:budget], math.log(len(rest) / budget))
+
+    return choose
+
+
 def by_coin(numbers, chances, row):
     """One of two neighbours."""
     return [numbers[i] if chances[i] < 0.5 else numbers[i + 1] for i in range(0, len(numbers), 2)]
@@ -338,22 +506,22 @@ def attention(
     held = [[None] * kv_heads for _ in range(tokens)]
     for kv in range(kv_heads):
         key = None if keys is None else keys[kv]
-        asked = q[:, kv * group : (kv + 1) * group]
-        row = Row(tokens, prompt, key, asked, k[:, kv], v[:, kv], start)
+        heads_of = range(kv * group, (kv + 1) * group)
+        its_slopes = None if slopes is None else [slopes[n] for n in heads_of]
+        row = Row(tokens, prompt, key, q[:, heads_of], k[:, kv], v[:, kv], start, its_slopes)
         for t, (view, after, *gaps) in enumerate(rule(row)):
             held[t][kv] = after
-            numbers = [number for number, *_ in view]
-            weights = np.array([weight for _, weight, *_ in view])
-            values = np.array([share[0] if share else 1.0 for _, _, *share in view])[:, None]
-            values = values * v[numbers, kv]
-            place = np.array(gaps[0]) if gaps else np.arange(len(view))
-            place = place if by_rank else np.array(numbers) + start
-            turned = k[numbers, kv]
-            if theta is not None:
-                turned = rotate(turned, place, theta)
-            for n in range(kv * group, (kv + 1) * group):
-                query = q[t, n]
+            apart = isinstance(view[0], list)
+            for n, seen in zip(heads_of, view if apart else [view] * group, strict=True):
+                numbers = [number for number, *_ in seen]
+                weights = np.array([weight for _, weight, *_ in seen])
+                values = np.array([share[0] if share else 1.0 for _, _, *share in seen])[:, None]
+                values = values * v[numbers, kv]
+                place = np.array(gaps[0]) if gaps else np.arange(len(seen))
+                place = place if by_rank else np.array(numbers) + start
+                turned, query = k[numbers, kv], q[t, n]
                 if theta is not None:
+                    turned = rotate(turned, place, theta)
                     query = rotate(query[None], place[-1:], theta)[0]
                 logits = turned @ query * scale
                 if softcap is not None:

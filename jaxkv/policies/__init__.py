@@ -4,12 +4,18 @@ from jaxkv.policies.balance import Balance
 from jaxkv.policies.balance_stream import BalanceStream
 from jaxkv.policies.full import Full
 from jaxkv.policies.h2o import H2O
+from jaxkv.policies.magicpig import MagicPIG
+from jaxkv.policies.oracle import Oracle
 from jaxkv.policies.pyramidkv import PyramidKV
+from jaxkv.policies.quest import Quest
 from jaxkv.policies.reservoir import Reservoir
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.stratified import Stratified
 from jaxkv.policies.streaming import Streaming
+from jaxkv.policies.topk import TopK
+from jaxkv.policies.topp import TopP
 from jaxkv.policies.uniform import Uniform
+from jaxkv.policies.vattention import VAttention
 from jaxkv.policies.window import Window
 
 POLICIES = {
@@ -24,6 +30,12 @@ POLICIES = {
     "uniform": Uniform,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
+    "magicpig": MagicPIG,
+    "topk": TopK,
+    "topp": TopP,
+    "oracle": Oracle,
+    "quest": Quest,
+    "vattention": VAttention,
 }
 
 __all__ = [
@@ -32,11 +44,17 @@ __all__ = [
     "Balance",
     "BalanceStream",
     "Full",
+    "MagicPIG",
+    "Oracle",
     "PyramidKV",
+    "Quest",
     "Reservoir",
     "SnapKV",
     "Stratified",
     "Streaming",
+    "TopK",
+    "TopP",
     "Uniform",
+    "VAttention",
     "Window",
 ]

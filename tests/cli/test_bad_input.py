@@ -52,6 +52,17 @@ FLAGS = {
         "--policy snapkv:capacity=8", "must be more than window", "got 8 and 32",
         "try capacity=1024",
     ),
+    "no bits": ("--policy magicpig:K=0", "K must be from 1 to 16", "got 0", "try K=10"),
+    "bits beyond a code": ("--policy magicpig:K=17", "from 1 to 16", "got 17", "try K=10"),
+    "a single table": ("--policy magicpig:L=1", "L must be from 2", "got 1", "try L=150"),
+    "no budget": ("--policy magicpig:budget=0", "from 1 to 65535", "got 0", "try budget=4096"),
+    "dense layers that do not exist": (
+        "--policy 0=full;16=full;*=magicpig:K=4", "layer 16 does not exist", "layers 0 to 1",
+    ),
+    "tables beyond memory": (
+        "--policy magicpig:start=1000000000", "1 row(s)", "iB", "is free",
+    ),
+    "no share": ("--policy topk:share=0", "share must be above 0", "got 0.0", "try share=0.1"),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
     "more than slots can be": (
         "--policy balance --max-new-tokens 900000000000", "a cache that grows holds at most",
@@ -263,14 +274,14 @@ def test_lengths(run, model, text):
     refused(read("--policy", "full:max=100"), "at most 100 tokens", "are needed", "max")
 
 
-@pytest.mark.parametrize("policy", ["balance:rounds=2", "snapkv", "0=full;*=uniform"])
+@pytest.mark.parametrize("policy", ["balance:rounds=2", "topk", "0=full;*=uniform"])
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
-def test_a_policy_that_thins_prompts_has_no_text_to_score(run, model, text, command, policy):
+def test_a_policy_that_seals_prompts_has_no_text_to_score(run, model, text, command, policy):
     """Nor is it warned of first, beyond the trained length, nor another policy run in vain."""
     text.write_text("It was a bright cold day in April. " * 60, encoding="utf-8")
     first = ("--policy", "window") if command == "compare" else ()
     ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
-    refused(ran, "thins a prompt", "has none", "`jaxkv generate` or `chat`", "stream=")
+    refused(ran, "waits for a prompt", "has none", "`jaxkv generate` or `chat`", "stream=")
 
 
 def test_policies(run):

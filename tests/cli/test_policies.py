@@ -33,7 +33,7 @@ def test_one_is_told_in_words(run, told):
 def test_what_the_readme_offers_can_be_copied():
     text = (ROOT / "README.md").read_text("utf-8")
     names = "|".join(POLICIES)
-    offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+", text))
+    offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
     assert {one.partition(":")[0] for one in offered} >= {"reservoir", "stratified", "balance"}
     for one in offered:
         policy(one)

@@ -79,7 +79,7 @@ def test_a_prompt_that_one_layer_thins_is_not_said_to_be_whole(tiny, recwarn):
     assert held == [52, 2] and not recwarn
     stream = Stream(tiny, "pyramidkv:capacity=64,window=8")
     stream.read([[3] * 10])
-    with pytest.warns(UserWarning, match="thins prompts of 11 tokens or more, and one has 10"):
+    with pytest.warns(UserWarning, match="wants prompts of 11 tokens or more, and one has 10"):
         stream.seal()
 
 

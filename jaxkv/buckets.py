@@ -1,0 +1,216 @@
+"""Hash tables that a compiled step can read: keys by their codes, in blocks of one size.
+
+In each of L tables the keys of one code lie side by side, filled up to whole blocks of W entries. A
+query asks for the blocks of its code in every table and counts how often it meets each key: work
+goes with what is met, not with what is held. An entry is the key's place plus one; 0 is no key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
+
+MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
+_WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
+_AT_ONCE = 128  # blocks
+_WORD = 32
+
+
+class Tables(NamedTuple):
+    """entries: E blocks a table. first: where the blocks of a code begin, C = 2^bits + 1."""
+
+    entries: Integer[Array, "B K L E W"]
+    first: Int32[Array, "B K L C"]
+
+
+AXES = Tables(("B", "K", "L", "E", "W"), ("B", "K", "L", "C"))
+
+
+def init(rows: int, kv_heads: int) -> Tables:
+    """No tables yet."""
+    return Tables(
+        jnp.zeros((rows, kv_heads, 0, 0, 0), jnp.int32),
+        jnp.zeros((rows, kv_heads, 0, 0), jnp.int32),
+    )
+
+
+def width(keys: int, bits: int) -> int:
+    """W: a quarter of what a bucket holds on average, so that filling up costs about an eighth."""
+    mean = max(1, keys >> bits)
+    return max(1, min(_WIDEST, 1 << max(0, mean.bit_length() - 3)))
+
+
+def blocks(keys: int, bits: int) -> int:
+    """E: enough blocks for so many keys however their codes fall."""
+    wide = width(keys, bits)
+    return (keys + min(keys, 1 << bits) * (wide - 1)) // wide
+
+
+def entry_type(keys: int) -> np.dtype:
+    return np.dtype(np.uint16 if keys < 2**16 else np.int32)
+
+
+def nbytes(keys: int, bits: int, tables: int) -> int:
+    """Of the tables of one row and kv head."""
+    table = blocks(keys, bits) * width(keys, bits) * entry_type(keys).itemsize
+    return tables * (table + 4 * ((1 << bits) + 1))
+
+
+def build(codes: Int32[Array, "L S"], there: Bool[Array, " S"], bits: int) -> Tables:
+    """Tables of one row and kv head over the keys that are there."""
+    tables, keys = codes.shape
+    wide, most = width(keys, bits), blocks(keys, bits)
+    codes = jnp.where(there[None], codes, np.int32(1 << bits))
+    ordered, keys_in_order = _sort(codes, bits)
+    edge = jnp.arange((1 << bits) + 1, dtype=jnp.int32)
+    begin = jax.vmap(lambda row: jnp.searchsorted(row, edge).astype(jnp.int32))(ordered)
+    filled = -(-jnp.diff(begin, axis=1) // np.int32(wide))
+    first = jnp.pad(jnp.cumsum(filled, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+    def fill(ordered: Array, keys_in_order: Array, begin: Array, first: Array) -> Array:
+        rank = jnp.arange(keys, dtype=jnp.int32) - begin[ordered]
+        place = jnp.where(ordered < 1 << bits, first[ordered] * wide + rank, most * wide)
+        empty = jnp.zeros(most * wide, entry_type(keys))
+        entry = (keys_in_order + 1).astype(empty.dtype)
+        return empty.at[place].set(entry, mode="drop")
+
+    def one(args: tuple) -> Array:
+        return fill(*args)
+
+    entries = jax.lax.map(one, (ordered, keys_in_order, begin, first))
+    return Tables(entries.reshape(tables, most, wide), first)
+
+
+def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
+    """Codes in order, and the keys that have them, lower places first."""
+    keys = codes.shape[1]
+    place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), codes.shape)
+    shift = (keys - 1).bit_length()
+    if shift + bits + 1 > 32:
+        return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
+    # One word sorts five times as fast as a code with a place beside it.
+    word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
+    word = jnp.sort(word, axis=1)
+    held = word & np.uint32((1 << shift) - 1)
+    return (word >> np.uint32(shift)).astype(jnp.int32), held.astype(jnp.int32)
+
+
+def tally(
+    tables: Tables, of: Int32[Array, ""], code: Int32[Array, " L"], size: int
+) -> Integer[Array, " S"]:
+    """How many tables hold each entry in the bucket of `code`; 0 of entry 0, which is no key.
+
+    of: which row and kv head, counted through. size: of the tally, more than there are keys.
+    """
+    count, most, wide = tables.entries.shape[2:]
+    # Gathers from the whole: taking a row and head out first would copy its tables.
+    entries = tables.entries.reshape(-1, wide)
+    first = tables.first.reshape(-1)
+    table = of * count + jnp.arange(count, dtype=jnp.int32)
+    bucket = table * tables.first.shape[3] + code
+    begin, end = (first.at[bucket + i].get(mode="promise_in_bounds") for i in (0, 1))
+    upto = jnp.cumsum(end - begin)
+    # The j-th block of all buckets is block j + base of its table.
+    base = table * most + begin - (upto - (end - begin))
+    total = upto[-1]
+
+    def some(i: Array, met: Array) -> Array:
+        j = i * _AT_ONCE + jnp.arange(_AT_ONCE, dtype=jnp.int32)
+        mine = jnp.sum(upto[None] <= j[:, None], axis=1, dtype=jnp.int32)
+        mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
+        block = jnp.where(j < total, j + mine, 0)
+        entry = entries.at[block].get(mode="promise_in_bounds").astype(jnp.int32)
+        entry = jnp.where((j < total)[:, None], entry, 0)
+        return met.at[entry].add(np.ones((), met.dtype), mode="promise_in_bounds")
+
+    met = jnp.zeros(size, tally_type(count))
+    met = jax.lax.fori_loop(0, -(-total // _AT_ONCE), some, met)
+    return met.at[0].set(0)
+
+
+def tally_type(tables: int) -> np.dtype:
+    return np.dtype(np.uint8 if tables < 2**8 else np.uint16)
+
+
+class Drawn(NamedTuple):
+    """rows: places of a sample, the first `count` of them. total: how many there were to draw."""
+
+    rows: Int32[Array, "... M"]
+    count: Int32[Array, "..."]
+    total: Int32[Array, "..."]
+
+
+def select(met: Bool[Array, " S"], most: int, draw: Float32[Array, ""]) -> Drawn:
+    """Places that are met: all where they are `most` at the most, else a systematic sample of them.
+
+    draw: from 0 to less than 1. Where there are `total` > `most`, each is drawn with the chance
+    most / total, at equal distances from one random beginning.
+    """
+    words = _words(met)
+    ones = jax.lax.population_count(words).astype(jnp.int32)
+    upto = _running_sum(ones)
+    total, slot = upto[-1], jnp.arange(most, dtype=jnp.int32)
+
+    def few() -> tuple[Array, Array]:
+        # How many words end by each slot: they are counted where they do.
+        ends = jnp.zeros(most + 1, jnp.int32).at[jnp.minimum(upto, most)].add(1)
+        return _running_sum(ends[:most]), slot
+
+    def many() -> tuple[Array, Array]:
+        rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
+        return jnp.searchsorted(upto, rank, side="right").astype(jnp.int32), rank
+
+    word, rank = jax.lax.cond(total > most, many, few)
+    word = jnp.minimum(word, words.shape[0] - 1)
+    at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
+    rows = word * _WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
+    count = jnp.minimum(total, most)
+    return Drawn(jnp.where(slot < count, rows, 0), count, total)
+
+
+def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:
+    """floor((slot x total + begin) / most), begin from 0 to total - 1, in 32 bits."""
+    total, size = total.astype(jnp.uint32), np.uint32(most)
+    begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
+    rank = slot * (total // size) + begin // size
+    return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)
+
+
+def _words(met: Bool[Array, " S"]) -> UInt32[Array, " W"]:
+    """Thirty-two places to a word, the first in its lowest bit."""
+    bytes_ = jnp.pad(met.astype(jnp.uint8), (0, -met.shape[0] % _WORD)).reshape(-1, 4)
+    # Of four bytes that are 0 or 1 the product gathers the bits in its highest four.
+    four = jax.lax.bitcast_convert_type(bytes_, jnp.uint32) * np.uint32(0x10204080)
+    place = np.arange(0, _WORD, 4, dtype=np.uint32)[None]
+    nibbles = (four >> np.uint32(28)).reshape(-1, _WORD // 4) << place
+    return jnp.sum(nibbles, axis=1, dtype=jnp.uint32)
+
+
+def _running_sum(ones: Int32[Array, " S"]) -> Int32[Array, " S"]:
+    """The sum up to each, itself included, by two products: XLA:CPU has no fast running sum."""
+    size = ones.shape[0]
+    wide = max(1, int(np.sqrt(size)))
+    table = jnp.pad(ones, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST  # whole numbers below 2^24
+    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
+    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
+    before = jnp.dot(before, within[:, -1:], precision=exact)
+    return (within + before).reshape(-1)[:size].astype(jnp.int32)
+
+
+def _nth_bit(word: UInt32[Array, " M"], n: Int32[Array, " M"]) -> Int32[Array, " M"]:
+    """Where the n-th one of a word stands, from 0."""
+    place = jnp.zeros_like(n)
+    for half in (16, 8, 4, 2, 1):
+        low = word & np.uint32((1 << half) - 1)
+        ones = jax.lax.population_count(low).astype(jnp.int32)
+        higher = n >= ones
+        n = jnp.where(higher, n - ones, n)
+        word = jnp.where(higher, word >> np.uint32(half), low)
+        place = place + jnp.where(higher, np.int32(half), 0)
+    return place

@@ -1,0 +1,206 @@
+"""MagicPIG (Chen et al. 2024): of a long prompt, the keys that fall into a query's hash buckets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import buckets, exact, hashed, slots
+from jaxkv.attention import merge, slot_attention
+from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.hashed import Hashed, Indexing
+from jaxkv.lsh import Hashing
+from jaxkv.pieces import in_pieces
+from jaxkv.typing import Array, Float, Int32, UInt32
+from pallas_kernels.sampled_attention import How, sampled_attention
+
+_PIECE = 256  # queries whose newest tokens are met together
+
+
+@dataclass(frozen=True)
+class MagicPIG:
+    """Attend to a prompt exactly; behind it, to its first `sinks` tokens and the newest `window`
+    exactly, and of those between to the keys that have a query's code in at least `min_tables` of
+    `L` tables of `K` bits, weighted by one over the chance of that. Every token is kept.
+
+    Each query head samples for itself, from tables that it shares with its kv head. center: keys
+    are hashed less their mean, without which few are found. budget: keys of a query head at the
+    most; of more than that as many are drawn, and count for the others. u_floor: added to the
+    chance, 1e-4 in the published code, which keeps rare keys from counting for much, and 0 in the
+    paper, which leaves the estimate unbiased. hash_generated: what follows the prompt is sampled
+    too, once it has left the window; if not, all of it stays exact, as published. zone: so many
+    tokens wait behind the tables until new ones are made of all, later up to 8,192. start: slots
+    before the prompt comes, doubled as they fill.
+
+    A question read behind `seal` meets a sample as well: read it with the prompt to have it exact.
+    """
+
+    K: int = 10
+    L: int = 150
+    sinks: int = 4
+    window: int = 64
+    center: bool = True
+    min_tables: int = 2
+    budget: int = 4096
+    u_floor: float = 0.0
+    hash_generated: bool = True
+    zone: int = 1024
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; behind a prompt, a sample of its keys by hash tables"
+    source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
+    formula: ClassVar[str] = (
+        "start * (2 * K * H * itemsize + 4) + 8 + 8 * K + 4 * K * H, doubling, until the prompt is"
+        " sealed; then 2 or 4 bytes more for each of L tables, token and kv head, and all that is"
+        " generated"
+    )
+    axes: ClassVar[Hashed] = hashed.AXES
+    shared: ClassVar[tuple[str, ...]] = hashed.SHARED
+    reach: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        _ = self._how
+        slots.check(self.sinks, self.window, "absolute")
+        if not 1 <= self.budget <= buckets.MOST:
+            raise UserError(
+                f"budget must be from 1 to {buckets.MOST}, got {self.budget}; try budget=4096"
+            )
+        for name, value, usual in (("start", self.start, 512), ("zone", self.zone, 1024)):
+            if not 1 <= value <= hashed.MOST:
+                raise UserError(
+                    f"{name} must be from 1 to {hashed.MOST}, got {value}; try {name}={usual}"
+                )
+
+    @property
+    def _how(self) -> Hashing:
+        return Hashing(self.K, self.L, self.min_tables, self.u_floor)
+
+    @property
+    def _by(self) -> Indexing:
+        return Indexing(
+            self._how, self.sinks, self.window, self.center, self.hash_generated, self.zone
+        )
+
+    @property
+    def least(self) -> int:
+        return self.sinks + self.window + 1
+
+    def init(self, spec: Spec, rows: int, key: jax.Array) -> Hashed:
+        return hashed.init(spec, rows, key, self.start)
+
+    def reserve(self, spec: Spec, state: Hashed, tokens: int) -> Hashed:
+        return hashed.reserve(spec, state, tokens, self._by)
+
+    def seal(self, spec: Spec, state: Hashed) -> Hashed:
+        return hashed.seal(state, self._by)
+
+    def kept(self, spec: Spec, state: Hashed) -> Kept:
+        return hashed.kept(state)
+
+    def attend(self, spec: Spec, state: Hashed, chunk: Chunk) -> Partial:
+        return self.take(spec, state, chunk)[0]
+
+    def extend(self, spec: Spec, state: Hashed, chunk: Chunk) -> Hashed:
+        return hashed.extend(spec, state, chunk, self._by)
+
+    def decode(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
+        if hashed.is_sealed(state):
+            return self._take(spec, state, chunk)
+        partial, held = exact.decode(spec, state.exact, chunk)
+        return partial, state._replace(exact=held)
+
+    def take(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
+        if hashed.is_sealed(state):
+            return in_pieces(partial(self._take, spec), state, chunk, _PIECE)
+        return exact.attend(spec, state.exact, chunk), self.extend(spec, state, chunk)
+
+    def _take(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
+        """A sealed state: the chunk is absorbed first, then each token sees what is before it."""
+        numbers = slots.number(state.exact, chunk.valid)
+        state = self.extend(spec, state, chunk)
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        partial = self.ask(spec, state, q, numbers, chunk.positions)
+        return exact.refuse(partial, state.exact), state
+
+    def ask(
+        self, spec: Spec, state: Hashed, q: Float[Array, "B T N H"], numbers: Int32[Array, "B T"],
+        positions: UInt32[Array, "B T"],
+    ) -> Partial:  # fmt: skip
+        """What queries see of a sealed state: q turned, and of which tokens, -1 of none."""
+        near = self._near(spec, state, q, numbers, positions)
+        each = q, numbers, positions
+        if numbers.shape[1] == 1:
+            far = self.sample(spec, state, *(leaf[:, 0] for leaf in each))
+            far = Partial(*(leaf[:, None] for leaf in far))
+        else:
+            each = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in each)
+            far = jax.lax.map(lambda one: self.sample(spec, state, *one), each)
+            far = Partial(*(jnp.moveaxis(leaf, 0, 1) for leaf in far))
+        return merge(near, far)
+
+    def _near(
+        self, spec: Spec, state: Hashed, q: Array, numbers: Array, positions: Array
+    ) -> Partial:
+        """The first tokens and the newest, as each query finds them."""
+        held, tokens = state.exact, numbers.shape[1]
+        size = held.positions.shape[1]
+        if self.hash_generated:
+            oldest = jnp.min(jnp.where(numbers < 0, np.int32(size), numbers), axis=1)
+            width, begin = min(size, self.window + tokens - 1), oldest + 1 - self.window
+            newest = numbers - self.window + 1
+        else:
+            width, begin = min(size, state.zone.shape[3]), self.sinks + state.indexed
+            newest = jnp.broadcast_to(begin[:, None], numbers.shape)
+        begin = jnp.clip(begin, 0, size - width)
+
+        def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
+            seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= numbers[:, :, None])
+            bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+            penalty = spec.encoding.bias(positions, keys, k.shape[1])
+            bias = bias if penalty is None else bias + penalty
+            return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
+
+        tail = (_cut(leaf, begin, width) for leaf in held[:3])
+        slot = begin[:, None] + jnp.arange(width)[None]
+        parts = [part(*tail, slot, jnp.maximum(newest, self.sinks))]
+        if self.sinks:
+            first = held.k[:, :, : self.sinks], held.v[:, :, : self.sinks]
+            slot, keys = jnp.arange(self.sinks)[None], held.positions[:, : self.sinks]
+            parts.append(part(*first, keys, slot, jnp.zeros_like(newest)))
+        return merge(*parts)
+
+    def sample(
+        self, spec: Spec, state: Hashed, q: Float[Array, "B N H"], numbers: Array, positions: Array
+    ) -> Partial:
+        """A sample of what lies between, for one token a row: out [B,N,H], lse [B,N]."""
+        found = hashed.find(state, self._by, self.budget, q, numbers, positions)
+        count = jnp.where(numbers[:, None] < 0, 0, found.count)  # padding
+        held, angles = state.exact, hashed.angles(state, q)
+        how, weight = How(spec.scale, spec.softcap, self._how), angles
+        penalty = spec.encoding.bias(positions[:, None], held.positions, held.k.shape[1])
+        if penalty is not None:
+            how = how._replace(weigh=None)
+            weight = hashed.log_weights(state, q, angles, self._how)
+            weight = weight + penalty.reshape(weight.shape)
+            weight = jnp.take_along_axis(weight, found.rows, axis=2)
+        part = sampled_attention(q, held.k, held.v, found.rows, count, weight, how=how)
+        # Of more than the budget each stands for others.
+        share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
+        return Partial(part.out, part.lse + jnp.log(jnp.maximum(share, 1)))
+
+
+def _cut(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:
+    """[B,...,S,H] or [B,S] of each row from its own beginning on."""
+    axis = 0 if leaf.ndim == 2 else 1
+
+    def one(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, at, width, axis)
+
+    return one(leaf[0], begin[0])[None] if leaf.shape[0] == 1 else jax.vmap(one)(leaf, begin)

@@ -1,0 +1,259 @@
+"""Yardsticks that choose among all keys: theorems, published figures, impossible settings."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import met
+from jaxkv import sample as drawn
+from jaxkv.contract import Spec
+from jaxkv.driver import step
+from jaxkv.errors import UserError
+from jaxkv.policies import Full, Oracle, Quest, TopK, TopP, VAttention
+from jaxkv.stack import policy, spell
+from tests.laws.cases import ROTARY, SCALE
+from tests.seldom import seldom
+
+NAMES = ("topk", "topp", "oracle", "quest", "vattention")
+
+
+def asked(logits, times=1, *, seed=0, ends=0):
+    """The same logits for `times` queries that stand one behind another; of the keys the last
+    `ends` are seen exactly."""
+    logits = jnp.asarray(logits, jnp.float32)
+    shape = (1, 1, 1, times, logits.size)
+    between = jnp.arange(logits.size) < logits.size - ends
+    between = jnp.broadcast_to(between, shape)
+    return met.Asked(
+        jnp.broadcast_to(logits, shape), ~between, between,
+        jnp.zeros((1, times, 1, 4)), jnp.zeros((1, 1, logits.size, 4)),
+        jnp.arange(times, dtype=jnp.uint32)[None], jnp.arange(logits.size, dtype=jnp.uint32)[None],
+        drawn.keys(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
+    )  # fmt: skip
+
+
+def softmax(logits):
+    e = np.exp(np.asarray(logits, np.float64))
+    return e / e.sum()
+
+
+def draws(share, logits, times):
+    """How often each key is drawn by each query, [times,S], and how many draws a query has."""
+    counts, budget = jax.jit(Oracle(share).draw)(asked(logits, times))
+    return np.asarray(counts)[0, 0, 0], int(budget[0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("budget", [4, 16, 64])
+def test_theorem_3_2_the_variance_of_oracle_sampling(rng, budget):
+    """tr Cov = (E|v|^2 - |o|^2) / B, and the mean is the attention."""
+    logits, values, times = rng.normal(size=128), rng.normal(size=(128, 8)) + 1, 4000
+    w = softmax(logits)
+    counts, made = draws(budget / 128, logits, times)
+    assert made == budget and (counts.sum(axis=1) == budget).all() and (counts >= 0).all()
+    outs = counts @ values / budget
+    exact = w @ values
+    trace = (w @ (values**2).sum(axis=1) - (exact**2).sum()) / budget
+    assert abs(outs.var(axis=0).sum() / trace - 1) < 0.04
+    assert (np.abs(outs.mean(axis=0) - exact) < 4 * outs.std(axis=0) / times**0.5).all()
+
+
+def test_theorem_3_3_the_number_of_keys_drawn(rng):
+    """E|S| = sum(1 - (1-w)^B) <= 1 + B eps - eps^B <= 1 + B eps."""
+    for case in range(60):
+        logits = rng.normal(size=40) * rng.uniform(0, 6)
+        budget = int(rng.integers(1, 40))
+        w = softmax(logits)
+        expected, eps = (1 - (1 - w) ** budget).sum(), 1 - w.max()
+        assert expected <= 1 + budget * eps - eps**budget + 1e-12 <= 1 + budget * eps + 2e-12
+        if case % 6 == 0:
+            counts, made = draws(budget / 40, logits, 3000)
+            unique = (counts > 0).sum(axis=1)
+            assert made == budget
+            assert abs(unique.mean() - expected) <= 4 * unique.std() / 3000**0.5 + 1e-9
+
+
+def test_equation_5_is_the_plain_mean(rng):
+    """What the bias gives between is the mean of the drawn values, weighing what is there."""
+    logits, values, ends = rng.normal(size=50) * 2, rng.normal(size=(50, 4)), 5
+    queries = asked(logits, 20, ends=ends)
+    counts, _ = (np.asarray(a) for a in Oracle(0.3).draw(queries))
+    bias = np.asarray(Oracle(0.3).choose(queries), np.float64)[0, 0, 0]
+    lse = np.log(np.exp(logits[:-ends]).sum())
+    for times, weight in zip(counts[0, 0, 0], bias, strict=True):
+        e = np.exp(logits + weight)
+        plain = np.repeat(values, times, axis=0).mean(axis=0)
+        np.testing.assert_allclose(e @ values / e.sum(), plain, atol=2e-6)
+        assert abs(np.log(e.sum()) - lse) < 2e-6
+
+
+def chosen_by(rule, logits, **how):
+    return np.flatnonzero(np.asarray(rule.choose(asked(logits, **how)))[0, 0, 0, 0] == 0).tolist()
+
+
+def test_topk_takes_the_older_of_equals():
+    assert chosen_by(TopK(0.5), [1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 9.0], ends=1) == [1, 3, 5]
+    assert chosen_by(TopK(0.6), [0.0] * 5) == [0, 1, 2]
+
+
+def test_shares_are_rounded_up_as_they_are_written():
+    """A tenth of thirty is three, whatever 0.1 is in binary."""
+    count = np.arange(1000)
+    among = jnp.asarray(np.arange(1000) < count[:, None])
+    for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
+        np.testing.assert_array_equal(met.part(share, among)[:, 0], -(-count // parts))
+
+
+@pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
+def test_topp_holds_its_mass_and_no_key_more(rng, mass):
+    choose = jax.jit(TopP(mass).choose)
+    for spread in (0, 1, 4):
+        logits = rng.normal(size=300) * spread
+        w = softmax(logits)
+        chosen = w[np.asarray(choose(asked(logits)))[0, 0, 0, 0] == 0]
+        assert chosen.sum() >= mass - 1e-6 and chosen.sum() - chosen.min() < mass + 1e-6
+        assert spread == 0 or chosen.min() >= np.sort(w)[-chosen.size]
+
+
+def test_quest_bounds_every_logit_of_a_page(rng):
+    q, k = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(2, 2, 37, 8))
+    products = np.einsum("btkgh,bksh->bkgts", q.reshape(2, 3, 2, 2, 8), k)
+    between = np.broadcast_to((np.arange(37) >= 3) & (np.arange(37) < 34), (2, 1, 1, 3, 37))
+    a = asked(np.zeros(37))._replace(
+        logits=jnp.asarray(products, jnp.float32), between=jnp.asarray(between),
+        q=jnp.asarray(q, jnp.float32), k=jnp.asarray(k, jnp.float32),
+    )  # fmt: skip
+    bound, there = Quest(page=5).bound(a)
+    assert bound.shape == (2, 2, 2, 3, 8)
+    assert np.asarray(there)[0, 0, 0, 0].tolist() == [True] * 7 + [False]
+    largest = np.where(between, products, -np.inf)
+    for page in range(7):
+        best = largest[..., 5 * page : 5 * page + 5].max(axis=-1)
+        assert (best <= np.asarray(bound)[..., page] + 1e-5).all()
+    # In pages of one token the bound is the logit: then quest is top-k.
+    one, _ = Quest(page=1).bound(a)
+    np.testing.assert_allclose(one, np.where(between, products, 0), atol=1e-5)
+    same = [np.asarray(p.choose(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
+    np.testing.assert_array_equal(*same)
+
+
+def sums(rule, times):
+    """Of 4,096 lognormal weights (sigma 1.5): the sum as estimated over the true one, and how many
+    keys were met beside the largest."""
+    logits = np.random.default_rng(5).normal(size=4096) * 1.5
+    choose = jax.jit(rule.choose)
+    bias = np.concatenate(
+        [np.asarray(choose(asked(logits, 20, seed=n)), np.float64)[0, 0, 0] for n in range(times)]
+    )
+    return np.exp(logits + bias).sum(axis=1) / np.exp(logits).sum(), (bias > 0).sum(axis=1)
+
+
+@pytest.mark.slow
+def test_vattention_fails_as_often_as_it_says():
+    """With the two-sided quantile; budgets are as the squares of the quantiles, 1.645 and 1.960."""
+    two, one = (sums(VAttention(0.02, 0.02, 0.1, 0.05, sides), 20) for sides in ("two", "one"))
+    fails = [(np.abs(ratio - 1) > 0.1).mean() for ratio, _ in (two, one)]
+    assert fails[0] < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5 and fails[1] > max(0.065, fails[0])
+    assert abs(two[1].mean() / one[1].mean() / (1.95996 / 1.64485) ** 2 - 1) < 0.05
+    assert abs(two[0].mean() - 1) < 0.01
+
+
+def test_vattention_keeps_its_first_sample_and_takes_all_where_it_must():
+    logits = np.zeros(100)
+    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).choose(asked(logits)))[0, 0, 0, 0]
+    assert (weights == 0).sum() == 10  # of equals the first
+    np.testing.assert_allclose(weights[weights > 0], [np.log(90 / 18)] * 18, rtol=1e-6)
+    spiky = np.random.default_rng(0).normal(size=100) * 3
+    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).choose(asked(spiky)))
+    assert (strict == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype"),
+    [
+        (TopK(1.0, 1, 3, 4), "bfloat16"),
+        seldom(TopP(1.0, 1, 3, 4), "float32"),
+        seldom(Quest(1.0, 16, 1, 1, 3, 4), "float32"),
+        seldom(VAttention(1.0, 1.0, 0.1, 0.1, "two", 1, 3, 4), "float32"),
+        seldom(VAttention(0.0, 1.0, 0.1, 0.1, "two", 1, 3, 4), "float32"),
+    ],
+)
+def test_what_takes_all_is_full_attention(chosen, dtype):
+    """In a chunk longer than a piece of queries, with rows of different lengths."""
+    spec, outs = Spec(2, 8, SCALE, ROTARY, dtype=dtype), []
+    for each in (Full(start=4), chosen):
+        random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
+        state = each.init(spec, 2, jax.random.key(0))
+        for size in (9, 21):
+            q, k, v = (
+                jnp.asarray(random.normal(size=(2, size, n, 8)), jnp.float32) for n in (4, 2, 2)
+            )
+            valid = np.ones((2, size), bool)
+            valid[1, : size // 2] = False
+            positions = (seen + np.cumsum(valid, axis=1) - 1).astype(np.uint32)
+            seen = seen + valid.sum(axis=1, keepdims=True)
+            state = each.reserve(spec, state, size if hasattr(each, "seal") else 30)
+            run = jax.jit(functools.partial(step, each, spec))
+            out, state = run(state, q, k, v, jnp.asarray(positions), jnp.asarray(valid))
+            state = each.seal(spec, state) if hasattr(each, "seal") else state
+        outs.append(np.asarray(out))
+    np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
+
+
+def test_room_is_counted_from_where_the_prompt_ended():
+    spec, chosen = Spec(2, 8, SCALE, ROTARY), TopK(start=4)
+    state = chosen.reserve(spec, chosen.init(spec, 2, jax.random.key(0)), 12)
+    assert state.exact.positions.shape[1] == 16
+    sealed = chosen.seal(spec, state)
+    for tokens, slots in ((1, 32), (16, 32), (17, 64)):
+        grow = functools.partial(chosen.reserve, spec, tokens=tokens)
+        assert jax.eval_shape(grow, sealed).exact.positions.shape[1] == slots
+        sealed = grow(sealed)
+    assert sealed.exact.positions.shape[1] == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("topk:share=0", "share must be above 0 and at most 1, got 0.0; try share=0.1"),
+        ("topk:share=1.01", "share must be above 0 and at most 1, got 1.01"),
+        ("topk:share=nan", "share must be above 0 and at most 1, got nan"),
+        ("topk:share=-inf", "share must be above 0 and at most 1, got -inf"),
+        ("topk:share=few", "topk: share must be a number, got 'few'"),
+        ("topk:window=0", "window and start at least 1.* got 4, 0 and 512"),
+        ("topk:sinks=-1", "sinks must be 0 or more.* got -1, 64 and 512"),
+        ("topk:start=0", "got 4, 64 and 0"),
+        ("topk:mass=0.5", "topk has no field 'mass'"),
+        ("topp:mass=0", "mass must be above 0 and at most 1, got 0.0; try mass=0.9"),
+        ("topp:mass=1.5", "mass must be above 0 and at most 1, got 1.5"),
+        ("topp:mass=nan", "mass must be above 0 and at most 1, got nan"),
+        ("oracle:share=2", "share must be above 0 and at most 1, got 2.0"),
+        ("oracle:share=nan", "share must be above 0 and at most 1, got nan"),
+        ("quest:share=nan", "share must be above 0 and at most 1, got nan"),
+        ("quest:page=0", "page and fewest must be at least 1, got 0 and 3; try page=16,fewest=3"),
+        ("quest:fewest=0", "page and fewest must be at least 1, got 16 and 0"),
+        ("vattention:top=-0.1", "top must be from 0 to 1, got -0.1; try top=0.05"),
+        ("vattention:top=nan", "top must be from 0 to 1, got nan"),
+        ("vattention:base=0", "base must be above 0 and at most 1, got 0.0; try base=0.025"),
+        ("vattention:base=nan", "base must be above 0 and at most 1, got nan"),
+        ("vattention:epsilon=0", "epsilon must be between 0 and 1, got 0.0; try epsilon=0.05"),
+        ("vattention:epsilon=nan", "epsilon must be between 0 and 1, got nan"),
+        ("vattention:delta=1", "delta must be between 0 and 1, got 1.0; try delta=0.05"),
+        ("vattention:delta=nan", "delta must be between 0 and 1, got nan"),
+        ("vattention:sides=three", "sides must be two or one, got 'three'"),
+    ],
+)
+def test_settings_that_mean_nothing(text, told):
+    with pytest.raises(UserError, match=told):
+        policy(text)
+
+
+def test_strings_name_them():
+    assert policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
+    assert policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
+    for name in NAMES:
+        assert policy(spell(policy(name))) == policy(name)

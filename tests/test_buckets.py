@@ -1,0 +1,64 @@
+"""Tables, tallies and selection against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import buckets
+from jaxkv.buckets import Tables
+from tests.seldom import seldom
+
+SHAPES = [(3, 1, 1), (5, 100, 3), (4, 2000, 6), (300, 500, 4), seldom(3, 70000, 16)]
+build = jax.jit(buckets.build, static_argnums=2)
+tally = jax.jit(buckets.tally, static_argnums=3)
+select = jax.jit(buckets.select, static_argnums=1)
+
+
+@pytest.mark.parametrize(("tables", "keys", "bits"), SHAPES)
+@pytest.mark.parametrize("kind", ["even", "one bucket", "nothing"])
+def test_a_bucket_holds_the_keys_of_its_code(tables, keys, bits, kind):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 1 << bits, (2, tables, keys)).astype(np.int32)
+    there = rng.random((2, keys)) < 0.8
+    if kind == "one bucket":
+        codes[:] = 1
+    if kind == "nothing":
+        there[:] = False
+    made = [build(codes[head], there[head], bits) for head in (0, 1)]
+    both = Tables(*(jnp.stack(leaves)[None] for leaves in zip(*made, strict=True)))
+    assert sum(leaf.nbytes for leaf in both) == 2 * buckets.nbytes(keys, bits, tables)
+    asked = codes[0, :, 0]
+    for head in (0, 1):
+        met = tally(both, jnp.int32(head), asked, keys + 1)
+        wanted = ((codes[head] == asked[:, None]) & there[head]).sum(axis=0)
+        np.testing.assert_array_equal(np.asarray(met), [0, *wanted])
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 1), (31, 7), (100, 100), (5000, 60)])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_places_that_are_met_are_selected_in_order(size, most, share):
+    rng = np.random.default_rng(1)
+    met = rng.random(size) < share
+    found = select(met, most, jnp.float32(rng.random()))
+    places, count = np.asarray(found.rows), int(found.count)
+    assert int(found.total) == met.sum() and count == min(most, met.sum())
+    assert (np.diff(places[:count]) > 0).all() and met[places[:count]].all()
+    if met.sum() <= most:
+        np.testing.assert_array_equal(places[:count], np.flatnonzero(met))
+
+
+@pytest.mark.parametrize(("total", "most"), [(7, 3), (100, 64), (64, 63)])
+def test_of_more_than_fit_each_is_drawn_as_often(total, most):
+    """Exactly: over as many draws as there are places each is drawn `most` times."""
+    draws = (jnp.arange(total, dtype=jnp.float32) + 0.5) / total
+    every = jax.vmap(lambda draw: buckets.select(jnp.ones(total, bool), most, draw).rows)(draws)
+    np.testing.assert_array_equal(np.bincount(np.asarray(every).ravel()), np.full(total, most))
+
+
+def test_ranks_of_large_samples_do_not_overflow():
+    total, most = 2_000_003, buckets.MOST
+    found = select(jnp.ones(total, bool), most, jnp.float32(0.999999))
+    begin = min(int(np.float32(0.999999) * np.float32(total)), total - 1)
+    wanted = (np.arange(most, dtype=np.int64) * total + begin) // most
+    np.testing.assert_array_equal(np.asarray(found.rows), wanted)
