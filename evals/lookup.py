@@ -1,0 +1,185 @@
+"""What it costs MagicPIG to attend by its tables, beside the best dense form.
+
+One kv head with four query heads, d = 128, K = 10, L = 150, float32: keys of random direction in a
+subspace of 88 dimensions, which share what Table 8 measured, with an offset in common. All variants
+take turns in one process. What a token reads is counted beside the time: the rows of its sample,
+the blocks of the buckets, the tallies, the planes, the zone, the first and the newest tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from evals.record import Record, spread
+from evals.timing import bar, ratio, rounds, timed
+from jaxkv import buckets, hashed, lsh
+from jaxkv.contract import Chunk, Spec
+from jaxkv.hashed import Hashed
+from jaxkv.policies import MagicPIG
+from jaxkv.rotary import NoPosition
+
+GROUP, DIM, DIMS = 4, 128, 88
+POLICY = MagicPIG(K=10, L=150, sinks=4, window=64)
+FASTER = {131_072: 3.0, 32_768: 2.0}  # at least so many times
+READ = 0.12  # of the bytes of dense attention, at most
+SPEC = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m evals.lookup", description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
+    ask.add_argument("--rounds", type=int, default=31, help="of each time")
+    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    given = ask.parse_args()
+    sizes = [4096] if given.quick else given.tokens
+    record = Record("lookup", seeds=[0], quick=given.quick)
+    results: dict[str, Any] = {
+        "policy": {"K": POLICY.K, "L": POLICY.L, "budget": POLICY.budget}, "group": GROUP,
+        "head_dim": DIM, "sizes": {}, "bars": [],
+    }  # fmt: skip
+    for tokens in sizes:
+        found = results["sizes"][tokens] = measure(tokens, given.rounds)
+        if tokens in FASTER:
+            results["bars"] += [
+                bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
+                    found["times_faster"], ">=", FASTER[tokens]),
+                bar(f"bytes a token reads over dense, {tokens:,} tokens", found["share_read"],
+                    "<=", READ),
+            ]  # fmt: skip
+    for line in results["bars"]:
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
+    print("wrote", record.save(results).name)
+
+
+def measure(tokens: int, count: int) -> dict[str, Any]:
+    """Times and bytes of one size."""
+    prompt, q = draw(tokens)
+    state = POLICY.extend(SPEC, POLICY.reserve(SPEC, begin(), tokens), prompt)
+    seal = jax.jit(POLICY.seal, static_argnums=0)
+    state = seal(SPEC, state)
+    by_tables = lambda state, q: attend(state, q, tokens)  # noqa: E731
+    sampled, dense = jax.jit(by_tables), dense_forms(prompt)
+    wanted = np.asarray(dense["dense, keys as rows"](q))
+    for name, form in dense.items():
+        np.testing.assert_allclose(form(q), wanted, atol=1e-4, err_msg=name)
+    work: dict[str, Callable[[], object]] = {
+        "tables": lambda: jax.block_until_ready(sampled(state, q)),
+        **{name: lambda form=form: jax.block_until_ready(form(q)) for name, form in dense.items()},
+    }
+    seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
+    best = min(dense, key=lambda name: np.median(seconds[name]))
+    making = rounds(
+        {
+            "seal": timed(lambda: jax.block_until_ready(seal(SPEC, state))),
+            "again": timed(lambda: jax.block_until_ready(
+                POLICY.reserve(SPEC, state, POLICY.zone + 1)
+            )),
+        }, 3, "making tables",
+    )  # fmt: skip
+    found = hashed.find(state, POLICY._by, POLICY.budget, q, *where(tokens))
+    read = bytes_read(state, q, found)
+    whole = 2 * 4 * tokens * DIM
+    return {
+        "milliseconds": {name: spread(1e3 * np.array(took)) for name, took in seconds.items()},
+        "best_dense": best,
+        "times_faster": ratio(seconds[best], seconds["tables"]),
+        "error": float(np.linalg.norm(np.asarray(sampled(state, q))[0] - wanted)
+                       / np.linalg.norm(wanted)),
+        "share_met": float(np.mean(found.total)) / tokens,
+        "bytes_read": read,
+        "dense_bytes": whole,
+        "share_read": sum(read.values()) / whole,
+        "table_bytes": sum(leaf.nbytes for leaf in state.tables),
+        "cache_bytes": state.exact.k.nbytes + state.exact.v.nbytes,
+        "seconds_to_make_tables": spread(making["seal"]),
+        "seconds_to_make_them_anew": spread(making["again"]),
+    }  # fmt: skip
+
+
+def draw(tokens: int) -> tuple[Chunk, jax.Array]:
+    """A prompt of random keys, and a query of each head."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(DIM, DIMS)))[0].T
+    offset = 6 * rng.normal(size=DIM) / DIM**0.5
+    k = rng.normal(size=(1, tokens, 1, DIMS)) @ basis + offset
+    v = rng.normal(size=(1, tokens, 1, DIM)) + 1
+    q = rng.normal(size=(1, GROUP, DIMS)) @ basis
+    k, v, q = (jnp.asarray(a, jnp.float32) for a in (k, v, q))
+    none = jnp.zeros((1, tokens, GROUP, DIM), jnp.float32)
+    positions = jnp.arange(tokens, dtype=jnp.uint32)[None]
+    return Chunk(none, k, v, positions, jnp.ones((1, tokens), bool)), q
+
+
+def begin() -> Hashed:
+    return POLICY.init(SPEC, 1, jax.random.key(0))
+
+
+def where(tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The number and position of the token that asks."""
+    return jnp.full((1,), tokens, jnp.int32), jnp.full((1,), tokens, jnp.uint32)
+
+
+def attend(state: Hashed, q: jax.Array, tokens: int) -> jax.Array:
+    """What the policy does for a token, but for writing it into the cache."""
+    number, position = where(tokens)
+    return POLICY.ask(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
+
+
+def dense_forms(prompt: Chunk) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """Attention of q [1,G,H] to all keys, in the forms that a CPU may be fast at."""
+    k, v = prompt.k[0, :, 0], prompt.v[0, :, 0]
+    turned = jax.block_until_ready(jnp.array(k.T, copy=True))
+    high = jax.lax.Precision.HIGHEST
+    dot = lambda a, b: jnp.dot(a, b, precision=high)  # noqa: E731
+    scale = np.float32(SPEC.scale)
+
+    def blend(logits: jax.Array, v: jax.Array) -> jax.Array:
+        return dot(jax.nn.softmax(logits * scale, axis=-1), v)
+
+    forms = {
+        "dense, keys as rows": (k, lambda q, k, v: blend(dot(q, k.T), v)),
+        "dense, keys as columns": (turned, lambda q, k, v: blend(dot(q, k), v)),
+        "dense, keys first": (k, lambda q, k, v: blend(dot(k, q.T).T, v)),
+        "dense, values first": (k, lambda q, k, v: dot(
+            v.T, jax.nn.softmax(dot(k, q.T) * scale, axis=0)).T),
+        "dense, heads apart": (k, lambda q, k, v: jax.lax.map(
+            lambda one: blend(dot(one[None], k.T), v)[0], q)),
+    }  # fmt: skip
+    jitted = {name: (keys, jax.jit(form)) for name, (keys, form) in forms.items()}
+    return {
+        name: lambda q, keys=keys, form=form: form(q[0], keys, v)
+        for name, (keys, form) in jitted.items()
+    }
+
+
+def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, int]:
+    """Of a token: of all query heads together, but for the planes."""
+    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY._how)[0].T
+    first = np.asarray(state.tables.first)[0, 0]
+    met = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
+           for code in np.asarray(codes)]  # fmt: skip
+    entries = state.tables.entries
+    block = entries.shape[4] * entries.dtype.itemsize
+    slots = state.exact.positions.shape[1]
+    rows = int(np.sum(found.count))
+    waiting = int(state.exact.count[0] - state.indexed[0]) - POLICY.sinks
+    return {
+        "rows": rows * (2 * 4 * DIM + 4),  # and their norms
+        "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,
+        "tallies": GROUP * slots * 3,  # written, read, and the words of them
+        "planes": state.planes.nbytes,
+        "zone": GROUP * POLICY.L * waiting * state.zone.dtype.itemsize,
+        "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
+    }
+
+
+if __name__ == "__main__":
+    main()
