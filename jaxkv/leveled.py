@@ -88,7 +88,7 @@ def decode(
     after = _leave_one(of, spec, state, chunk)
     middle = after.middle[:, None]
     between = _between(of, middle)
-    chunk = drawn.behind(chunk, after.sample)
+    chunk = drawn.behind(chunk, after.sample.k, after.sample.v)
     seen, recent = slots.decode(spec, state.recent, chunk, of.sinks, of.by_rank, between=between)
     halves = _attend_halves(of, spec, after, chunk, chunk.valid, numbers, middle)
     return merge(seen, *halves), after._replace(recent=recent)

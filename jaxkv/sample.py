@@ -176,16 +176,17 @@ def oldest(recent: Slots, chunk: Chunk, sinks: int) -> Leaving:
     return Leaving(token, jnp.zeros_like(slot)[:, None], there[:, None])
 
 
-def behind(chunk: Chunk, sample: Sample) -> Chunk:
-    """The same chunk, which cannot be there before the sample is.
+def behind(chunk: Chunk, *read: Float[Array, "B ..."]) -> Chunk:
+    """The same chunk, which cannot be there before these are.
 
-    What leaves the ring must be read before its slot is written anew: XLA:CPU, which drops
-    barriers, copies the whole ring where nothing else says so. Here what is written is chosen by a
-    condition on the sample, which always holds; XLA does not see that it does.
+    What is read of a cache must be read before the chunk is written into it: XLA:CPU, which drops
+    barriers, copies the whole cache where nothing else says so. Here what is written is chosen by a
+    condition on what was read, which always holds; XLA does not see that it does.
     """
-    k, v = (
-        jax.lax.bitcast_convert_type(leaf[:, 0, 0, 0].astype(jnp.float32), jnp.uint32)
-        for leaf in (sample.k, sample.v)
-    )
-    there = (((k | v) >> np.uint32(31)) <= np.uint32(1))[:, None, None, None]
+    there = jnp.ones(chunk.valid.shape[0], bool)
+    for leaf in read:
+        first = leaf.reshape(leaf.shape[0], -1)[:, 0].astype(jnp.float32)
+        sign = jax.lax.bitcast_convert_type(first, jnp.uint32) >> np.uint32(31)
+        there &= sign <= np.uint32(1)
+    there = there[:, None, None, None]
     return chunk._replace(k=jnp.where(there, chunk.k, 0), v=jnp.where(there, chunk.v, 0))

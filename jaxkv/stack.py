@@ -115,7 +115,8 @@ def reach(chosen: Policy, tokens: int | None = None) -> int | float:
 
 
 def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
-    """Bytes of all layers of `batch` rows that hold `tokens` tokens; nothing is allocated.
+    """Bytes of all layers of `batch` rows that hold `tokens` tokens, of a prompt before or after
+    it is sealed, whichever are more; nothing is allocated.
 
     Raises UserError where a policy refuses that many tokens.
     """
@@ -128,7 +129,11 @@ def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> int:
         state = chosen.init(spec, batch, jax.random.key(0))
         return chosen.reserve(spec, state, tokens) if hasattr(chosen, "reserve") else state
 
-    return rows.nbytes(jax.eval_shape(build))
+    whole = jax.eval_shape(build)
+    if not hasattr(chosen, "seal"):
+        return rows.nbytes(whole)
+    sealed = jax.eval_shape(lambda state: chosen.seal(spec, state), whole)
+    return max(rows.nbytes(whole), rows.nbytes(sealed))
 
 
 def describe() -> list[dict[str, object]]:

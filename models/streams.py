@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 
@@ -145,7 +145,6 @@ class Stream:
         sealing = [policy for policy in self.policies if hasattr(policy, "seal")]
         if self.sealed or not sealing:
             return
-        self.sealed, self._sealed_at = True, self.lengths
         # Layers may differ in it: a prompt is kept whole where not one of them wants it.
         least = min(getattr(policy, "least", 0) for policy in sealing)
         if self.lengths.min() < least:
@@ -154,12 +153,12 @@ class Stream:
                 f"{self.lengths.min()}: it is kept whole",
                 stacklevel=2,
             )
-        seal = partial(seal_layer, spec=self.llm.spec, mesh=self.llm.mesh)
-        states = tuple(
-            seal(policy, state=state) if hasattr(policy, "seal") else state
-            for policy, state in zip(self.policies, self.decoding.states, strict=True)
-        )
-        self.decoding = self.decoding._replace(states=states)
+        how = {"spec": self.llm.spec, "mesh": self.llm.mesh}
+        self._remake({
+            layer: lambda state, policy=policy: seal_layer(policy, **how, state=state)
+            for layer, policy in enumerate(self.policies) if hasattr(policy, "seal")
+        })  # fmt: skip
+        self.sealed, self._sealed_at = True, self.lengths
 
     def write(
         self, sampling: Sampling, limit: int, eos: tuple[int, ...]
@@ -207,23 +206,38 @@ class Stream:
         grows = [layer for layer, policy in enumerate(self.policies) if hasattr(policy, "reserve")]
         if grows:
             since_seal = lengths - self._sealed_at  # which is what a sealed policy counts
-            states = list(self.decoding.states)
-            room = {
+            if not self.sealed:
+                self._check(int(lengths.max()), self.state_bytes)
+            self._remake({
                 layer: partial(
                     self.policies[layer].reserve, self.llm.spec,
                     tokens=int((since_seal if hasattr(self.policies[layer], "seal") else lengths)
                                .max()),
                 ) for layer in grows
-            }  # fmt: skip
-            if self.sealed:  # a part of the tokens is held
-                later = [jax.eval_shape(room[layer], states[layer]) for layer in grows]
-                self._ask_for(_nbytes(later), _nbytes([states[layer] for layer in grows]), "")
-            else:
-                self._check(int(lengths.max()), self.state_bytes)
-            for layer in grows:
-                states[layer] = room[layer](states[layer])
-            self.decoding = self.decoding._replace(states=tuple(states))
+            })  # fmt: skip
         self.lengths = lengths  # only now: a refused request leaves the stream as it was
+
+    def _remake(self, make: Mapping[int, Callable[[State], State]]) -> None:
+        """Other states in some layers, one after another; raises UserError where they do not fit.
+
+        Nothing is held twice but the layer that is made.
+        """
+        states, sizes = list(self.decoding.states), {}
+        more = most = 0
+        for layer, one in make.items():
+            policy = self.policies[layer]
+            if policy not in sizes:  # layers of one policy are of one size
+                sizes[policy] = _nbytes([jax.eval_shape(one, states[layer])])
+            most = max(most, more + sizes[policy])
+            more += sizes[policy] - _nbytes([states[layer]])
+        if more > 0:
+            self._ask_for(most, 0, "")
+        self.decoding = self.decoding._replace(states=())
+        try:
+            for layer, one in make.items():
+                states[layer] = one(states[layer])
+        finally:  # also where someone stops it
+            self.decoding = self.decoding._replace(states=tuple(states))
 
     def _check(self, tokens: int, held: int) -> None:
         """Raise UserError if a policy refuses so many tokens a row, or they do not fit."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import buckets, exact, hashed, slots
-from jaxkv.attention import merge, slot_attention
+from jaxkv import sample as drawn
+from jaxkv.attention import local_attention, merge, slot_attention
 from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.hashed import Hashed, Indexing
@@ -111,12 +112,18 @@ class MagicPIG:
         return hashed.extend(spec, state, chunk, self._by)
 
     def decode(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
-        if hashed.is_sealed(state):
-            return self._take(spec, state, chunk)
-        partial, held = exact.decode(spec, state.exact, chunk)
-        return partial, state._replace(exact=held)
+        if not hashed.is_sealed(state):
+            partial, held = exact.decode(spec, state.exact, chunk)
+            return partial, state._replace(exact=held)
+        numbers = slots.number(state.exact, chunk.valid)
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        seen = self.ask(spec, state, q, numbers, chunk.positions)
+        after = self.extend(spec, state, drawn.behind(chunk, seen.out))
+        return exact.refuse(merge(seen, local_attention(spec, chunk)), after.exact), after
 
     def take(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
+        if chunk.valid.shape[1] == 1:
+            return self.decode(spec, state, chunk)
         if hashed.is_sealed(state):
             return in_pieces(partial(self._take, spec), state, chunk, _PIECE)
         return exact.attend(spec, state.exact, chunk), self.extend(spec, state, chunk)
@@ -133,7 +140,8 @@ class MagicPIG:
         self, spec: Spec, state: Hashed, q: Float[Array, "B T N H"], numbers: Int32[Array, "B T"],
         positions: UInt32[Array, "B T"],
     ) -> Partial:  # fmt: skip
-        """What queries see of a sealed state: q turned, and of which tokens, -1 of none."""
+        """What queries see of a sealed state: q turned, and of which tokens, -1 of none. Their own
+        keys are seen where the state holds them."""
         near = self._near(spec, state, q, numbers, positions)
         each = q, numbers, positions
         if numbers.shape[1] == 1:
@@ -161,7 +169,8 @@ class MagicPIG:
         begin = jnp.clip(begin, 0, size - width)
 
         def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
-            seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= numbers[:, :, None])
+            last = jnp.minimum(numbers, held.count[:, None] - 1)
+            seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
             bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
             penalty = spec.encoding.bias(positions, keys, k.shape[1])
             bias = bias if penalty is None else bias + penalty

@@ -162,7 +162,7 @@ class Reservoir:
         self, spec: Spec, state: ReservoirState, chunk: Chunk
     ) -> tuple[Partial, ReservoirState]:
         after = self._leave_one(state, chunk)
-        chunk = drawn.behind(chunk, after.sample)
+        chunk = drawn.behind(chunk, after.sample.k, after.sample.v)
         between = jnp.minimum(after.middle, self.sample)[:, None]
         seen, recent = slots.decode(
             spec, state.recent, chunk, self.sinks, self.by_rank, between=between

@@ -128,3 +128,20 @@ def test_text_without_end_costs_the_same_token_after_token(tiny):
     unheld = Row(tiny, (), (), keep=False)
     seconds(unheld, 1_000)
     assert unheld.count == 1_000 and not unheld.tokens and not unheld.text
+
+
+def test_tables_that_do_not_fit_are_refused_before_they_are_made(tiny, monkeypatch):
+    """When the stream begins, if it is told how long it gets, and when the prompt is complete."""
+    policy = "magicpig:K=4,L=300,sinks=1,window=4,start=64"
+    stream = Stream(tiny, policy)
+    stream.read([[3] * 40])
+    free = 2 * stream.state_bytes
+    monkeypatch.setattr("jaxkv.memory.available", lambda device=None: free)
+    with pytest.raises(UserError, match=r"caches of 1 row.* of 64 tokens would take .* is free"):
+        Stream(tiny, policy, tokens=64)
+    with pytest.raises(UserError, match=r"caches of 1 row.* would take .* is free"):
+        stream.seal()
+    assert not stream.sealed and np.isfinite(stream.decoding.logits).all()
+    monkeypatch.undo()
+    stream.seal()
+    assert stream.state_bytes > free
