@@ -10,6 +10,7 @@ from evals import inclusion
 from jaxkv import lsh
 from jaxkv.errors import UserError
 from jaxkv.lsh import Hashing
+from tests.seldom import seldom
 
 COSINES = np.concatenate(
     [np.linspace(-1, 1, 20001), -1 + np.logspace(-7, -1, 501), 1 - np.logspace(-7, -1, 501)]
@@ -20,13 +21,39 @@ TABLES = [(10, 150), (8, 75), (9, 120), (11, 300), (4, 4), (1, 2), (16, 1000)]
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize(("bits", "tables"), TABLES)
 def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, least):
-    found = jax.jit(lambda c: lsh.log_inclusion(c, bits, tables, least))(COSINES)
+    found = jax.jit(lambda c: lsh.log_inclusion(c, Hashing(bits, tables, least)))(COSINES)
     wanted = inclusion.log_u(COSINES.astype(np.float64), bits, tables, least)
     assert np.abs(np.asarray(found) - wanted).max() < 5e-5
 
 
+@pytest.mark.parametrize("bits", [2, seldom(3), seldom(4), 5, seldom(8), seldom(10)])
+def test_the_chance_of_a_cross_polytope_is_its_integral(bits):
+    """Of one hash in one table of two it is P^2 that is left, and of two hashes their product."""
+    how = Hashing(bits, 2, hash="crosspolytope")
+    angles = np.linspace(0.02, 3.1, 25)
+    chance = [
+        sum(np.log(inclusion.cross_polytope(angle, 1 << piece - 1)) for piece in how.pieces)
+        for angle in angles
+    ]
+    found = lsh.log_inclusion(jnp.asarray(np.cos(angles), jnp.float32), how)
+    np.testing.assert_allclose(found, 2 * np.array(chance), atol=1e-3, rtol=1e-5)
+
+
+def test_cross_polytopes_are_the_nearest_direction_and_its_side():
+    rng = np.random.default_rng(0)
+    how = Hashing(7, 3, hash="crosspolytope")
+    assert how.pieces == (3, 4) and how.directions == 12
+    x, planes = rng.normal(size=(2, 5, 16)), rng.normal(size=(2, 16, 36))
+    codes = np.asarray(lsh.codes(*(jnp.asarray(a, jnp.float32) for a in (x, planes)), how))
+    products = np.einsum("xsh,xhf->xsf", x, planes).reshape(2, 5, 3, 12)
+    for at in np.ndindex(2, 5, 3):
+        low, high = products[at][:4], products[at][4:]
+        wanted = [2 * abs(y).argmax() + (y[abs(y).argmax()] > 0) for y in (low, high)]
+        assert codes[at[0], at[2], at[1]] == wanted[0] + 8 * wanted[1]
+
+
 def test_at_the_ends_of_the_range():
-    ends = np.asarray(lsh.log_inclusion(jnp.asarray([-1.0, 1.0, -1.5, 1.5]), 10, 150))
+    ends = np.asarray(lsh.log_inclusion(jnp.asarray([-1.0, 1.0, -1.5, 1.5]), Hashing()))
     assert np.isfinite(ends).all() and ends[0] < -1000 and abs(ends[1]) < 1e-6
     np.testing.assert_array_equal(ends[:2], ends[2:])  # rounding may leave -1 .. 1
 
@@ -60,9 +87,12 @@ def test_codes_are_the_sides_of_the_planes():
     np.testing.assert_array_equal(codes, (sides @ [1, 2, 4, 8]).transpose(0, 2, 1))
 
 
-def test_keys_are_found_as_often_as_u_says():
+@pytest.mark.slow
+@pytest.mark.parametrize("hash", ["simhash", "crosspolytope"])
+def test_keys_are_found_as_often_as_u_says(hash):
     """d = 64, K = 8, L = 40, over draws of the planes: within 4 standard errors at every cosine."""
-    how, cosines, draws, some = Hashing(8, 40), np.array([0.0, 0.3, 0.5, 0.7, 0.85, 0.95]), 4000, 50
+    how, draws, some = Hashing(8, 40, hash=hash), 4000, 50
+    cosines = np.array([0.0, 0.3, 0.5, 0.7, 0.85, 0.95])
     keys = np.zeros((len(cosines) + 1, 64), np.float32)
     keys[:-1, 0], keys[:-1, 1], keys[-1, 0] = cosines, np.sqrt(1 - cosines**2), 1  # the query last
 
@@ -75,7 +105,7 @@ def test_keys_are_found_as_often_as_u_says():
 
     seeds = jax.random.bits(jax.random.key(3), (draws // some, some, 1, 2), jnp.uint32)
     share = sum(np.asarray(found(key)) for key in seeds) / draws
-    u = np.exp(inclusion.log_u(cosines, 8, 40))
+    u = np.exp(np.asarray(lsh.log_inclusion(jnp.asarray(cosines, jnp.float32), how)))
     assert (np.abs(share - u) < 4 * np.sqrt(u * (1 - u) / draws)).all()
     assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,9 @@ class MagicPIG:
     chance, 1e-4 in the published code, which keeps rare keys from counting for much, and 0 in the
     paper, which leaves the estimate unbiased. hash_generated: what follows the prompt is sampled
     too, once it has left the window; if not, all of it stays exact, as published. zone: so many
-    tokens wait behind the tables until new ones are made of all, later up to 8,192. start: slots
-    before the prompt comes, doubled as they fill.
+    tokens wait behind the tables until new ones are made of all, later up to 8,192. hash: a bit of
+    each of K directions, or the nearest of up to sixteen (crosspolytope), which separates better
+    and takes longer to compute. start: slots before the prompt comes, doubled as they fill.
 
     A question read behind `seal` meets a sample as well: read it with the prompt to have it exact.
     """
@@ -53,6 +54,7 @@ class MagicPIG:
     u_floor: float = 0.0
     hash_generated: bool = True
     zone: int = 1024
+    hash: Literal["simhash", "crosspolytope"] = "simhash"
     start: int = 512
 
     summary: ClassVar[str] = "every token; behind a prompt, a sample of its keys by hash tables"
@@ -81,7 +83,7 @@ class MagicPIG:
 
     @property
     def _how(self) -> Hashing:
-        return Hashing(self.K, self.L, self.min_tables, self.u_floor)
+        return Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
 
     @property
     def _by(self) -> Indexing:
