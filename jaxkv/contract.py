@@ -19,7 +19,8 @@ and, where a method has them:
     policy.seal(spec, state)            -> state     the prompt is complete
     policy.reach                        -> the most tokens back a query may look, counting its
                                            own; absent: no limit
-    policy.least                        -> the fewest tokens of a prompt of which `seal` drops any
+    policy.least                        -> the fewest tokens of a prompt of which `seal` drops or
+                                           indexes any
     policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy; of a
