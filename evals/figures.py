@@ -18,14 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from evals.palette import ARMS, COLOURS, OTHERS, THINNED, styles
+from evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
 README = ROOT / "README.md"
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
+    **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
+    **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
@@ -198,6 +200,107 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
     axes.set_xticks([], minor=True)
 
 
+def sparse(axes: Any, results: dict[str, Any]) -> None:
+    """Loss behind a prompt over full attention's, two standard errors over stretches, by the share
+    of the keys between that is read."""
+    found = next(iter(results["perplexity"].values()))
+    by_share = list(found["shares"].values())
+    names = [name for name in by_share[0] if ", " not in name]
+    for name, style in zip(names, styles(names), strict=True):
+        lines = [share[name] for share in by_share]
+        at = [100 * line["share_read"]["mean"] for line in lines]
+        errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
+        losses = [line["over_full"]["mean"] for line in lines]
+        axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
+    draw_share_axis(axes, found["shares"], found["ends alone"]["over_full"]["mean"])
+    axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
+    axes.set(ylabel="loss over full attention (nats)")
+
+
+def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
+    """Right answers by the share of the keys between that is read: the mean over distances, and
+    from the least to the most of the trained models."""
+    seeds = list(results["recall"]["seeds"].values())
+    right = lambda line: 100 * np.mean(list(line["right"].values()))  # noqa: E731
+    by_share = seeds[0]["shares"]
+    names = list(next(iter(by_share.values())))
+    for name, style in zip(names, styles(names), strict=True):
+        each = [[found["shares"][share][name] for share in by_share] for found in seeds]
+        at = np.mean([[100 * line["share_read"]["mean"] for line in row] for row in each], axis=0)
+        found = np.array([[right(line) for line in row] for row in each])
+        middle = found.mean(axis=0)
+        ends = np.abs([found.min(axis=0) - middle, found.max(axis=0) - middle])
+        axes.errorbar(at, middle, ends, marker="o", markersize=3, capsize=2, label=name, **style)
+    draw_share_axis(axes, by_share, np.mean([right(found["ends alone"]) for found in seeds]))
+    full = np.mean([right(found["full"]) for found in seeds])
+    axes.axhline(full, color=COLOURS["full"], linewidth=0.8)
+    axes.set(ylabel="right answers (%)", ylim=(0, None))
+
+
+def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
+    """Shares as they were asked for, and what the ends of a cache are worth alone."""
+    axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
+    at = [100 * float(share) for share in shares]
+    axes.set(xscale="log", xlabel="of the keys between the ends, read (%)")
+    axes.set_xticks(at, [f"{share:g}" for share in at])
+    axes.set_xticks([], minor=True)
+
+
+def sampling(axes: Any, results: dict[str, Any]) -> None:
+    """The error of attention to a part of the keys, by how many were read: our own model."""
+    found = results["models"]["default"]["captured"]
+    for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
+        read = [100 * line["share"] for line in lines.values()]
+        draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
+    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+             ylabel="relative error of attention")  # fmt: skip
+    axes.set_xticks(
+        [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
+    )
+
+
+def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
+    """The paper's Figures 3 and 5: top-k beside draws by weight, captured and drawn attention."""
+    for name in ("topk", "oracle"):
+        found = results["models"]["default"]["budgets"][name]
+        draw_intervals(axes, [100 * float(share) for share in found], found.values(),
+                       color=COLOURS[name], label=f"{name}, our model")  # fmt: skip
+    for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
+        for name in ("topk", "oracle"):
+            found = results["drawn"][sigma][name]
+            axes.plot([100 * float(share) for share in found],
+                      [each["error"]["median"] for each in found.values()],
+                      color=COLOURS[name], linestyle=line, linewidth=1,
+                      label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
+        tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
+        axes.plot([100 * each["share"] for each in tables],
+                  [each["error"]["median"] for each in tables], "o", linestyle=line, markersize=3,
+                  color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
+             ylabel="relative error of attention")  # fmt: skip
+
+
+def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
+    """Means, and two standard errors to both sides."""
+    errors = [line["error"] for line in lines]
+    two = [2 * error["standard_error"] for error in errors]
+    axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
+
+
+def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
+    """Every K and L by what is read and how far it is off, and those that none is better than."""
+    for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
+        at = [100 * point["share"] for point in found["points"]]
+        off = [point["error"]["mean"] for point in found["points"]]
+        axes.scatter(at, off, s=6, alpha=0.3, linewidth=0, color=colour)
+        for line, (kind, best) in zip(LINES, found["frontier"].items(), strict=False):
+            axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
+                      linestyle=line, label=f"{name}, {kind}")  # fmt: skip
+    axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+             ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
+
+
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
     "endless": ("endless", endless),
     "latency": ("latency", latency),
@@ -209,6 +312,11 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "sampled": ("sampled", sampled),
     "recall": ("recall", recall),
     "recall_thinned": ("recall", recall_thinned),
+    "sampling": ("sampling", sampling),
+    "sampling_budgets": ("sampling", sampling_budgets),
+    "tune_lsh": ("tune_lsh", tune_lsh),
+    "sparse": ("sparse", sparse),
+    "sparse_recall": ("sparse", sparse_recall),
 }
 
 

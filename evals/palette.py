@@ -17,6 +17,13 @@ COLOURS = {
     "uniform": "#e69f00",
     "snapkv": "#cc79a7",
     "pyramidkv": "#009e73",
+    # Of what a query reads; never in one picture with those above but full and uniform.
+    "magicpig": "#d55e00",
+    "topk": "#0072b2",
+    "topp": "#cc79a7",
+    "oracle": "#000000",
+    "quest": "#009e73",
+    "vattention": "#56b4e9",
 }
 ARMS = {  # of training; plain softmax is what the others are held against
     "none": "#000000",
