@@ -98,7 +98,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
         "dense_bytes": whole,
         "share_read": sum(read.values()) / whole,
         "table_bytes": sum(leaf.nbytes for leaf in state.tables),
-        "cache_bytes": state.exact.k.nbytes + state.exact.v.nbytes,
+        "cache_bytes": 2 * 4 * tokens * DIM,
         "seconds_to_make_tables": spread(making["seal"]),
         "seconds_to_make_them_anew": spread(making["again"]),
     }  # fmt: skip
@@ -168,13 +168,13 @@ def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, i
            for code in np.asarray(codes)]  # fmt: skip
     entries = state.tables.entries
     block = entries.shape[4] * entries.dtype.itemsize
-    slots = state.exact.positions.shape[1]
+    places = state.far.positions.shape[1] + state.zone.shape[3]
     rows = int(np.sum(found.count))
-    waiting = int(state.exact.count[0] - state.indexed[0]) - POLICY.sinks
+    waiting = int(state.exact.count[0]) - POLICY.sinks
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,
-        "tallies": GROUP * slots * 3,  # written, read, and the words of them
+        "tallies": GROUP * places * 3,  # written, read, and the words of them
         "planes": state.planes.nbytes,
         "zone": GROUP * POLICY.L * waiting * state.zone.dtype.itemsize,
         "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
+from pallas_kernels import host
 
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
@@ -113,7 +114,7 @@ def tally(
     first = tables.first.reshape(-1)
     table = of * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
-    begin, end = (first.at[bucket + i].get(mode="promise_in_bounds") for i in (0, 1))
+    begin, end = (host.take(first, bucket + i) for i in (0, 1))
     upto = jnp.cumsum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * most + begin - (upto - (end - begin))
@@ -124,7 +125,7 @@ def tally(
         mine = jnp.sum(upto[None] <= j[:, None], axis=1, dtype=jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
         block = jnp.where(j < total, j + mine, 0)
-        entry = entries.at[block].get(mode="promise_in_bounds").astype(jnp.int32)
+        entry = host.take(entries, block).astype(jnp.int32)
         entry = jnp.where((j < total)[:, None], entry, 0)
         return met.at[entry].add(np.ones((), met.dtype), mode="promise_in_bounds")
 

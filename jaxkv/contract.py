@@ -21,6 +21,8 @@ and, where a method has them:
                                            own; absent: no limit
     policy.least                        -> the fewest tokens of a prompt of which `seal` drops or
                                            indexes any
+    policy.on_host                      -> names of leaves that lie in the memory of the host once
+                                           the prompt is sealed, of a state in the state `far.k`
     policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy; of a

@@ -1,16 +1,18 @@
 """A prompt that is hashed once, when it is complete: the state behind MagicPIG (2410.16179).
 
 Every token is kept. Until `seal` attention is exact. Then each kv head centres the keys between
-the first tokens and the last by their mean, hashes them, and has tables of them; what comes later
+the first tokens and the last by their mean, hashes them, and has tables of them. What comes later
 is hashed as it comes and waits in a zone, where it is met by comparing codes, until `reserve` makes
-room for more and new tables of all. A query sees the first tokens and the newest exactly, and
-of those between the ones whose codes agree with its own often enough.
+room for more and new tables of all. A query sees the first tokens and the newest exactly, and of
+those between the ones whose codes agree with its own often enough.
 
-A token is known by its number in the row, which is its slot; a place is a number less the sinks.
+What is in the tables is never written between two calls of `reserve`, so it may lie in the memory
+of the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,8 +27,9 @@ from jaxkv.buckets import Drawn, Tables
 from jaxkv.contract import Chunk, Kept, Spec
 from jaxkv.errors import UserError
 from jaxkv.lsh import Hashing
-from jaxkv.slots import Slots
+from jaxkv.slots import OVERFULL, Slots
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, Integer, UInt32
+from pallas_kernels import host
 from pallas_kernels.sampled_attention import Angles
 
 MOST = 2**30  # slots
@@ -36,33 +39,40 @@ _COMPARED = 512  # codes of the zone at a time
 
 
 class Hashed(NamedTuple):
-    """exact: every token. Of what lies between, empty until the prompt is sealed:
+    """exact: until the prompt is sealed every token; then the first ones, and all that are not in
+    the tables, the newest last. Without slots until then:
 
-    indexed: how many are in the tables. center: what keys are centred by. norms: of keys so
-    centred. planes, tables: lsh.py, buckets.py. zone: codes of those behind, the newest included;
-    Z = window and as many as there is room for since `seal`.
+    far: what is in the tables. center: what keys are centred by. norms: of the keys in `far`, so
+    centred. planes, tables: lsh.py, buckets.py. zone: codes of what is in `exact` behind the first
+    tokens, Z places for the window and as many as there is room for since `seal`; waiting: norms of
+    those keys. sealed: no bytes; X is 0 until the prompt is sealed and then the slots that `far`
+    had first, for `reserve` is told of the tokens behind the prompt alone.
     """
 
     exact: Slots
-    indexed: Int32[Array, " B"]
+    far: Slots
     center: Float32[Array, "B K H"]
-    norms: Float32[Array, "B K Y"]
+    norms: Float32[Array, "B K P"]
     planes: Float32[Array, "B K H F"]
     tables: Tables
     zone: Integer[Array, "B K L Z"]
+    waiting: Float32[Array, "B K Y"]
+    sealed: Int32[Array, "B X 0"]
     key: UInt32[Array, "B K 2"]
 
 
 AXES = Hashed(
-    slots.AXES, ("B",), ("B", "K", "H"), ("B", "K", "Y"), ("B", "K", "H", "F"), buckets.AXES,
-    ("B", "K", "L", "Z"), ("B", "K", "2"),
+    slots.AXES, slots.AXES, ("B", "K", "H"), ("B", "K", "P"), ("B", "K", "H", "F"), buckets.AXES,
+    ("B", "K", "L", "Z"), ("B", "K", "Y"), ("B", "X", "0"), ("B", "K", "2"),
 )  # fmt: skip
-SHARED = (*(f"exact.{name}" for name in slots.SHARED), "indexed")
+ON_HOST = ("far.k", "far.v", "tables")
+SHARED = tuple(f"{part}.{name}" for part in ("exact", "far") for name in slots.SHARED)
 
 
 class Indexing(NamedTuple):
     """What a policy says of it. generated: whether what comes behind the prompt is hashed too.
-    zone: for how many tokens behind the prompt there is room at the least."""
+    zone: for how many tokens behind the prompt there is room at the least. on_host: where `far` and
+    the tables lie."""
 
     how: Hashing
     sinks: int
@@ -70,44 +80,55 @@ class Indexing(NamedTuple):
     center: bool
     generated: bool
     zone: int
+    on_host: bool
 
 
 def init(spec: Spec, rows: int, key: jax.Array, start: int) -> Hashed:
     heads = rows, spec.kv_heads
+    none = jnp.zeros((*heads, 0), jnp.float32)
     return Hashed(
         slots.init(spec, rows, start),
-        jnp.zeros((rows,), jnp.int32),
+        slots.init(spec, rows, 0),
         jnp.zeros((*heads, spec.head_dim), jnp.float32),
-        jnp.zeros((*heads, 0), jnp.float32),
+        none,
         jnp.zeros((*heads, spec.head_dim, 0), jnp.float32),
         buckets.init(*heads),
         jnp.zeros((*heads, 0, 0), jnp.uint16),
+        none,
+        jnp.zeros((rows, 0, 0), jnp.int32),
         drawn.keys(key, spec, rows),
     )
 
 
 def is_sealed(state: Hashed) -> bool:
-    return state.zone.shape[3] > 0
+    return state.sealed.shape[1] > 0
 
 
 def seal(state: Hashed, by: Indexing) -> Hashed:
     """The prompt is complete: planes are drawn, the mean is taken, tables are made."""
-    least = by.sinks + by.window + 1  # slots
-    size = max(least, state.exact.positions.shape[1])
-    state = state._replace(exact=slots.grow(state.exact, size + by.zone))
-    rows, kv_heads, size, head_dim = state.exact.k.shape
-    there = between(state, by, size)
+    ends = by.sinks + by.window
+    size = max(ends + 1, state.exact.positions.shape[1])
+    prompt = slots.grow(state.exact, size)
+    rows, kv_heads, _, head_dim = prompt.k.shape
+    between = jnp.clip(prompt.count - ends, 0, size - ends)
+    far = Slots(*(_slots(leaf, by.sinks, size - by.window) for leaf in prompt[:3]), between)
     if by.center:
         # A row with nothing between has the mean of what it has.
-        held = jnp.arange(size)[None] < state.exact.count[:, None]
-        of = jnp.where(jnp.any(there, axis=1, keepdims=True), there, held)
-        state = state._replace(center=_mean(state.exact.k, of))
+        first = jnp.where(between > 0, np.int32(by.sinks), np.int32(0))[:, None]
+        last = jnp.where(between > 0, by.sinks + between, prompt.count)[:, None]
+        slot = jnp.arange(size)[None]
+        state = state._replace(center=_mean(prompt.k, (slot >= first) & (slot < last)))
     planes = jax.lax.map(
         lambda key: lsh.planes(key[None, None], head_dim, by.how)[0, 0],
         state.key.reshape(-1, 2),
     )
-    state = state._replace(planes=planes.reshape(rows, kv_heads, head_dim, -1))
-    return _index(state, by, by.window + by.zone, size - by.zone - by.sinks - by.window)
+    state = state._replace(
+        exact=_without(prompt, by, between, ends + by.zone),
+        far=far,
+        planes=planes.reshape(rows, kv_heads, head_dim, -1),
+        sealed=jnp.zeros((rows, size - ends, 0), jnp.int32),
+    )
+    return _index(state, by)
 
 
 def reserve(spec: Spec, state: Hashed, tokens: int, by: Indexing) -> Hashed:
@@ -117,28 +138,69 @@ def reserve(spec: Spec, state: Hashed, tokens: int, by: Indexing) -> Hashed:
     """
     if not is_sealed(state):
         return state._replace(exact=exact.reserve(state.exact, tokens, MOST))
-    room = state.zone.shape[3] - by.window
+    ends = by.sinks + by.window
+    room = state.exact.positions.shape[1] - ends
     if tokens <= room:
         return state
     more = max(tokens - room, by.zone, min(room, _STRIDE))
-    before = state.exact.positions.shape[1]
-    if before + more > MOST:
+    prompt = state.sealed.shape[1]
+    if ends + prompt + room + more > MOST:
         raise UserError(
-            f"a prompt and what follows it are at most {MOST} tokens, and {before + more} slots "
-            "are needed; use a policy with a fixed memory such as streaming:sinks=4,window=252"
+            f"a prompt and what follows it are at most {MOST} tokens, and "
+            f"{ends + prompt + room + more} are needed; use a policy with a fixed memory such as "
+            "streaming:sinks=4,window=252"
         )
-    zone = by.window + room + more
-    state = state._replace(exact=slots.grow(state.exact, before + more))
-    if by.generated:
-        return _index(state, by, zone, before - by.sinks - by.window)
-    longer = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, more)])  # noqa: E731
-    return state._replace(norms=longer(state.norms), zone=longer(state.zone))
+    if not by.generated:
+        size = ends + room + more
+        return state._replace(
+            exact=slots.grow(state.exact, size), zone=_zone(state.zone, size - by.sinks)
+        )
+    return _move(state, by, ends + room + more, prompt + room)
 
 
-def between(state: Hashed, by: Indexing, size: int) -> Bool[Array, "B S"]:
-    """The slots of tokens that are neither among the first nor among the newest."""
-    slot, count = jnp.arange(size)[None], state.exact.count[:, None]
-    return (slot >= by.sinks) & (slot < count - by.window)
+@partial(jax.jit, static_argnames=("by", "size", "places"))
+def _move(state: Hashed, by: Indexing, size: int, places: int) -> Hashed:
+    """What has left the window goes from `exact`, of `size` slots then, to `far`, of `places`."""
+    state = _to(host.to_device, state) if by.on_host else state
+    held, far = state.exact, slots.grow(state.far, places)
+    most = held.positions.shape[1] - by.sinks - by.window
+    leaving = jnp.clip(held.count - by.sinks - by.window, 0, most)
+    zone = Slots(*(_slots(leaf, by.sinks, by.sinks + most) for leaf in held[:3]), leaving)
+    place = jnp.arange(places)[None] - far.count[:, None]
+    comes = (place >= 0) & (place < leaving[:, None])
+    source = jnp.clip(place, 0, most - 1)
+
+    def join(old: Array, new: Array) -> Array:
+        here, there = (comes, source) if old.ndim == 2 else (
+            comes[:, None, :, None], source[:, None, :, None]
+        )  # fmt: skip
+        return jnp.where(here, jnp.take_along_axis(new, there, axis=old.ndim // 2), old)
+
+    far = Slots(*map(join, far[:3], zone[:3]), far.count + leaving)
+    return _index(state._replace(exact=_without(held, by, leaving, size), far=far), by)
+
+
+def _slots(leaf: Array, first: int, end: int) -> Array:
+    return leaf[:, first:end] if leaf.ndim == 2 else leaf[:, :, first:end]
+
+
+def _without(held: Slots, by: Indexing, gone: Int32[Array, " B"], size: int) -> Slots:
+    """The first tokens, and those behind the next `gone`, in slots of another number."""
+    ends = by.sinks + by.window
+    slot = jnp.arange(ends)[None]
+    source = jnp.where(slot < by.sinks, slot, slot + gone[:, None])
+    source = jnp.minimum(source, held.positions.shape[1] - 1)
+    left = Slots(
+        *(jnp.take_along_axis(leaf, source[:, None, :, None], axis=2) for leaf in held[:2]),
+        jnp.take_along_axis(held.positions, source, axis=1),
+        # A row that lost tokens says so ever after.
+        jnp.where(held.count > held.positions.shape[1], OVERFULL, held.count - gone),
+    )
+    return slots.grow(left, size)
+
+
+def _zone(zone: Integer[Array, "B K L Z"], size: int) -> Integer[Array, "B K L Z"]:
+    return jnp.pad(zone, ((0, 0), (0, 0), (0, 0), (0, size - zone.shape[3])))
 
 
 def _mean(k: Float[Array, "B K S H"], of: Bool[Array, "B S"]) -> Float32[Array, "B K H"]:
@@ -147,36 +209,41 @@ def _mean(k: Float[Array, "B K S H"], of: Bool[Array, "B S"]) -> Float32[Array, 
     return jnp.einsum("bs,bksh->bkh", share, k.astype(jnp.float32), precision="highest")
 
 
-@partial(jax.jit, static_argnames=("by", "zone", "places"))
-def _index(state: Hashed, by: Indexing, zone: int, places: int) -> Hashed:
-    """Tables of what is between, which is at so many places at the most, and a zone of this size
-    that holds the newest."""
+def _index(state: Hashed, by: Indexing) -> Hashed:
+    """Tables of `far`, and a zone of what `exact` holds behind the first tokens: the newest."""
     rows, kv_heads = state.exact.k.shape[:2]
-    there = between(state, by, by.sinks + places)[:, by.sinks :]
-    indexed = jnp.sum(there, axis=1, dtype=jnp.int32)
+    size, places = state.exact.positions.shape[1], state.far.positions.shape[1]
+    there = jnp.arange(places)[None] < state.far.count[:, None]
 
     def one(head: Array) -> tuple:
-        row = head // kv_heads
-
         def pick(leaf: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(leaf.reshape(-1, *leaf.shape[2:]), head, 0, False)
 
-        keys = pick(state.exact.k).astype(jnp.float32) - pick(state.center)[None]
-        planes = pick(state.planes)
-        codes = _codes(keys[by.sinks : by.sinks + places], planes, by.how)
-        tables = buckets.build(codes, there[row], by.how.bits)
+        planes, center = pick(state.planes), pick(state.center)[None]
+        far = pick(state.far.k).astype(jnp.float32) - center
+        tables = buckets.build(_codes(far, planes, by.how), there[head // kv_heads], by.how.bits)
         if not by.generated:
-            return tables, jnp.zeros((0, zone), jnp.uint16), _norm(keys)
-        # What follows the tables, as far as the window goes.
-        begin = by.sinks + indexed[row]
-        newest = jax.lax.dynamic_slice_in_dim(keys, begin, by.window, 0)
-        waiting = _codes(newest, planes, by.how).astype(jnp.uint16)
-        return tables, jnp.pad(waiting, ((0, 0), (0, zone - by.window))), _norm(keys)
+            none = jnp.zeros((0, size - by.sinks), jnp.uint16)
+            return tables, _norm(far), none, jnp.zeros(0, jnp.float32)
+        held = pick(state.exact.k).astype(jnp.float32) - center
+        newest = held[by.sinks : by.sinks + by.window]
+        codes = _codes(newest, planes, by.how).astype(jnp.uint16)
+        codes = jnp.pad(codes, ((0, 0), (0, size - by.sinks - by.window)))
+        return tables, _norm(far), codes, _norm(held)
 
     found = jax.lax.map(one, jnp.arange(rows * kv_heads))
     split = lambda a: a.reshape(rows, kv_heads, *a.shape[1:])  # noqa: E731
-    tables, waiting, norms = jax.tree.map(split, found)
-    return state._replace(indexed=indexed, norms=norms, tables=tables, zone=waiting)
+    tables, norms, zone, waiting = jax.tree.map(split, found)
+    state = state._replace(tables=tables, norms=norms, zone=zone, waiting=waiting)
+    return _to(host.to_host, state) if by.on_host else state
+
+
+def _to(where: Callable[[Array], Array], state: Hashed) -> Hashed:
+    """What `reserve` alone writes, in the memory of the host or the device."""
+    k, v = map(where, state.far[:2])
+    return state._replace(
+        far=state.far._replace(k=k, v=v), tables=jax.tree.map(where, state.tables)
+    )
 
 
 def _norm(keys: Float32[Array, "... H"]) -> Float32[Array, "..."]:
@@ -208,10 +275,9 @@ def extend(spec: Spec, state: Hashed, chunk: Chunk, by: Indexing) -> Hashed:
     flat = keys.reshape(rows * kv_heads, tokens, head_dim)
     planes = state.planes.reshape(rows * kv_heads, head_dim, -1)
     codes = lsh.codes(flat, planes, by.how).reshape(rows, kv_heads, -1, tokens)
-    waits = numbers - by.sinks - state.indexed[:, None]
     return after._replace(
-        norms=_write(state.norms, _norm(keys), numbers),
-        zone=_write(state.zone, codes.astype(jnp.uint16), waits),
+        waiting=_write(state.waiting, _norm(keys), numbers),
+        zone=_write(state.zone, codes.astype(jnp.uint16), numbers - by.sinks),
     )
 
 
@@ -233,6 +299,18 @@ def _write(old: Array, new: Array, at: Int32[Array, "B T"]) -> Array:
     return jax.vmap(one)(old, new, at)
 
 
+def number(state: Hashed, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Each token's number in its row, from 0; -1 for padding."""
+    own = slots.number(state.exact, valid)
+    return jnp.where(valid, own + state.far.count[:, None], own)
+
+
+def slot_of(state: Hashed, numbers: Int32[Array, "B ..."]) -> Int32[Array, "B ..."]:
+    """Where a token behind those of the tables stands in `exact`; padding's -1 stays below 0."""
+    far = state.far.count.reshape(-1, *[1] * (numbers.ndim - 1))
+    return jnp.where(numbers < 0, numbers, numbers - far)
+
+
 def find(
     state: Hashed,
     by: Indexing,
@@ -241,14 +319,17 @@ def find(
     numbers: Int32[Array, " B"],
     positions: UInt32[Array, " B"],
 ) -> Drawn:
-    """The slots that one query a head, already turned, agrees with often enough: at most `budget`,
+    """The places that one query a head, already turned, agrees with often enough: at most `budget`,
     of more than that a systematic sample.
 
-    numbers: the query's token. positions: what its draw follows from.
+    Places are those of `far`, and behind them those of the zone. numbers: of the query's token.
+    positions: what its draw follows from.
     """
+    own = slot_of(state, numbers)
     rows, heads, head_dim = q.shape
-    kv_heads, size = state.zone.shape[1], state.exact.positions.shape[1]
-    group, most = heads // kv_heads, min(budget, size)
+    kv_heads, waits = state.zone.shape[1], state.zone.shape[3] if by.generated else 0
+    places = state.far.positions.shape[1]
+    group, most = heads // kv_heads, min(budget, places + waits)
     codes = lsh.codes(
         q.reshape(rows * kv_heads, group, head_dim),
         state.planes.reshape(rows * kv_heads, head_dim, -1),
@@ -260,14 +341,13 @@ def find(
     draws = drawn.uniforms(nth * np.uint32(0x9E3779B1), state.key)  # far from those of the planes
 
     def one(head: Array, code: Array, draw: Array) -> Drawn:
-        of, row = head // group, head // heads
-        met = buckets.tally(state.tables, of, code, 1 + size + _COMPARED)
+        of = head // group
+        met = buckets.tally(state.tables, of, code, 1 + places + waits)
         if by.generated:
-            last = numbers[row] - by.window - by.sinks - state.indexed[row]
-            met = _compare(state.zone, of, code, state.indexed[row], last, met)
+            last = own[head // heads] - by.window - by.sinks
+            met = _compare(state.zone, of, code, last, met, 1 + places)
         found = buckets.select(met >= np.asarray(by.how.least, met.dtype), most, draw)
-        slot = jnp.clip(found.rows - 1 + by.sinks, 0, size - 1)
-        return found._replace(rows=slot)
+        return found._replace(rows=jnp.maximum(found.rows - 1, 0))
 
     every = jnp.arange(rows * heads, dtype=jnp.int32), codes, draws.reshape(-1)
     found = jax.lax.map(lambda given: one(*given), every)
@@ -275,36 +355,38 @@ def find(
 
 
 def _compare(
-    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], indexed: Array,
-    last: Array, met: Integer[Array, " S"],
+    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], last: Array,
+    met: Integer[Array, " S"], begin: int,
 ) -> Integer[Array, " S"]:  # fmt: skip
-    """The tally with those tokens of the zone, up to the `last`, that have codes in common."""
+    """The tally, and from `begin` on in how many codes each of the zone up to `last` agrees."""
     zone = zone.reshape(-1, *zone.shape[2:])
     tables, size = zone.shape[1:]
     width = min(_COMPARED, size)
 
     def some(i: Array, met: Array) -> Array:
-        begin = jnp.minimum(i * width, size - width)
-        held = jax.lax.dynamic_slice(zone, (of, 0, begin), (1, tables, width))[0]
+        first = jnp.minimum(i * width, size - width)
+        held = jax.lax.dynamic_slice(zone, (of, 0, first), (1, tables, width))[0]
         same = jnp.sum(held == code.astype(held.dtype)[:, None], axis=0, dtype=met.dtype)
-        same = jnp.where(begin + jnp.arange(width) <= last, same, 0)
-        return jax.lax.dynamic_update_slice(met, same, (1 + indexed + begin,))
+        same = jnp.where(first + jnp.arange(width) <= last, same, 0)
+        return jax.lax.dynamic_update_slice(met, same, (begin + first,))
 
     return jax.lax.fori_loop(0, (last + width) // width, some, met)
 
 
-def angles(state: Hashed, q: Float[Array, "B N H"]) -> Angles:
+def angles(state: Hashed, norms: Float32[Array, "B K S"], q: Float[Array, "B N H"]) -> Angles:
     """What makes a cosine of the product of a query with a key that is stored as it came."""
     rows, heads, head_dim = q.shape
     q = q.astype(jnp.float32)
     grouped = q.reshape(rows, state.center.shape[1], -1, head_dim)
     shift = jnp.einsum("bkgh,bkh->bkg", grouped, state.center, precision="highest")
-    return Angles(state.norms, shift.reshape(rows, heads), _norm(q))
+    return Angles(norms, shift.reshape(rows, heads), _norm(q))
 
 
-def log_weights(state: Hashed, q: Float[Array, "B N H"], of: Angles, how: Hashing) -> Array:
-    """The log weights [B,N,S] of all keys, were they drawn."""
-    dot = scores(q[:, None], state.exact.k, 1.0)[:, :, :, 0]  # [B,K,G,S]
+def log_weights(
+    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], of: Angles, how: Hashing
+) -> Array:
+    """The log weights [B,N,S] of all these keys, were they drawn."""
+    dot = scores(q[:, None], k, 1.0)[:, :, :, 0]  # [B,K,G,S]
     dot = dot.reshape(*q.shape[:2], -1) - of.shift[:, :, None]
     norms = jnp.repeat(of.norms, q.shape[1] // of.norms.shape[1], axis=1)
     size = of.length[:, :, None] * norms
@@ -312,4 +394,8 @@ def log_weights(state: Hashed, q: Float[Array, "B N H"], of: Angles, how: Hashin
 
 
 def kept(state: Hashed) -> Kept:
-    return slots.kept(state.exact)
+    held, far = slots.kept(state.exact), slots.kept(state.far)
+    return Kept(
+        jnp.concatenate([held.positions, far.positions], axis=2),
+        jnp.concatenate([held.log_weight, far.log_weight], axis=2),
+    )

@@ -12,10 +12,11 @@ from jaxkv.errors import UserError
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def available(device: jax.Device | None = None) -> int | None:
-    """Bytes free on a device, for a CPU those of the host; None where nobody can tell."""
+def available(device: jax.Device | None = None, host: bool = False) -> int | None:
+    """Bytes free on a device, for a CPU and with `host` those of the host; None where nobody can
+    tell."""
     device = device or jax.local_devices()[0]
-    if device.platform != "cpu":
+    if device.platform != "cpu" and not host:
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
         return None if limit is None else limit - stats.get("bytes_in_use", 0)
@@ -57,13 +58,26 @@ def _group_free() -> int | None:
     return None
 
 
-def check(needed: int, what: str, device: jax.Device | None = None) -> None:
-    """Raise UserError if `needed` bytes for `what` cannot fit."""
-    free = available(device)
+def check(needed: int, what: str, device: jax.Device | None = None, host: bool = False) -> None:
+    """Raise UserError if `needed` bytes for `what` cannot fit on a device, or the host."""
+    free = available(device, host) if host else available(device)
     if free is not None and needed > free:
+        where = " in the memory of the host" if host else ""
         raise UserError(
-            f"{what} would take {show(needed)} and only {show(free)} is free; take fewer rows or "
+            f"{what} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
+            "rows or "
             "tokens, a smaller window or sample, or a policy with a fixed memory"
+        )
+
+
+def check_host(device: jax.Device | None = None) -> None:
+    """Raise UserError where a device cannot reach the memory of the host."""
+    device = device or jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise UserError(
+            f"memory=host wants a platform with pinned host memory, and {device.platform} has "
+            f"{', '.join(kinds)}; leave it out"
         )
 
 

@@ -21,6 +21,7 @@ from jaxkv.contract import State
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
 from jaxkv.typing import Array
+from pallas_kernels import host
 
 FORMAT = "jaxkv rows 1"
 
@@ -31,7 +32,7 @@ Leaf = Any  # an array of jax or numpy, or its shape
 def take(state: State, rows: Rows) -> State:
     """These rows, in this order. Raises UserError for a row that does not exist."""
     rows = _index(rows, state)
-    return jax.tree.map(lambda leaf: leaf[rows], state)
+    return jax.tree.map(lambda leaf: host.kept(lambda leaf: leaf[rows], leaf), state)
 
 
 def put(state: State, rows: Rows, other: State) -> State:
@@ -52,7 +53,7 @@ def put(state: State, rows: Rows, other: State) -> State:
                 f"{_told(wanted, leaf.dtype)}, got {_told(new.shape, new.dtype)}; "
                 "reserve the same room for both"
             )
-        return leaf.at[rows].set(new)
+        return host.kept(lambda leaf, new: leaf.at[rows].set(new), leaf, new)
 
     return jax.tree_util.tree_map_with_path(one, state, other)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxkv import rows
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.policies import POLICIES, Full, Window
 
@@ -116,24 +116,42 @@ def reach(chosen: Policy, tokens: int | None = None) -> int | float:
 
 def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
     """Bytes of all layers of `batch` rows that hold `tokens` tokens, of a prompt before or after
-    it is sealed, whichever are more; nothing is allocated.
+    it is sealed, whichever are more, and in all memories; nothing is allocated.
 
     Raises UserError where a policy refuses that many tokens.
     """
-    return sum(n * _bytes_of(p, spec, batch, tokens) for p, n in Counter(policies).items())
+    return sum(bytes_by_memory(policies, spec, batch, tokens))
+
+
+def bytes_by_memory(
+    policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0
+) -> tuple[int, int]:
+    """Of `state_bytes` those on the device, and those in the memory of the host."""
+    found = [
+        [n * part for part in _bytes_of(p, spec, batch, tokens)]
+        for p, n in Counter(policies).items()
+    ]
+    return tuple(map(sum, zip(*found, strict=True))) if found else (0, 0)
+
+
+def on_host(chosen: Policy, state: State) -> int:
+    """Bytes of those leaves that the policy keeps in the memory of the host."""
+    paths = getattr(chosen, "on_host", ())
+    return rows.nbytes([functools.reduce(getattr, path.split("."), state) for path in paths])
 
 
 @functools.lru_cache(maxsize=256)
-def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> int:
+def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int, int]:
     def build():
         state = chosen.init(spec, batch, jax.random.key(0))
         return chosen.reserve(spec, state, tokens) if hasattr(chosen, "reserve") else state
 
     whole = jax.eval_shape(build)
     if not hasattr(chosen, "seal"):
-        return rows.nbytes(whole)
+        return rows.nbytes(whole), 0
     sealed = jax.eval_shape(lambda state: chosen.seal(spec, state), whole)
-    return max(rows.nbytes(whole), rows.nbytes(sealed))
+    host = on_host(chosen, sealed)
+    return max(rows.nbytes(whole), rows.nbytes(sealed) - host), host
 
 
 def describe() -> list[dict[str, object]]:

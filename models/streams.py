@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkv import memory, sharding
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, whole
-from jaxkv.stack import reach, spell, state_bytes
+from jaxkv.stack import bytes_by_memory, on_host, reach, spell
 from jaxkv.typing import Array, Bool, Int32
 from models.compilation import clock
 from models.decoding import BLOCK, Decoding, Static, init_layer, read_chunk, seal_layer, writer
@@ -223,15 +223,19 @@ class Stream:
         Nothing is held twice but the layer that is made.
         """
         states, sizes = list(self.decoding.states), {}
-        more = most = 0
+        more = most = far = 0
         for layer, one in make.items():
             policy = self.policies[layer]
             if policy not in sizes:  # layers of one policy are of one size
-                sizes[policy] = _nbytes([jax.eval_shape(one, states[layer])])
-            most = max(most, more + sizes[policy])
-            more += sizes[policy] - _nbytes([states[layer]])
-        if more > 0:
-            self._ask_for(most, 0, "")
+                later = jax.eval_shape(one, states[layer])
+                host = on_host(policy, later)
+                sizes[policy] = _nbytes([later]) - host, host
+            size, host = sizes[policy]
+            held = on_host(policy, states[layer]) if self.sealed else 0
+            most, far = max(most, more + size), far + host - held
+            more += size - (_nbytes([states[layer]]) - held)
+        if more > 0 or far > 0:
+            self._fits(most, far, "")
         self.decoding = self.decoding._replace(states=())
         try:
             for layer, one in make.items():
@@ -242,22 +246,25 @@ class Stream:
     def _check(self, tokens: int, held: int) -> None:
         """Raise UserError if a policy refuses so many tokens a row, or they do not fit."""
         if tokens > self._checked:
-            caches = state_bytes(self.policies, self.llm.spec, self._rows, tokens)
-            if self._ask_for(caches, held, f" of {tokens} tokens" if tokens else ""):
+            caches, host = bytes_by_memory(self.policies, self.llm.spec, self._rows, tokens)
+            if caches + host > held:
+                self._fits(caches, host, f" of {tokens} tokens" if tokens else "")
                 self._checked = tokens
 
-    def _ask_for(self, caches: int, held: int, of: str) -> bool:
-        """Whether that many bytes of caches are more than what is held; raises UserError if they
-        are and do not fit."""
-        if caches <= held:
-            return False
+    def _fits(self, caches: int, host: int, of: str) -> None:
+        """Raise UserError where so many bytes of caches do not fit, or those in the memory of the
+        host."""
         logits = 5 * self._rows * self.llm.config.vocab  # float32 logits and a bool a token
         mesh = self.llm.mesh
         # The devices of a CPU are one memory.
         apart = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
         each = caches // math.prod(apart.values()) + logits // apart.get("data", 1)
-        memory.check(each, f"the caches of {self._rows} row(s){of}")
-        return True
+        what = f"the caches of {self._rows} row(s){of}"
+        if jax.default_backend() == "cpu":
+            memory.check(each + host, what)
+        else:
+            memory.check(each, what)
+            memory.check(host, what, host=True)
 
 
 def _of_layer(keys: Array, layer: int) -> Array:

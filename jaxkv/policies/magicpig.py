@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import buckets, exact, hashed, slots
+from jaxkv import buckets, exact, hashed, memory, slots
 from jaxkv import sample as drawn
 from jaxkv.attention import local_attention, merge, slot_attention
 from jaxkv.contract import Chunk, Kept, Partial, Spec
@@ -19,6 +19,7 @@ from jaxkv.errors import UserError
 from jaxkv.hashed import Hashed, Indexing
 from jaxkv.lsh import Hashing
 from jaxkv.pieces import in_pieces
+from jaxkv.slots import Slots
 from jaxkv.typing import Array, Float, Int32, UInt32
 from pallas_kernels.sampled_attention import How, sampled_attention
 
@@ -39,7 +40,9 @@ class MagicPIG:
     too, once it has left the window; if not, all of it stays exact, as published. zone: so many
     tokens wait behind the tables until new ones are made of all, later up to 8,192. hash: a bit of
     each of K directions, or the nearest of up to sixteen (crosspolytope), which separates better
-    and takes longer to compute. start: slots before the prompt comes, doubled as they fill.
+    and takes longer to compute. memory: host keeps what is in the tables, and them, in the memory
+    of the host, from where a token brings what it meets. start: slots before the prompt comes,
+    doubled as they fill.
 
     A question read behind `seal` meets a sample as well: read it with the prompt to have it exact.
     """
@@ -55,6 +58,7 @@ class MagicPIG:
     hash_generated: bool = True
     zone: int = 1024
     hash: Literal["simhash", "crosspolytope"] = "simhash"
+    memory: Literal["device", "host"] = "device"
     start: int = 512
 
     summary: ClassVar[str] = "every token; behind a prompt, a sample of its keys by hash tables"
@@ -88,14 +92,21 @@ class MagicPIG:
     @property
     def _by(self) -> Indexing:
         return Indexing(
-            self._how, self.sinks, self.window, self.center, self.hash_generated, self.zone
-        )
+            self._how, self.sinks, self.window, self.center, self.hash_generated, self.zone,
+            self.memory == "host",
+        )  # fmt: skip
 
     @property
     def least(self) -> int:
         return self.sinks + self.window + 1
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        return hashed.ON_HOST if self.memory == "host" else ()
+
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Hashed:
+        if self.memory == "host":
+            memory.check_host()
         return hashed.init(spec, rows, key, self.start)
 
     def reserve(self, spec: Spec, state: Hashed, tokens: int) -> Hashed:
@@ -117,7 +128,7 @@ class MagicPIG:
         if not hashed.is_sealed(state):
             partial, held = exact.decode(spec, state.exact, chunk)
             return partial, state._replace(exact=held)
-        numbers = slots.number(state.exact, chunk.valid)
+        numbers = hashed.number(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         seen = self.ask(spec, state, q, numbers, chunk.positions)
         after = self.extend(spec, state, drawn.behind(chunk, seen.out))
@@ -132,7 +143,7 @@ class MagicPIG:
 
     def _take(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
         """A sealed state: the chunk is absorbed first, then each token sees what is before it."""
-        numbers = slots.number(state.exact, chunk.valid)
+        numbers = hashed.number(state, chunk.valid)
         state = self.extend(spec, state, chunk)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         partial = self.ask(spec, state, q, numbers, chunk.positions)
@@ -160,31 +171,28 @@ class MagicPIG:
     ) -> Partial:
         """The first tokens and the newest, as each query finds them."""
         held, tokens = state.exact, numbers.shape[1]
-        size = held.positions.shape[1]
-        if self.hash_generated:
-            oldest = jnp.min(jnp.where(numbers < 0, np.int32(size), numbers), axis=1)
-            width, begin = min(size, self.window + tokens - 1), oldest + 1 - self.window
-            newest = numbers - self.window + 1
-        else:
-            width, begin = min(size, state.zone.shape[3]), self.sinks + state.indexed
-            newest = jnp.broadcast_to(begin[:, None], numbers.shape)
-        begin = jnp.clip(begin, 0, size - width)
+        size, own = held.positions.shape[1], hashed.slot_of(state, numbers)
+        last = jnp.minimum(own, held.count[:, None] - 1)
 
         def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
-            last = jnp.minimum(numbers, held.count[:, None] - 1)
             seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
             bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
             penalty = spec.encoding.bias(positions, keys, k.shape[1])
             bias = bias if penalty is None else bias + penalty
             return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
 
+        if not self.hash_generated:  # all that is not in the tables
+            return part(*held[:3], jnp.arange(size)[None], jnp.zeros_like(own))
+        oldest = jnp.min(jnp.where(own < 0, np.int32(size), own), axis=1)
+        width = min(size, self.window + tokens - 1)
+        begin = jnp.clip(oldest + 1 - self.window, 0, size - width)
         tail = (_cut(leaf, begin, width) for leaf in held[:3])
         slot = begin[:, None] + jnp.arange(width)[None]
-        parts = [part(*tail, slot, jnp.maximum(newest, self.sinks))]
+        parts = [part(*tail, slot, jnp.maximum(own - self.window + 1, self.sinks))]
         if self.sinks:
             first = held.k[:, :, : self.sinks], held.v[:, :, : self.sinks]
             slot, keys = jnp.arange(self.sinks)[None], held.positions[:, : self.sinks]
-            parts.append(part(*first, keys, slot, jnp.zeros_like(newest)))
+            parts.append(part(*first, keys, slot, jnp.zeros_like(own)))
         return merge(*parts)
 
     def sample(
@@ -193,18 +201,36 @@ class MagicPIG:
         """A sample of what lies between, for one token a row: out [B,N,H], lse [B,N]."""
         found = hashed.find(state, self._by, self.budget, q, numbers, positions)
         count = jnp.where(numbers[:, None] < 0, 0, found.count)  # padding
-        held, angles = state.exact, hashed.angles(state, q)
+        places = state.far.positions.shape[1]
+        place = jnp.arange(found.rows.shape[2])[None, None]
+        indexed = (place < count[:, :, None]) & (found.rows < places)
+        indexed = jnp.sum(indexed, axis=2, dtype=jnp.int32)
+        parts = [self._meet(spec, state, state.far, state.norms, q, positions, found.rows, indexed)]
+        if self.hash_generated:  # the zone's come behind those of the tables
+            behind = jnp.minimum(place + indexed[:, :, None], found.rows.shape[2] - 1)
+            rows = jnp.take_along_axis(found.rows, behind, axis=2) - places + self.sinks
+            given = state.exact, state.waiting, q, positions, rows, count - indexed
+            parts.append(self._meet(spec, state, *given))
+        part = merge(*parts)
+        # Of more than the budget each stands for others.
+        share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
+        return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
+
+    def _meet(
+        self, spec: Spec, state: Hashed, held: Slots, norms: Array, q: Array, positions: Array,
+        rows: Array, count: Array,
+    ) -> Partial:  # fmt: skip
+        """The first `count` of these rows of what is held, each by the chance that it was drawn."""
+        angles = hashed.angles(state, norms, q)
         how, weight = How(spec.scale, spec.softcap, self._how), angles
         penalty = spec.encoding.bias(positions[:, None], held.positions, held.k.shape[1])
         if penalty is not None:
             how = how._replace(weigh=None)
-            weight = hashed.log_weights(state, q, angles, self._how)
+            rows = jnp.clip(rows, 0, held.positions.shape[1] - 1)
+            weight = hashed.log_weights(held.k, q, angles, self._how)
             weight = weight + penalty.reshape(weight.shape)
-            weight = jnp.take_along_axis(weight, found.rows, axis=2)
-        part = sampled_attention(q, held.k, held.v, found.rows, count, weight, how=how)
-        # Of more than the budget each stands for others.
-        share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
-        return Partial(part.out, part.lse + jnp.log(jnp.maximum(share, 1)))
+            weight = jnp.take_along_axis(weight, rows, axis=2)
+        return Partial(*sampled_attention(q, held.k, held.v, rows, count, weight, how=how))
 
 
 def _cut(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import triton
+from pallas_kernels import host, triton
 from pallas_kernels.sampled_attention import dense, gpu, reference, tpu
 from pallas_kernels.sampled_attention.reference import Angles, Attended, How, Weight
 
@@ -58,6 +58,8 @@ def _attend(how: How, implementation: Implementation | None, *given) -> Attended
     q, k, _, rows = given[:4]
     group, shape = q.shape[1] // k.shape[1], f"{rows.shape[-1]} of {k.shape[2]} rows"
     kernels: dict[str, Callable] = {"xla": reference.attend, "dense": dense.attend}
+    if host.is_there(k):  # of which only rows are brought to the device
+        return reference.attend(how, *given)
     if tpu.takes(k, rows.shape[-1]):
         kernels["pallas_tpu"] = tpu.attend
     if gpu.takes(k):

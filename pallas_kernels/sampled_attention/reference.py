@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import host
+
 Array = jax.Array
 BLOCK = 512  # rows that are gathered at a time: on a CPU 256 is as fast, 128 slower
 
@@ -178,7 +180,7 @@ def take_rows(array: Array, at: Array) -> Array:
     if array.dtype != jnp.float32:
         # XLA:CPU gathers half precision as float32, and would convert the whole cache beforehand.
         array, at = jax.lax.optimization_barrier((array, at))
-    return array.at[at].get(mode="promise_in_bounds")
+    return host.take(array, at)
 
 
 def dot(x: Array, y: Array) -> Array:

@@ -3,6 +3,7 @@ or too large, and what cannot be set."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 
 from evals import inclusion
-from jaxkv import hashed
+from jaxkv import hashed, rows
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.rotary import NoPosition
+from jaxkv.stack import bytes_by_memory, state_bytes
+from pallas_kernels import host
 from tests.seldom import seldom
 
 HEADS, DIM = 2, 32
@@ -78,8 +81,8 @@ def test_tables_find_what_comparing_all_codes_finds():
     made_anew = policy.reserve(SPEC, grown, 300)
     made_anew = policy.extend(SPEC, made_anew, Chunk(*(leaf[:, 64:] for leaf in rest)))
     for held, indexed in ((state, 1992), (grown, 1992), (made_anew, 2056)):
-        count = int(held.exact.count[0])
-        assert int(held.indexed[0]) == indexed
+        count = int(held.exact.count[0]) + indexed
+        assert int(held.far.count[0]) == indexed
         q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
         number = jnp.full((1,), count, jnp.int32)
         found = hashed.find(
@@ -88,12 +91,16 @@ def test_tables_find_what_comparing_all_codes_finds():
         for head in range(2 * HEADS):
             kv = head // 2
             planes = np.asarray(held.planes)[0, kv]
-            keys = np.asarray(held.exact.k)[0, kv, :count] - np.asarray(held.center)[0, kv]
+            ends, far = np.asarray(held.exact.k)[0, kv], np.asarray(held.far.k)[0, kv, :indexed]
+            keys = np.concatenate([ends[:2], far, ends[2 : count - indexed]])
+            keys -= np.asarray(held.center)[0, kv]
             sides = [(x @ planes > 0).reshape(-1, 30, 4) for x in (keys, q[:, head])]
             agree = (sides[0] == sides[1]).all(axis=2).sum(axis=1)
             agree[: policy.sinks] = agree[count + 1 - policy.window :] = 0
             rows = np.asarray(found.rows)[0, head, : int(found.count[0, head])]
-            np.testing.assert_array_equal(rows, np.flatnonzero(agree >= 2))
+            places, wanted = held.far.positions.shape[1], np.flatnonzero(agree >= 2) - 2
+            wanted = np.where(wanted < indexed, wanted, wanted - indexed + places)
+            np.testing.assert_array_equal(rows, wanted)
 
 
 @pytest.mark.slow
@@ -142,7 +149,7 @@ def test_a_question_behind_the_prompt_meets_a_sample():
         _, one = jitted_step(policy, SPEC, state, *before)
         out, _ = jitted_step(policy, SPEC, one, *(leaf[:, at : at + 1] for leaf in question))
         np.testing.assert_allclose(out, outs[:, at : at + 1], atol=1e-5)
-    assert int(whole.exact.count[0]) == 500
+    assert int(whole.exact.count[0] + whole.far.count[0]) == 500
 
 
 @pytest.mark.slow
@@ -164,11 +171,66 @@ def test_a_key_that_is_no_number_is_not_passed_over():
     assert np.isnan(answer(MagicPIG(K=1, L=8, start=300), prompt, new)).all()
 
 
+def written(policy, prompt, new):
+    """What tokens see one after another, and the state behind them."""
+    state, outs = after(policy, prompt), []
+    for at in range(new.valid.shape[1]):
+        state = policy.reserve(SPEC, state, at + 1)
+        out, state = jitted_step(policy, SPEC, state, *(leaf[:, at : at + 1] for leaf in new))
+        outs.append(np.asarray(out))
+    return np.concatenate(outs, axis=1), state
+
+
+@pytest.mark.slow
+def test_what_lies_in_the_memory_of_the_host_is_met_alike():
+    """New tables are made once; rows are taken and put; a prompt's question is read."""
+    prompt, new = chunk(200, rows=2), chunk(12, 200, seed=1, rows=2)
+    device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
+    far = dataclasses.replace(device, memory="host")
+    assert not device.on_host and far.on_host == hashed.ON_HOST
+    wanted, held = written(device, prompt, new)
+    found, state = written(far, prompt, new)
+    np.testing.assert_array_equal(found, wanted)
+    assert state.far.k.shape == held.far.k.shape and state.far.positions.shape[1] > 194
+    assert host.is_there(state.far.k) and host.is_there(state.tables.entries)
+    assert not host.is_there(state.planes) and not host.is_there(state.exact.k)
+    turned = rows.put(state, [1, 0], rows.take(state, [0, 1]))
+    assert host.is_there(turned.far.k)
+    np.testing.assert_array_equal(turned.far.k, np.asarray(held.far.k)[::-1])
+    question = chunk(3, 212, seed=2, rows=2)
+    answers = [jitted_step(p, SPEC, s, *question)[0] for p, s in ((device, held), (far, state))]
+    np.testing.assert_array_equal(*answers)
+
+
+def test_bytes_are_counted_by_the_memory_they_lie_in():
+    device = MagicPIG(K=3, L=6, start=1000)
+    far = dataclasses.replace(device, memory="host")
+    sealed = jax.eval_shape(lambda: far.seal(SPEC, far.init(SPEC, 1, jax.random.key(0))))
+    lies = rows.nbytes([sealed.far.k, sealed.far.v, sealed.tables])
+    assert bytes_by_memory([far, far], SPEC, 1) == (2 * (rows.nbytes(sealed) - lies), 2 * lies)
+    assert bytes_by_memory([device], SPEC, 1) == (rows.nbytes(sealed), 0)
+    assert state_bytes([far], SPEC, 1) == state_bytes([device], SPEC, 1) == rows.nbytes(sealed)
+
+
+def test_a_platform_without_memory_of_the_host_is_told(monkeypatch):
+    class Bare:
+        platform = "abacus"
+
+        def addressable_memories(self):
+            return [type("Beads", (), {"kind": "device"})]
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
+    with pytest.raises(
+        UserError, match=r"memory=host wants .* and abacus has device; leave it out"
+    ):
+        MagicPIG(memory="host").init(SPEC, 1, jax.random.key(0))
+
+
 @pytest.mark.slow
 def test_more_tokens_than_room_are_refused():
     policy = MagicPIG(K=2, L=4, zone=16, start=64)
     state = after(policy, chunk(60))
-    with pytest.raises(UserError, match=r"slots a row and 177 are needed"):
+    with pytest.raises(UserError, match=r"slots a row and \d+ are needed"):
         policy.extend(SPEC, state, chunk(117, 60))
     out, _ = jitted_step(policy, SPEC, state, *chunk(117, 60))
     assert np.isnan(out).all()
