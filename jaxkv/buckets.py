@@ -19,6 +19,7 @@ from pallas_kernels import host
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
 _AT_ONCE = 128  # blocks
+_COMPARED = 512  # codes of a zone
 _WORD = 32
 
 
@@ -132,6 +133,25 @@ def tally(
     met = jnp.zeros(size, tally_type(count))
     met = jax.lax.fori_loop(0, -(-total // _AT_ONCE), some, met)
     return met.at[0].set(0)
+
+
+def compare(
+    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], last: Array,
+    met: Integer[Array, " S"], begin: int,
+) -> Integer[Array, " S"]:  # fmt: skip
+    """The tally, and from `begin` on in how many codes each of a zone up to `last` agrees."""
+    zone = zone.reshape(-1, *zone.shape[2:])
+    tables, size = zone.shape[1:]
+    width = min(_COMPARED, size)
+
+    def some(i: Array, met: Array) -> Array:
+        first = jnp.minimum(i * width, size - width)
+        held = jax.lax.dynamic_slice(zone, (of, 0, first), (1, tables, width))[0]
+        same = jnp.sum(held == code.astype(held.dtype)[:, None], axis=0, dtype=met.dtype)
+        same = jnp.where(first + jnp.arange(width) <= last, same, 0)
+        return jax.lax.dynamic_update_slice(met, same, (begin + first,))
+
+    return jax.lax.fori_loop(0, (last + width) // width, some, met)
 
 
 def tally_type(tables: int) -> np.dtype:

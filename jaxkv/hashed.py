@@ -35,7 +35,6 @@ from pallas_kernels.sampled_attention import Angles
 MOST = 2**30  # slots
 _STRIDE = 8192  # tokens for which room is made at the most, unless more are asked for
 _HASHED = 2048  # keys at a time
-_COMPARED = 512  # codes of the zone at a time
 
 
 class Hashed(NamedTuple):
@@ -345,32 +344,13 @@ def find(
         met = buckets.tally(state.tables, of, code, 1 + places + waits)
         if by.generated:
             last = own[head // heads] - by.window - by.sinks
-            met = _compare(state.zone, of, code, last, met, 1 + places)
+            met = buckets.compare(state.zone, of, code, last, met, 1 + places)
         found = buckets.select(met >= np.asarray(by.how.least, met.dtype), most, draw)
         return found._replace(rows=jnp.maximum(found.rows - 1, 0))
 
     every = jnp.arange(rows * heads, dtype=jnp.int32), codes, draws.reshape(-1)
     found = jax.lax.map(lambda given: one(*given), every)
     return jax.tree.map(lambda a: a.reshape(rows, heads, *a.shape[1:]), found)
-
-
-def _compare(
-    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], last: Array,
-    met: Integer[Array, " S"], begin: int,
-) -> Integer[Array, " S"]:  # fmt: skip
-    """The tally, and from `begin` on in how many codes each of the zone up to `last` agrees."""
-    zone = zone.reshape(-1, *zone.shape[2:])
-    tables, size = zone.shape[1:]
-    width = min(_COMPARED, size)
-
-    def some(i: Array, met: Array) -> Array:
-        first = jnp.minimum(i * width, size - width)
-        held = jax.lax.dynamic_slice(zone, (of, 0, first), (1, tables, width))[0]
-        same = jnp.sum(held == code.astype(held.dtype)[:, None], axis=0, dtype=met.dtype)
-        same = jnp.where(first + jnp.arange(width) <= last, same, 0)
-        return jax.lax.dynamic_update_slice(met, same, (begin + first,))
-
-    return jax.lax.fori_loop(0, (last + width) // width, some, met)
 
 
 def angles(state: Hashed, norms: Float32[Array, "B K S"], q: Float[Array, "B N H"]) -> Angles:
