@@ -18,8 +18,8 @@ from pallas_kernels import host
 
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
-_AT_ONCE = 128  # blocks
-_COMPARED = 512  # codes of a zone
+_AT_ONCE = 256  # blocks
+_COMPARED = 128  # codes of a zone
 _WORD = 32
 
 
@@ -123,7 +123,7 @@ def tally(
 
     def some(i: Array, met: Array) -> Array:
         j = i * _AT_ONCE + jnp.arange(_AT_ONCE, dtype=jnp.int32)
-        mine = jnp.sum(upto[None] <= j[:, None], axis=1, dtype=jnp.int32)
+        mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
         block = jnp.where(j < total, j + mine, 0)
         entry = host.take(entries, block).astype(jnp.int32)

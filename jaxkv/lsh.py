@@ -48,6 +48,7 @@ _CROSS = {
     ),
 }  # fmt: skip
 _WIDEST = 5  # bits of a cross-polytope hash: 16 directions
+_FEW = 16
 _RARE = 0.1  # tables that agree, on average, below which u is a power series in P
 
 
@@ -167,8 +168,13 @@ def codes(
     x: Float[Array, "X S H"], planes: Float32[Array, "X H F"], how: Hashing
 ) -> Int32[Array, "X L S"]:
     """In each table the K bits of every vector, the first hash in the lowest."""
-    products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,F,S]
-    products = products.reshape(x.shape[0], how.tables, how.directions, x.shape[1])
+    count = x.shape[1]
+    if count <= _FEW:  # vectors first: a few of them are one pass over the planes
+        products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,F]
+        products = products.reshape(-1, count, how.tables, how.directions).transpose(0, 2, 3, 1)
+    else:
+        products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,F,S]
+        products = products.reshape(-1, how.tables, how.directions, count)
     if how.hash == "simhash":
         place = np.int32(1) << np.arange(how.bits, dtype=np.int32)[None, None, :, None]
         return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)
