@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.claim import OPEN, Claim
+from evals.claims_magicpig import MAGICPIG
 from evals.claims_sampling import BALANCE, RESERVOIR
 from evals.claims_streaming import STREAMING
 from evals.claims_training import TRAINING
@@ -20,6 +21,7 @@ EXPERIMENTS = (
     *("agreement", "endless", "sinks", "latency", "startup", "mfu", "mfu_gpu"),
     *("backcopy", "sink_tables", "sink_tables_160m", "default_model"),
     *("known_answers", "recall", "sampled", "single_layer"),
+    *("lookup", "sampling", "sparse", "tune_lsh"),
 )
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
@@ -68,6 +70,12 @@ def page(folder: Path = RESULTS) -> str:
         "| claim | paper | measured here | verdict | record |",
         "| --- | --- | --- | --- | --- |",
         *(row(claim, records) for claim in BALANCE),
+        "",
+        "## MagicPIG (Chen et al. 2024, arXiv 2410.16179)",
+        "",
+        "| claim | paper | measured here | verdict | record |",
+        "| --- | --- | --- | --- | --- |",
+        *(row(claim, records) for claim in MAGICPIG),
         "",
         "## What was asked of correctness and speed",
         "",
