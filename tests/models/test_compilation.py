@@ -31,7 +31,6 @@ llm = models.load(sys.argv[1])
 answer = models.generate(llm, "Hi", "streaming:sinks=1,window=3", 5, ignore_eos=True)
 print(json.dumps({
     "tokens": answer.tokens,
-    "seconds": answer.compile_seconds,
     "found": events["/jax/compilation_cache/cache_hits"],
     "missed": events["/jax/compilation_cache/cache_misses"],
 }))
@@ -68,7 +67,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert len(kept) == first["missed"] > 2
     second = start(folder, str(cache))
     assert (second["missed"], second["found"]) == (0, first["missed"] + first["found"])
-    assert second["tokens"] == first["tokens"] and second["seconds"] < first["seconds"]
+    assert second["tokens"] == first["tokens"]
     again = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
     assert again == kept
 
