@@ -106,7 +106,7 @@ def test_keys_are_found_as_often_as_u_says(hash):
     seeds = jax.random.bits(jax.random.key(3), (draws // some, some, 1, 2), jnp.uint32)
     share = sum(np.asarray(found(key)) for key in seeds) / draws
     u = np.exp(np.asarray(lsh.log_inclusion(jnp.asarray(cosines, jnp.float32), how)))
-    assert (np.abs(share - u) < 4 * np.sqrt(u * (1 - u) / draws)).all()
+    assert (np.abs(share - u) <= 4 * np.sqrt(u * (1 - u) / draws) + 1e-6).all()
     assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"
 
 
