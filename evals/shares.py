@@ -155,7 +155,7 @@ def _read(
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
 
-    met.take(spec, state, asking, chosen.sinks, chosen.window, choose)
+    met.meet(spec, state, asking, chosen.sinks, chosen.window, choose)
     return shares[0]
 
 

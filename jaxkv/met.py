@@ -9,7 +9,7 @@ is worth, and saves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +76,28 @@ def check_share(name: str, value: float, good: float = 0.1) -> None:
         raise UserError(f"{name} must be above 0 and at most 1, got {value}; try {name}={good}")
 
 
-def init(spec: Spec, rows: int, key: jax.Array, start: int) -> MetState:
+@runtime_checkable
+class Chooses(Protocol):
+    """What a policy brings itself; the functions below that take it are its methods."""
+
+    sinks: int
+    window: int
+    start: int
+
+    def choose(self, asked: Asked) -> Array: ...
+
+
+def init(policy: Chooses, spec: Spec, rows: int, key: jax.Array) -> MetState:
     sealed = jnp.zeros((rows, 0, 0), jnp.int32)
-    return MetState(slots.init(spec, rows, start), sealed, drawn.keys(key, spec, rows))
+    return MetState(slots.init(spec, rows, policy.start), sealed, drawn.keys(key, spec, rows))
+
+
+def attend(policy: Chooses, spec: Spec, state: MetState, chunk: Chunk) -> Partial:
+    return take(policy, spec, state, chunk)[0]
+
+
+def take(policy: Chooses, spec: Spec, state: MetState, chunk: Chunk) -> tuple[Partial, MetState]:
+    return meet(spec, state, chunk, policy.sinks, policy.window, policy.choose)
 
 
 def reserve(spec: Spec, state: MetState, tokens: int) -> MetState:
@@ -96,7 +115,7 @@ def extend(spec: Spec, state: MetState, chunk: Chunk) -> MetState:
     return state._replace(exact=exact.extend(spec, state.exact, chunk))
 
 
-def take(
+def meet(
     spec: Spec, state: MetState, chunk: Chunk, sinks: int, window: int, choose: Choose
 ) -> tuple[Partial, MetState]:
     """The chunk is held first; then each query sees what was there by its own number."""

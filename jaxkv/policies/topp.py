@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import met
-from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.met import Asked, MetState
 from jaxkv.typing import Array, Float32
 
@@ -42,16 +41,9 @@ class TopP:
         met.check_share("mass", self.mass, 0.9)
         met.check(self.sinks, self.window, self.start)
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> MetState:
-        return met.init(spec, rows, key, self.start)
-
-    def attend(self, spec: Spec, state: MetState, chunk: Chunk) -> Partial:
-        return self.take(spec, state, chunk)[0]
-
-    def take(self, spec: Spec, state: MetState, chunk: Chunk) -> tuple[Partial, MetState]:
-        return met.take(spec, state, chunk, self.sinks, self.window, self.choose)
-
-    decode = take
+    init = met.init
+    attend = met.attend
+    take = decode = met.take
     reserve = staticmethod(met.reserve)
     seal = staticmethod(met.seal)
     extend = staticmethod(met.extend)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import met
-from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.met import Asked, MetState
 from jaxkv.typing import Array, Bool, Float32, Int32
@@ -62,16 +61,9 @@ class VAttention:
             raise UserError(f"sides must be two or one, got {self.sides!r}")
         met.check(self.sinks, self.window, self.start)
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> MetState:
-        return met.init(spec, rows, key, self.start)
-
-    def attend(self, spec: Spec, state: MetState, chunk: Chunk) -> Partial:
-        return self.take(spec, state, chunk)[0]
-
-    def take(self, spec: Spec, state: MetState, chunk: Chunk) -> tuple[Partial, MetState]:
-        return met.take(spec, state, chunk, self.sinks, self.window, self.choose)
-
-    decode = take
+    init = met.init
+    attend = met.attend
+    take = decode = met.take
     reserve = staticmethod(met.reserve)
     seal = staticmethod(met.seal)
     extend = staticmethod(met.extend)
