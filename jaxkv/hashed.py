@@ -35,6 +35,7 @@ from pallas_kernels.sampled_attention import Angles
 MOST = 2**30  # slots
 _STRIDE = 8192  # tokens for which room is made at the most, unless more are asked for
 _HASHED = 2048  # keys at a time
+_TILE = 8  # a TPU kernel takes caches of whole tiles of so many slots
 
 
 class Hashed(NamedTuple):
@@ -111,6 +112,7 @@ def seal(state: Hashed, by: Indexing) -> Hashed:
     rows, kv_heads, _, head_dim = prompt.k.shape
     between = jnp.clip(prompt.count - ends, 0, size - ends)
     far = Slots(*(_slots(leaf, by.sinks, size - by.window) for leaf in prompt[:3]), between)
+    far = slots.grow(far, _whole(size - ends))
     if by.center:
         # A row with nothing between has the mean of what it has.
         first = jnp.where(between > 0, np.int32(by.sinks), np.int32(0))[:, None]
@@ -122,10 +124,10 @@ def seal(state: Hashed, by: Indexing) -> Hashed:
         state.key.reshape(-1, 2),
     )
     state = state._replace(
-        exact=_without(prompt, by, between, ends + by.zone),
+        exact=_without(prompt, by, between, _whole(ends + by.zone)),
         far=far,
         planes=planes.reshape(rows, kv_heads, head_dim, -1),
-        sealed=jnp.zeros((rows, size - ends, 0), jnp.int32),
+        sealed=jnp.zeros((rows, far.positions.shape[1], 0), jnp.int32),
     )
     return _index(state, by)
 
@@ -149,12 +151,12 @@ def reserve(spec: Spec, state: Hashed, tokens: int, by: Indexing) -> Hashed:
             f"{ends + prompt + room + more} are needed; use a policy with a fixed memory such as "
             "streaming:sinks=4,window=252"
         )
+    size = _whole(ends + room + more)
     if not by.generated:
-        size = ends + room + more
         return state._replace(
             exact=slots.grow(state.exact, size), zone=_zone(state.zone, size - by.sinks)
         )
-    return _move(state, by, ends + room + more, prompt + room)
+    return _move(state, by, size, _whole(prompt + room))
 
 
 @partial(jax.jit, static_argnames=("by", "size", "places"))
@@ -177,6 +179,10 @@ def _move(state: Hashed, by: Indexing, size: int, places: int) -> Hashed:
 
     far = Slots(*map(join, far[:3], zone[:3]), far.count + leaving)
     return _index(state._replace(exact=_without(held, by, leaving, size), far=far), by)
+
+
+def _whole(size: int) -> int:
+    return -(-size // _TILE) * _TILE
 
 
 def _slots(leaf: Array, first: int, end: int) -> Array:

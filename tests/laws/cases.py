@@ -185,12 +185,12 @@ CASES = [
     Case("pyramidkv", PyramidKV(9, 3, 3, "mean", 2, 16, 1, 3), 9,
          oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
          longest=36),
-    # New tables are made after 14 tokens, and after 28. Codes of turned keys depend on where the
+    # New tables are made after 35 tokens, and after 75. Codes of turned keys depend on where the
     # text begins.
-    Case("magicpig", MagicPIG(2, 5, 2, 3, zone=14, start=8), 5,
-         met(2, 3, oracle.in_buckets(2, 5), theta=None), 2, (1, 7), longest=60, encoding=NONE,
+    Case("magicpig", MagicPIG(2, 5, 2, 3, zone=35, start=8), 5,
+         met(2, 3, oracle.in_buckets(2, 5), theta=None), 2, (1, 7), longest=84, encoding=NONE,
          drawn=True, whole=True),
-    Case("magicpig-rotary", MagicPIG(2, 5, 2, 3, zone=21, start=8), 5,
+    Case("magicpig-rotary", MagicPIG(2, 5, 2, 3, zone=35, start=8), 5,
          met(2, 3, oracle.in_buckets(2, 5)), 2, (1, 7), longest=60, unbiased=(17,), drawn=True,
          whole=True),
     Case("magicpig-overflowing", MagicPIG(1, 3, 1, 3, False, 1, 5, hash_generated=False, start=64),
