@@ -2,7 +2,8 @@
 
 In each of L tables the keys of one code lie side by side, filled up to whole blocks of W entries. A
 query asks for the blocks of its code in every table and counts how often it meets each key: work
-goes with what is met, not with what is held. An entry is the key's place plus one; 0 is no key.
+goes with what is met, and but for a few bits a key not with what is held. An entry is the key's
+place plus one; 0 is no key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
 _AT_ONCE = 256  # blocks
 _COMPARED = 128  # codes of a zone
-_WORD = 32
+WORD = 32  # places
 
 
 class Tables(NamedTuple):
@@ -103,11 +104,11 @@ def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
 
 
 def tally(
-    tables: Tables, of: Int32[Array, ""], code: Int32[Array, " L"], size: int
-) -> Integer[Array, " S"]:
-    """How many tables hold each entry in the bucket of `code`; 0 of entry 0, which is no key.
+    tables: Tables, of: Int32[Array, ""], code: Int32[Array, " L"], places: int, least: int
+) -> UInt32[Array, " W"]:
+    """Which of so many places are in the bucket of `code` in `least` tables or more, a bit each.
 
-    of: which row and kv head, counted through. size: of the tally, more than there are keys.
+    of: which row and kv head, counted through. 32 places to a word, the first in its lowest bit.
     """
     count, most, wide = tables.entries.shape[2:]
     # Gathers from the whole: taking a row and head out first would copy its tables.
@@ -116,30 +117,50 @@ def tally(
     table = of * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
     begin, end = (host.take(first, bucket + i) for i in (0, 1))
-    upto = jnp.cumsum(end - begin)
+    upto = _running_sum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
+    # Several counts to a word, the words that make one word of bits apart, so that many such are
+    # made side by side: XLA:CPU packs single bytes slowly.
+    bits = 8 if count < 2**8 else 16
+    fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
     def some(i: Array, met: Array) -> Array:
         j = i * _AT_ONCE + jnp.arange(_AT_ONCE, dtype=jnp.int32)
         mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
         block = jnp.where(j < total, j + mine, 0)
-        entry = host.take(entries, block).astype(jnp.int32)
+        entry = host.take(entries, block).astype(jnp.uint32)
         entry = jnp.where((j < total)[:, None], entry, 0)
-        return met.at[entry].add(np.ones((), met.dtype), mode="promise_in_bounds")
+        place = jnp.maximum(entry, 1) - 1
+        one = jnp.minimum(entry, 1) << (place % fields * bits)
+        at = place % WORD // fields * words + place // WORD
+        return met.at[at].add(one, mode="promise_in_bounds")
 
-    met = jnp.zeros(size, tally_type(count))
+    met = jnp.zeros(WORD // fields * words, jnp.uint32)
     met = jax.lax.fori_loop(0, -(-total // _AT_ONCE), some, met)
-    return met.at[0].set(0)
+    enough = _at_least(met.reshape(-1, words), least, bits)
+    place = np.arange(0, WORD, fields, dtype=np.uint32)[:, None]
+    return jnp.sum(enough << place, axis=0, dtype=jnp.uint32)
+
+
+def _at_least(met: UInt32[Array, "..."], least: int, bits: int) -> UInt32[Array, "..."]:
+    """Which fields of a word are `least` (1 or 2) or more, one bit a field, in the lowest bits."""
+    ones = sum(1 << at for at in range(0, WORD, bits))
+    high, low = np.uint32(ones << bits - 1), np.uint32(~(ones << bits - 1) & 0xFFFFFFFF)
+    rest = met & ~np.uint32(ones) if least == 2 else met
+    enough = (((rest & low) + low | rest) & high) >> np.uint32(bits - 1)
+    # Of fields that are 0 or 1 the product gathers one bit of each in its highest bits.
+    fields = WORD // bits
+    gather = sum(1 << WORD - fields + i - i * bits for i in range(fields))
+    return enough * np.uint32(gather) >> np.uint32(WORD - fields)
 
 
 def compare(
-    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], last: Array,
-    met: Integer[Array, " S"], begin: int,
-) -> Integer[Array, " S"]:  # fmt: skip
-    """The tally, and from `begin` on in how many codes each of a zone up to `last` agrees."""
+    zone: Integer[Array, "B K L Z"], of: Array, code: Int32[Array, " L"], last: Array, least: int
+) -> UInt32[Array, " W"]:
+    """Which places of a zone, up to `last`, agree in `least` codes or more, a bit each."""
     zone = zone.reshape(-1, *zone.shape[2:])
     tables, size = zone.shape[1:]
     width = min(_COMPARED, size)
@@ -147,32 +168,31 @@ def compare(
     def some(i: Array, met: Array) -> Array:
         first = jnp.minimum(i * width, size - width)
         held = jax.lax.dynamic_slice(zone, (of, 0, first), (1, tables, width))[0]
-        same = jnp.sum(held == code.astype(held.dtype)[:, None], axis=0, dtype=met.dtype)
-        same = jnp.where(first + jnp.arange(width) <= last, same, 0)
-        return jax.lax.dynamic_update_slice(met, same, (begin + first,))
+        same = jnp.sum(held == code.astype(held.dtype)[:, None], axis=0, dtype=jnp.int32)
+        enough = (same >= least) & (first + jnp.arange(width) <= last)
+        return jax.lax.dynamic_update_slice(met, enough, (first,))
 
-    return jax.lax.fori_loop(0, (last + width) // width, some, met)
-
-
-def tally_type(tables: int) -> np.dtype:
-    return np.dtype(np.uint8 if tables < 2**8 else np.uint16)
+    met = jax.lax.fori_loop(0, (last + width) // width, some, jnp.zeros(size, bool))
+    met = jnp.pad(met, (0, -size % WORD)).reshape(-1, WORD)
+    place = np.uint32(1) << np.arange(WORD, dtype=np.uint32)
+    return jnp.sum(jnp.where(met, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
 class Drawn(NamedTuple):
-    """rows: places of a sample, the first `count` of them. total: how many there were to draw."""
+    """rows: places of a sample in its first `count`, and behind them anything (to clear it takes as
+    long as the rest of a selection). total: how many there were to draw."""
 
     rows: Int32[Array, "... M"]
     count: Int32[Array, "..."]
     total: Int32[Array, "..."]
 
 
-def select(met: Bool[Array, " S"], most: int, draw: Float32[Array, ""]) -> Drawn:
-    """Places that are met: all where they are `most` at the most, else a systematic sample of them.
+def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> Drawn:
+    """Places whose bits are set: all where they are `most` at the most, else a systematic sample.
 
     draw: from 0 to less than 1. Where there are `total` > `most`, each is drawn with the chance
     most / total, at equal distances from one random beginning.
     """
-    words = _words(met)
     ones = jax.lax.population_count(words).astype(jnp.int32)
     upto = _running_sum(ones)
     total, slot = upto[-1], jnp.arange(most, dtype=jnp.int32)
@@ -189,9 +209,9 @@ def select(met: Bool[Array, " S"], most: int, draw: Float32[Array, ""]) -> Drawn
     word, rank = jax.lax.cond(total > most, many, few)
     word = jnp.minimum(word, words.shape[0] - 1)
     at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
-    rows = word * _WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
+    rows = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
     count = jnp.minimum(total, most)
-    return Drawn(jnp.where(slot < count, rows, 0), count, total)
+    return Drawn(rows, count, total)
 
 
 def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:
@@ -200,16 +220,6 @@ def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Arra
     begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
     rank = slot * (total // size) + begin // size
     return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)
-
-
-def _words(met: Bool[Array, " S"]) -> UInt32[Array, " W"]:
-    """Thirty-two places to a word, the first in its lowest bit."""
-    bytes_ = jnp.pad(met.astype(jnp.uint8), (0, -met.shape[0] % _WORD)).reshape(-1, 4)
-    # Of four bytes that are 0 or 1 the product gathers the bits in its highest four.
-    four = jax.lax.bitcast_convert_type(bytes_, jnp.uint32) * np.uint32(0x10204080)
-    place = np.arange(0, _WORD, 4, dtype=np.uint32)[None]
-    nibbles = (four >> np.uint32(28)).reshape(-1, _WORD // 4) << place
-    return jnp.sum(nibbles, axis=1, dtype=jnp.uint32)
 
 
 def _running_sum(ones: Int32[Array, " S"]) -> Int32[Array, " S"]:

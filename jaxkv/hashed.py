@@ -347,12 +347,16 @@ def find(
 
     def one(head: Array, code: Array, draw: Array) -> Drawn:
         of = head // group
-        met = buckets.tally(state.tables, of, code, 1 + places + waits)
-        if by.generated:
-            last = own[head // heads] - by.window - by.sinks
-            met = buckets.compare(state.zone, of, code, last, met, 1 + places)
-        found = buckets.select(met >= np.asarray(by.how.least, met.dtype), most, draw)
-        return found._replace(rows=jnp.maximum(found.rows - 1, 0))
+        met = buckets.tally(state.tables, of, code, places, by.how.least)
+        if not by.generated:
+            return buckets.select(met, most, draw)
+        last = own[head // heads] - by.window - by.sinks
+        waiting = buckets.compare(state.zone, of, code, last, by.how.least)
+        found = buckets.select(jnp.concatenate([met, waiting]), most, draw)
+        # Words are whole, so there may be bits of no place behind those of the tables.
+        whole = met.shape[0] * buckets.WORD
+        rows = found.rows - jnp.where(found.rows >= whole, whole - places, 0)
+        return found._replace(rows=rows)
 
     every = jnp.arange(rows * heads, dtype=jnp.int32), codes, draws.reshape(-1)
     found = jax.lax.map(lambda given: one(*given), every)

@@ -11,8 +11,18 @@ from tests.seldom import seldom
 
 SHAPES = [(3, 1, 1), (5, 100, 3), (4, 2000, 6), (300, 500, 4), seldom(3, 70000, 16)]
 build = jax.jit(buckets.build, static_argnums=2)
-tally = jax.jit(buckets.tally, static_argnums=3)
+tally = jax.jit(buckets.tally, static_argnums=(3, 4))
+compare = jax.jit(buckets.compare, static_argnums=4)
 select = jax.jit(buckets.select, static_argnums=1)
+
+
+def unpack(words) -> np.ndarray:
+    return np.unpackbits(np.asarray(words).view(np.uint8), bitorder="little").astype(bool)
+
+
+def pack(met: np.ndarray) -> jnp.ndarray:
+    met = np.pad(met, (0, -len(met) % buckets.WORD))
+    return jnp.asarray(np.packbits(met, bitorder="little").view(np.uint32))
 
 
 @pytest.mark.parametrize(("tables", "keys", "bits"), SHAPES)
@@ -30,9 +40,25 @@ def test_a_bucket_holds_the_keys_of_its_code(tables, keys, bits, kind):
     assert sum(leaf.nbytes for leaf in both) == 2 * buckets.nbytes(keys, bits, tables)
     asked = codes[0, :, 0]
     for head in (0, 1):
-        met = tally(both, jnp.int32(head), asked, keys + 1)
-        wanted = ((codes[head] == asked[:, None]) & there[head]).sum(axis=0)
-        np.testing.assert_array_equal(np.asarray(met), [0, *wanted])
+        agree = ((codes[head] == asked[:, None]) & there[head]).sum(axis=0)
+        for least in (1, 2):
+            met = unpack(tally(both, jnp.int32(head), asked, keys, least))
+            np.testing.assert_array_equal(met[:keys], agree >= least)
+            assert not met[keys:].any()
+
+
+@pytest.mark.parametrize(("tables", "size"), [(3, 1), (5, 31), (150, 200), (300, 500)])
+@pytest.mark.parametrize("share", [-1.0, 0.0, 0.5, 1.0])
+def test_codes_of_a_zone_agree_up_to_the_last(tables, size, share):
+    rng = np.random.default_rng(2)
+    zone = rng.integers(0, 16, (2, 1, tables, size)).astype(np.uint16)
+    asked, last = zone[1, 0, :, 0].astype(np.int32), int(share * (size - 1)) if share >= 0 else -1
+    agree = (zone[1, 0] == asked[:, None]).sum(axis=0)
+    agree[last + 1 :] = 0
+    for least in (1, 2):
+        met = unpack(compare(zone, jnp.int32(1), asked, jnp.int32(last), least))
+        np.testing.assert_array_equal(met[:size], agree >= least)
+        assert not met[size:].any()
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 1), (31, 7), (100, 100), (5000, 60)])
@@ -40,7 +66,7 @@ def test_a_bucket_holds_the_keys_of_its_code(tables, keys, bits, kind):
 def test_places_that_are_met_are_selected_in_order(size, most, share):
     rng = np.random.default_rng(1)
     met = rng.random(size) < share
-    found = select(met, most, jnp.float32(rng.random()))
+    found = select(pack(met), most, jnp.float32(rng.random()))
     places, count = np.asarray(found.rows), int(found.count)
     assert int(found.total) == met.sum() and count == min(most, met.sum())
     assert (np.diff(places[:count]) > 0).all() and met[places[:count]].all()
@@ -52,13 +78,14 @@ def test_places_that_are_met_are_selected_in_order(size, most, share):
 def test_of_more_than_fit_each_is_drawn_as_often(total, most):
     """Exactly: over as many draws as there are places each is drawn `most` times."""
     draws = (jnp.arange(total, dtype=jnp.float32) + 0.5) / total
-    every = jax.vmap(lambda draw: buckets.select(jnp.ones(total, bool), most, draw).rows)(draws)
+    words = pack(np.ones(total, bool))
+    every = jax.vmap(lambda draw: buckets.select(words, most, draw).rows)(draws)
     np.testing.assert_array_equal(np.bincount(np.asarray(every).ravel()), np.full(total, most))
 
 
 def test_ranks_of_large_samples_do_not_overflow():
     total, most = 2_000_003, buckets.MOST
-    found = select(jnp.ones(total, bool), most, jnp.float32(0.999999))
+    found = select(pack(np.ones(total, bool)), most, jnp.float32(0.999999))
     begin = min(int(np.float32(0.999999) * np.float32(total)), total - 1)
     wanted = (np.arange(most, dtype=np.int64) * total + begin) // most
     np.testing.assert_array_equal(np.asarray(found.rows), wanted)
