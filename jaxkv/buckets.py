@@ -19,8 +19,9 @@ from pallas_kernels import host
 
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
-_AT_ONCE = 256  # blocks
+_AT_ONCE = 512  # blocks
 _COMPARED = 128  # codes of a zone
+_SELECTED = 1024  # rows of a sample
 WORD = 32  # places
 
 
@@ -179,8 +180,8 @@ def compare(
 
 
 class Drawn(NamedTuple):
-    """rows: places of a sample in its first `count`, and behind them anything (to clear it takes as
-    long as the rest of a selection). total: how many there were to draw."""
+    """rows: places of a sample, and behind its first `count` anything. total: how many there were
+    to draw."""
 
     rows: Int32[Array, "... M"]
     count: Int32[Array, "..."]
@@ -195,23 +196,34 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> D
     """
     ones = jax.lax.population_count(words).astype(jnp.int32)
     upto = _running_sum(ones)
-    total, slot = upto[-1], jnp.arange(most, dtype=jnp.int32)
-
-    def few() -> tuple[Array, Array]:
-        # How many words end by each slot: they are counted where they do.
-        ends = jnp.zeros(most + 1, jnp.int32).at[jnp.minimum(upto, most)].add(1)
-        return _running_sum(ends[:most]), slot
-
-    def many() -> tuple[Array, Array]:
-        rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
-        return jnp.searchsorted(upto, rank, side="right").astype(jnp.int32), rank
-
-    word, rank = jax.lax.cond(total > most, many, few)
-    word = jnp.minimum(word, words.shape[0] - 1)
-    at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
-    rows = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
+    total = upto[-1]
     count = jnp.minimum(total, most)
-    return Drawn(rows, count, total)
+    width = min(_SELECTED, most)
+    size = -(-most // width) * width
+    # How many words end by each slot: they are counted where they do.
+    ends = jnp.zeros(size + 1, jnp.int32).at[jnp.minimum(upto, size)].add(1)
+
+    def some(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows, before = so_far
+        first = i * width
+        slot = first + jnp.arange(width, dtype=jnp.int32)
+
+        def few() -> tuple[Array, Array]:
+            return before + _running_sum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
+
+        def many() -> tuple[Array, Array]:
+            rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
+            return jnp.searchsorted(upto, rank, side="right").astype(jnp.int32), rank
+
+        word, rank = jax.lax.cond(total > most, many, few)
+        before, word = word[-1], jnp.minimum(word, words.shape[0] - 1)
+        at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
+        place = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
+        return jax.lax.dynamic_update_slice(rows, place, (first,)), before
+
+    nothing = jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32)
+    rows, _ = jax.lax.fori_loop(0, -(-count // width), some, nothing)
+    return Drawn(rows[:most], count, total)
 
 
 def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:

@@ -205,13 +205,16 @@ class MagicPIG:
         place = jnp.arange(found.rows.shape[2])[None, None]
         indexed = (place < count[:, :, None]) & (found.rows < places)
         indexed = jnp.sum(indexed, axis=2, dtype=jnp.int32)
-        parts = [self._meet(spec, state, state.far, state.norms, q, positions, found.rows, indexed)]
+        part = self._meet(spec, state, state.far, state.norms, q, positions, found.rows, indexed)
         if self.hash_generated:  # the zone's come behind those of the tables
-            behind = jnp.minimum(place + indexed[:, :, None], found.rows.shape[2] - 1)
-            rows = jnp.take_along_axis(found.rows, behind, axis=2) - places + self.sinks
-            given = state.exact, state.waiting, q, positions, rows, count - indexed
-            parts.append(self._meet(spec, state, *given))
-        part = merge(*parts)
+
+            def meet_zone() -> Partial:
+                behind = jnp.minimum(place + indexed[:, :, None], found.rows.shape[2] - 1)
+                rows = jnp.take_along_axis(found.rows, behind, axis=2) - places + self.sinks
+                given = state.exact, state.waiting, q, positions, rows, count - indexed
+                return merge(part, self._meet(spec, state, *given))
+
+            part = jax.lax.cond(jnp.any(count > indexed), meet_zone, lambda: part)
         # Of more than the budget each stands for others.
         share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
         return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
