@@ -52,9 +52,9 @@ def main() -> None:
                      help="a second model, and a text of it")  # fmt: skip
     ask.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     ask.add_argument("--stretches", type=int, default=16, help="of a text")
-    ask.add_argument("--seeds", type=int, default=5, help="of methods that draw")
+    ask.add_argument("--seeds", type=int, default=3, help="of methods that draw")
     ask.add_argument("--apart", type=int, default=20_000, help="tokens between two stretches")
-    ask.add_argument("--training", type=int, nargs="+", default=[0, 1, 2, 3, 4],
+    ask.add_argument("--training", type=int, nargs="+", default=[0, 1, 2],
                      help="seeds of the models of recall")  # fmt: skip
     ask.add_argument("--runs", type=Path, help="keep those models there, or find them")
     ask.add_argument("--questions", type=int, default=50, help="at each distance")
