@@ -12,6 +12,7 @@ from typing import Any
 from evals.claim import OPEN, Claim
 from evals.claims_magicpig import MAGICPIG
 from evals.claims_sampling import BALANCE, RESERVOIR
+from evals.claims_sparse import SPARSE
 from evals.claims_streaming import STREAMING
 from evals.claims_training import TRAINING
 from evals.record import RESULTS, read
@@ -75,7 +76,7 @@ def page(folder: Path = RESULTS) -> str:
         "",
         "| claim | paper | measured here | verdict | record |",
         "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in MAGICPIG),
+        *(row(claim, records) for claim in (*MAGICPIG, *SPARSE)),
         "",
         "## What was asked of correctness and speed",
         "",

@@ -228,7 +228,6 @@ def of_interval(x: dict[str, float]) -> str:
     return f"{x['mean']:.2f} ± {2 * x['standard_error']:.2f}"
 
 
-BIG = "an 8B model, RULER and LongBench"
 MAGICPIG = [
     Claim("Oracle sampling is nearer to attention than top-k at small budgets",
           "Figures 3, 5: up to 4 times, crossing near 12k of 16k", "sampling", oracle_beats_topk),
@@ -250,7 +249,4 @@ MAGICPIG = [
           "sampling", zoo),
     Claim("Attention by tables is faster", "1.5 to 5 times the throughput, caches on a CPU",
           "lookup", faster),
-    Claim("At 2 % of the keys little is lost end to end",
-          "RULER 86.4 of 88.7, LongBench 70.3 of 71.2", "", BIG),
-    Claim("It beats Quest and Loki at equal cost", "RULER 87.6 against 82.1 and 60.1", "", BIG),
 ]  # fmt: skip
