@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,9 +25,9 @@ from models.decoder import spec_of
 from models.decoding import Decoding, Static, write_block
 from models.hf.names import shapes
 from models.sampling import Sampling
+from tests.ahead import reports_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu_check]
-ROOT = Path(__file__).parents[1]
 LLAMA_1B = {  # Llama 3.2 1B, as published
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -63,24 +60,7 @@ CASES = [(STREAMING, 1_000), (STREAMING, 1_000_000), (FULL, 1_000), (FULL, 100_0
 
 @pytest.fixture(scope="module")
 def reports():
-    """What `main` prints, from a process of its own: libtpu reads its settings as jax starts."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.test_tpu"],
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",  # libtpu ends the process at a flag of the CPU's compiler
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return {(r["policy"], r["seen"]): r for r in map(json.loads, result.stdout.splitlines())}
+    return {(r["policy"], r["seen"]): r for r in reports_of("tests.test_tpu")}
 
 
 def test_the_same_memory_however_much_was_seen(reports, record_property):

@@ -4,12 +4,8 @@ masked softmax, and what the kernels compile to for hardware that is not here.""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +27,7 @@ from pallas_kernels.sampled_attention import (
     shapes,
     tpu,
 )
+from tests.ahead import reports_of
 from tests.pallas_kernels.test_sign_walk import an_h100_in_mind
 from tests.seldom import seldom
 
@@ -293,14 +290,7 @@ def test_on_a_tpu_nothing_races_and_nothing_is_read_before_it_is_written(capfd, 
 
 @pytest.fixture(scope="module")
 def reports():
-    """What `main` prints, from a process of its own: libtpu reads its settings as jax starts."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.test_sampled_attention"],
-        cwd=Path(__file__).parents[2], env=os.environ | {"XLA_FLAGS": ""}, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return reports_of("tests.pallas_kernels.test_sampled_attention")
 
 
 @pytest.mark.slow

@@ -6,12 +6,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.sign_walk import api, reference, shapes
+from tests.ahead import reports_of
 from tests.seldom import seldom
 
 TAU = 1.0
@@ -172,14 +169,7 @@ def call(what, shape, implementation, place=None):
 
 @pytest.fixture(scope="module")
 def reports():
-    """What `main` prints, from a process of its own: libtpu reads its settings as jax starts."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.test_sign_walk"],
-        cwd=Path(__file__).parents[2], env=os.environ | {"XLA_FLAGS": ""}, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return reports_of("tests.pallas_kernels.test_sign_walk")
 
 
 @pytest.mark.slow
