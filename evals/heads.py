@@ -112,10 +112,10 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
     out = chosen.ask(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
-    found = jax.lax.map(
-        lambda one: hashed.find(state, chosen._by, chosen.budget, *one).total, tuple(each)
+    met = jax.lax.map(
+        lambda one: hashed.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
     )
-    read = jnp.sum(found, axis=(0, 2)).astype(jnp.float32)
+    read = jnp.sum(met, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)
     return Met(out, read / (heads * jnp.sum(between, axis=1)).astype(jnp.float32))
 

@@ -72,9 +72,9 @@ def main() -> None:
 def measure(tokens: int, count: int) -> dict[str, Any]:
     """Times and bytes of one size."""
     prompt, queries = draw(tokens)
-    state = POLICY.extend(SPEC, POLICY.reserve(SPEC, begin(), tokens), prompt)
+    unsealed = POLICY.extend(SPEC, POLICY.reserve(SPEC, begin(), tokens), prompt)
     seal = jax.jit(POLICY.seal, static_argnums=0)
-    state = seal(SPEC, state)
+    state = seal(SPEC, unsealed)
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
     turns = {name: jax.jit(partial(turn, form.attend)) for name, form in forms.items()}
@@ -90,15 +90,17 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
     seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
     best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
+    room = state.exact.positions.shape[1] - POLICY.sinks - POLICY.window
+    filled = POLICY.extend(SPEC, state, draw(room)[0])
     making = rounds(
         {
-            "seal": timed(lambda: jax.block_until_ready(seal(SPEC, state))),
-            "again": timed(lambda: jax.block_until_ready(
-                POLICY.reserve(SPEC, state, POLICY.zone + 1)
-            )),
+            "seal": timed(lambda: jax.block_until_ready(seal(SPEC, unsealed))),
+            "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
         }, 3, "making tables",
     )  # fmt: skip
-    found = [hashed.find(state, POLICY._by, POLICY.budget, q, *where(tokens)) for q in queries]
+    again = POLICY.reserve(SPEC, filled, room + 1)
+    hashed_keys = [int(one.far.count[0]) for one in (state, again)]
+    found = [hashed.find(state, POLICY.indexing, POLICY.budget, q, *where(tokens)) for q in queries]
     each = [bytes_read(state, *one) for one in zip(queries, found, strict=True)]
     read = {part: float(np.mean([one[part] for one in each])) for part in each[0]}
     whole = 2 * 4 * tokens * DIM
@@ -113,6 +115,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
         "share_read": sum(read.values()) / whole,
         "table_bytes": sum(leaf.nbytes for leaf in state.tables),
         "cache_bytes": 2 * 4 * tokens * DIM,
+        "keys_in_tables": hashed_keys,
         "seconds_to_make_tables": spread(making["seal"]),
         "seconds_to_make_them_anew": spread(making["again"]),
     }  # fmt: skip
@@ -180,7 +183,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
 
 def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, int]:
     """Of a token: of all query heads together, but for the planes."""
-    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY._how)[0].T
+    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.indexing.how)[0].T
     first = np.asarray(state.tables.first)[0, 0]
     met = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
            for code in np.asarray(codes)]  # fmt: skip
@@ -188,7 +191,9 @@ def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, i
     block = entries.shape[4] * entries.dtype.itemsize
     places = state.far.positions.shape[1] + state.zone.shape[3]
     rows = int(np.sum(found.count))
-    waiting = int(state.exact.count[0]) - POLICY.sinks
+    # The first token that waits is compared with a whole piece of codes.
+    waiting = int(state.exact.count[0]) - POLICY.sinks - POLICY.window + 1
+    waiting = -(-waiting // buckets.COMPARED) * buckets.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,

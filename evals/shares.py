@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from evals.single_layer import capture
 from jaxkv import hashed, met
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.lsh import MOST_TABLES
-from jaxkv.met import Asked
+from jaxkv.met import Asked, MetState
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
 from jaxkv.typing import Array, Float32
 from models.llm import Llm
@@ -35,24 +36,32 @@ _BINS = 4000
 Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of every layer
 
 
-class Ends(TopK):
+@dataclass(frozen=True)
+class Ends:
     """Of a prompt that was read exactly the first tokens and the newest, and nothing between."""
 
+    sinks: int = 4
+    window: int = 64
+    start: int = 512
+
+    summary: ClassVar[str] = "the first tokens of a prompt and the newest"
+    source: ClassVar[str] = "what reading a part is measured against"
+    formula: ClassVar[str] = met.FORMULA
+    axes: ClassVar[MetState] = met.AXES
+    shared: ClassVar[tuple[str, ...]] = met.SHARED
+    reach: ClassVar[float] = math.inf
+
+    init = met.init
+    attend = met.attend
+    take = decode = met.take
+    reserve = staticmethod(met.reserve)
+    seal = staticmethod(met.seal)
+    extend = staticmethod(met.extend)
+    kept = staticmethod(met.kept)
+
     def choose(self, asked: Asked) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between: none is met."""
         return met.only(jnp.zeros_like(asked.logits, bool))
-
-
-class Drawn(TopK):
-    """A sample of that share, drawn anew for each query, which counts for all that lie between:
-    VAttention without its best keys and without a bound."""
-
-    def choose(self, asked: Asked) -> Float32[Array, "B K G T S"]:
-        count = met.part(self.share, asked.between)
-        chance = -met.chances(asked, asked.positions[:, None])
-        whole = jnp.sum(asked.between, axis=-1, keepdims=True)
-        times = jnp.maximum(whole, 1) / jnp.maximum(count, 1)
-        drawn = met.largest(chance, asked.between, count)
-        return jnp.where(drawn, jnp.log(times), -jnp.inf)
 
 
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream
@@ -70,7 +79,8 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
         "oracle": Oracle(share, **ends),
         "quest": Quest(share, page=PAGE, fewest=1, **ends),
         "vattention": VAttention(best, (share - best) / (1 - best), **fixed, **ends),
-        "uniform": Drawn(share, **ends),
+        # Without best keys and without a bound it draws that share evenly.
+        "uniform": VAttention(0.0, share, **fixed, **ends),
     }
 
 
@@ -146,7 +156,7 @@ def _read(
     if last > prompt:
         state = chosen.extend(spec, state, middle)
     if isinstance(chosen, MagicPIG):
-        return jnp.mean(found_by_tables(chosen, spec, state, asking, last))
+        return jnp.mean(met_by_tables(chosen, spec, state, asking, last))
     shares = []
 
     def choose(asked: Asked) -> Array:
@@ -159,18 +169,18 @@ def _read(
     return shares[0]
 
 
-def found_by_tables(
+def met_by_tables(
     chosen: MagicPIG, spec: Spec, state: hashed.Hashed, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
-    """The share of the keys between that is found; last: number of the first token that asks."""
+    """The share of the keys between that is met; last: number of the first token that asks."""
     state = chosen.extend(spec, state, asking)
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)
 
     def one(asked: Any) -> Array:
         q, position, number = asked
-        found = hashed.find(state, chosen._by, chosen.budget, q, number[None], position)
-        return found.total / (number + 1 - chosen.sinks - chosen.window)
+        found = hashed.find(state, chosen.indexing, chosen.budget, q, number[None], position)
+        return found.count / (number + 1 - chosen.sinks - chosen.window)
 
     return jax.lax.map(one, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))
 

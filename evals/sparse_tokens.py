@@ -20,7 +20,7 @@ import numpy as np
 import models
 from evals.record import spread
 from evals.rival import LARGE, SMALL, random_llama
-from evals.shares import found_by_tables
+from evals.shares import met_by_tables
 from evals.timing import Variant, rate, ratio, rounds, timed, write
 from jaxkv import rows
 from jaxkv.contract import Chunk, Policy, Spec
@@ -139,7 +139,7 @@ def share_met(llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int) -> d
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:
         out, _ = step(policy, spec, state, *new)
         asking = Chunk(*new[:5])
-        return out, jnp.mean(found_by_tables(chosen, spec, state, asking, jnp.int32(size)))
+        return out, jnp.mean(met_by_tables(chosen, spec, state, asking, jnp.int32(size)))
 
     @jax.jit
     def ask(weights: Any, states: Any) -> Any:

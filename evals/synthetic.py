@@ -84,7 +84,7 @@ def error_of_tables(
     state = chosen.seal(SPEC, chosen.extend(SPEC, state, prompt))
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
     out = chosen.ask(SPEC, state, q[:, None], number, last).out
-    met_by = hashed.find(state, chosen._by, chosen.budget, q, number[:, 0], last[:, 0])
+    met_by = hashed.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
     of = asked(drawing.logits, seed)
     exact = attend(of, met.only(of.between), v).out
     share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)

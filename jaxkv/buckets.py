@@ -2,8 +2,8 @@
 
 In each of L tables the keys of one code lie side by side, filled up to whole blocks of W entries. A
 query asks for the blocks of its code in every table and counts how often it meets each key: work
-goes with what is met, and but for a few bits a key not with what is held. An entry is the key's
-place plus one; 0 is no key.
+goes with what is met, and but for one or two bytes a key, the counts, not with what is held. An
+entry is the key's place plus one; 0 is no key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels import host
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once
 _AT_ONCE = 512  # blocks
-_COMPARED = 128  # codes of a zone
+COMPARED = 128  # codes of a zone
 _SELECTED = 1024  # rows of a sample
 WORD = 32  # places
 
@@ -56,6 +56,7 @@ def blocks(keys: int, bits: int) -> int:
 
 
 def entry_type(keys: int) -> np.dtype:
+    """The smallest that counts so many."""
     return np.dtype(np.uint16 if keys < 2**16 else np.int32)
 
 
@@ -164,7 +165,7 @@ def compare(
     """Which places of a zone, up to `last`, agree in `least` codes or more, a bit each."""
     zone = zone.reshape(-1, *zone.shape[2:])
     tables, size = zone.shape[1:]
-    width = min(_COMPARED, size)
+    width = min(COMPARED, size)
 
     def some(i: Array, met: Array) -> Array:
         first = jnp.minimum(i * width, size - width)

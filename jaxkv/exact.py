@@ -23,8 +23,9 @@ def reserve(state: Slots, tokens: int, most: int) -> Slots:
         return state
     if tokens > most:
         raise UserError(
-            f"a cache that grows holds at most {most} tokens and {tokens} are needed; raise full's "
-            "max, or use a policy with a fixed memory such as streaming:sinks=4,window=252"
+            f"a cache that grows holds at most {most} tokens and {tokens} are needed; raise "
+            "max where the policy has one, or use a policy with a fixed memory such as "
+            "streaming:sinks=4,window=252"
         )
     while size < tokens:
         size = min(2 * size, most)

@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxkv import buckets, exact, lsh, slots
 from jaxkv import sample as drawn
-from jaxkv.attention import scores
 from jaxkv.buckets import Drawn, Tables
 from jaxkv.contract import Chunk, Kept, Spec
 from jaxkv.errors import UserError
@@ -35,6 +34,7 @@ from pallas_kernels.sampled_attention import Angles
 MOST = 2**30  # slots
 _STRIDE = 8192  # tokens for which room is made at the most, unless more are asked for
 _HASHED = 2048  # keys at a time
+_ODD = np.uint32(0x9E3779B1)  # takes the draws of queries far from those of the planes
 _TILE = 8  # a TPU kernel takes caches of whole tiles of so many slots
 
 
@@ -42,7 +42,8 @@ class Hashed(NamedTuple):
     """exact: until the prompt is sealed every token; then the first ones, and all that are not in
     the tables, the newest last. Without slots until then:
 
-    far: what is in the tables. center: what keys are centred by. norms: of the keys in `far`, so
+    far: what is in the tables. center: what keys are centred by, which is no number where a key is
+    none, for such a key has no code by which it would be met. norms: of the keys in `far`, so
     centred. planes, tables: lsh.py, buckets.py. zone: codes of what is in `exact` behind the first
     tokens, Z places for the window and as many as there is room for since `seal`; waiting: norms of
     those keys. sealed: no bytes; X is 0 until the prompt is sealed and then the slots that `far`
@@ -84,6 +85,7 @@ class Indexing(NamedTuple):
 
 
 def init(spec: Spec, rows: int, key: jax.Array, start: int) -> Hashed:
+    """No tokens yet, and so many slots."""
     heads = rows, spec.kv_heads
     none = jnp.zeros((*heads, 0), jnp.float32)
     return Hashed(
@@ -101,11 +103,17 @@ def init(spec: Spec, rows: int, key: jax.Array, start: int) -> Hashed:
 
 
 def is_sealed(state: Hashed) -> bool:
+    """Whether the prompt is complete."""
     return state.sealed.shape[1] > 0
 
 
 def seal(state: Hashed, by: Indexing) -> Hashed:
-    """The prompt is complete: planes are drawn, the mean is taken, tables are made."""
+    """The prompt is complete: planes are drawn, the mean is taken, tables are made.
+
+    Raises UserError for one that is sealed already: its tables would be lost.
+    """
+    if is_sealed(state):
+        raise UserError("a prompt is sealed once, and this one is; seal a state that is not")
     ends = by.sinks + by.window
     size = max(ends + 1, state.exact.positions.shape[1])
     prompt = slots.grow(state.exact, size)
@@ -113,12 +121,14 @@ def seal(state: Hashed, by: Indexing) -> Hashed:
     between = jnp.clip(prompt.count - ends, 0, size - ends)
     far = Slots(*(_slots(leaf, by.sinks, size - by.window) for leaf in prompt[:3]), between)
     far = slots.grow(far, _whole(size - ends))
-    if by.center:
-        # A row with nothing between has the mean of what it has.
-        first = jnp.where(between > 0, np.int32(by.sinks), np.int32(0))[:, None]
-        last = jnp.where(between > 0, by.sinks + between, prompt.count)[:, None]
-        slot = jnp.arange(size)[None]
-        state = state._replace(center=_mean(prompt.k, (slot >= first) & (slot < last)))
+    # A row with nothing between has the mean of what it has.
+    first = jnp.where(between > 0, np.int32(by.sinks), np.int32(0))[:, None]
+    last = jnp.where(between > 0, by.sinks + between, prompt.count)[:, None]
+    slot = jnp.arange(size)[None]
+    center = _mean(prompt.k, (slot >= first) & (slot < last))
+    if not by.center:
+        center = jnp.where(jnp.isnan(center), center, 0)
+    state = state._replace(center=center)
     planes = jax.lax.map(
         lambda key: lsh.planes(key[None, None], head_dim, by.how)[0, 0],
         state.key.reshape(-1, 2),
@@ -277,10 +287,12 @@ def extend(spec: Spec, state: Hashed, chunk: Chunk, by: Indexing) -> Hashed:
     keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     # As they are stored: in half precision the tables' keys are what was rounded.
     keys = keys.astype(state.exact.k.dtype).astype(jnp.float32) - state.center[:, :, None]
+    lost = jnp.any(jnp.isnan(keys) & chunk.valid[:, None, :, None], axis=2)
     flat = keys.reshape(rows * kv_heads, tokens, head_dim)
     planes = state.planes.reshape(rows * kv_heads, head_dim, -1)
     codes = lsh.codes(flat, planes, by.how).reshape(rows, kv_heads, -1, tokens)
     return after._replace(
+        center=jnp.where(lost, np.float32(np.nan), state.center),
         waiting=_write(state.waiting, _norm(keys), numbers),
         zone=_write(state.zone, codes.astype(jnp.uint16), numbers - by.sinks),
     )
@@ -343,7 +355,7 @@ def find(
     codes = codes.transpose(0, 2, 1).reshape(rows * heads, -1)
     nth = jnp.arange(group, dtype=jnp.uint32)[None, None]
     nth = positions[:, None, None] * np.uint32(group) + nth
-    draws = drawn.uniforms(nth * np.uint32(0x9E3779B1), state.key)  # far from those of the planes
+    draws = drawn.uniforms(nth * _ODD, state.key)
 
     def one(head: Array, code: Array, draw: Array) -> Drawn:
         of = head // group
@@ -372,18 +384,13 @@ def angles(state: Hashed, norms: Float32[Array, "B K S"], q: Float[Array, "B N H
     return Angles(norms, shift.reshape(rows, heads), _norm(q))
 
 
-def log_weights(
-    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], of: Angles, how: Hashing
-) -> Array:
-    """The log weights [B,N,S] of all these keys, were they drawn."""
-    dot = scores(q[:, None], k, 1.0)[:, :, :, 0]  # [B,K,G,S]
-    dot = dot.reshape(*q.shape[:2], -1) - of.shift[:, :, None]
-    norms = jnp.repeat(of.norms, q.shape[1] // of.norms.shape[1], axis=1)
-    size = of.length[:, :, None] * norms
-    return how(jax.lax.stop_gradient(jnp.where(size > 0, dot / jnp.where(size > 0, size, 1), 0)))
+def is_lost(state: Hashed) -> Bool[Array, "B K"]:
+    """Where a key that is hashed is no number."""
+    return jnp.any(jnp.isnan(state.center), axis=2)
 
 
 def kept(state: Hashed) -> Kept:
+    """What `exact` holds, and behind it what is in the tables."""
     held, far = slots.kept(state.exact), slots.kept(state.far)
     return Kept(
         jnp.concatenate([held.positions, far.positions], axis=2),

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,8 @@ from jaxkv import sample as drawn
 from jaxkv.attention import batched_dot
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
+from pallas_kernels import host
+from pallas_kernels.sampled_attention import Angles
 
 MOST_BITS = 16  # a code is kept in two bytes
 MOST_TABLES = 4096
@@ -77,7 +80,9 @@ class Hashing:
         if not 0 <= self.floor < 1:
             raise UserError(f"u_floor must be from 0 to less than 1, got {self.floor}; try 1e-4")
         if self.hash not in ("simhash", "crosspolytope"):
-            raise UserError(f"hash must be simhash or crosspolytope, got {self.hash!r}")
+            raise UserError(
+                f"hash must be simhash or crosspolytope, got {self.hash!r}; try hash=simhash"
+            )
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -153,6 +158,28 @@ def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[
     for factor in reversed(factors[1:]):
         last, before = np.float32(factor) + 2 * x * last - before, last
     return np.float32(factors[0]) + x * last - before
+
+
+def log_weights(
+    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], rows: Int32[Array, "B N M"], of: Angles,
+    how: Hashing,
+) -> Float32[Array, "B N M"]:  # fmt: skip
+    """The log weights of these rows of k, a head at a time: all of them at once would be large."""
+    kv_heads, size, head_dim = k.shape[1:]
+    group = q.shape[1] // kv_heads
+    keys, norms = k.reshape(-1, head_dim), of.norms.reshape(-1)
+
+    def one(given: tuple[Array, ...]) -> Array:
+        head, q, rows, shift, length = given
+        at = head // group * size + rows
+        dot = jnp.dot(host.take(keys, at).astype(jnp.float32), q, precision="highest") - shift
+        of = host.take(norms, at) * length
+        return how(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
+
+    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    heads = jnp.arange(q.shape[0] * q.shape[1])
+    each = heads, flat(q.astype(jnp.float32)), flat(rows), of.shift.reshape(-1), flat(of.length)
+    return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(rows.shape))
 
 
 def planes(key: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:

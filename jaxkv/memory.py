@@ -60,13 +60,12 @@ def _group_free() -> int | None:
 
 def check(needed: int, what: str, device: jax.Device | None = None, host: bool = False) -> None:
     """Raise UserError if `needed` bytes for `what` cannot fit on a device, or the host."""
-    free = available(device, host) if host else available(device)
+    free = available(device, host)
     if free is not None and needed > free:
         where = " in the memory of the host" if host else ""
         raise UserError(
             f"{what} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
-            "rows or "
-            "tokens, a smaller window or sample, or a policy with a fixed memory"
+            "rows or tokens, a smaller window or sample, or a policy with a fixed memory"
         )
 
 

@@ -67,7 +67,7 @@ Choose = Callable[[Asked], Array]
 
 def check(sinks: int, window: int, start: int) -> None:
     """Raise UserError for ends that cannot be, or first slots."""
-    thinned.check(thinned.Ends(sinks, window), start)
+    thinned.check(thinned.Ends(sinks, window), start, (4, 64))
 
 
 def check_share(name: str, value: float, good: float = 0.1) -> None:
@@ -78,7 +78,8 @@ def check_share(name: str, value: float, good: float = 0.1) -> None:
 
 @runtime_checkable
 class Chooses(Protocol):
-    """What a policy brings itself; the functions below that take it are its methods."""
+    """What a policy brings itself. The functions below are its methods: those that take it as they
+    are, those that need nothing of it as static methods."""
 
     sinks: int
     window: int
@@ -88,15 +89,18 @@ class Chooses(Protocol):
 
 
 def init(policy: Chooses, spec: Spec, rows: int, key: jax.Array) -> MetState:
+    """No tokens yet."""
     sealed = jnp.zeros((rows, 0, 0), jnp.int32)
     return MetState(slots.init(spec, rows, policy.start), sealed, drawn.keys(key, spec, rows))
 
 
 def attend(policy: Chooses, spec: Spec, state: MetState, chunk: Chunk) -> Partial:
+    """What the queries of a chunk see."""
     return take(policy, spec, state, chunk)[0]
 
 
 def take(policy: Chooses, spec: Spec, state: MetState, chunk: Chunk) -> tuple[Partial, MetState]:
+    """What they see, and the state with the chunk."""
     return meet(spec, state, chunk, policy.sinks, policy.window, policy.choose)
 
 
@@ -112,6 +116,7 @@ def seal(spec: Spec, state: MetState) -> MetState:
 
 
 def extend(spec: Spec, state: MetState, chunk: Chunk) -> MetState:
+    """The state with the chunk."""
     return state._replace(exact=exact.extend(spec, state.exact, chunk))
 
 

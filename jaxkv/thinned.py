@@ -60,13 +60,13 @@ class Ends(NamedTuple):
         return self.sinks + self.window + self.multiple - 1
 
 
-def check(ends: Ends, start: int) -> None:
-    """Raise UserError for ends that cannot be, or first slots."""
+def check(ends: Ends, start: int, good: tuple[int, int] = (32, 32)) -> None:
+    """Raise UserError for ends that cannot be, or first slots; good: ends that would do."""
     sinks, window, _ = ends
     if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MOST:
         raise UserError(
             f"sinks must be 0 or more, window and start at least 1, all {MOST} at most, got "
-            f"{sinks}, {window} and {start}; try sinks=32,window=32,start=512"
+            f"{sinks}, {window} and {start}; try sinks={good[0]},window={good[1]},start=512"
         )
 
 

@@ -15,10 +15,12 @@ def is_there(array: Array) -> bool:
 
 
 def to_host(array: Array) -> Array:
+    """In the memory of the host."""
     return jax.device_put(array, jax.memory.Space.Host)
 
 
 def to_device(array: Array) -> Array:
+    """In the memory of the device."""
     return jax.device_put(array, jax.memory.Space.Device)
 
 

@@ -26,17 +26,20 @@ def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, least):
     assert np.abs(np.asarray(found) - wanted).max() < 5e-5
 
 
-@pytest.mark.parametrize("bits", [2, seldom(3), seldom(4), 5, seldom(8), seldom(10)])
+@pytest.mark.parametrize("bits", [2, seldom(3), seldom(4), 5, seldom(8), seldom(10), seldom(15)])
 def test_the_chance_of_a_cross_polytope_is_its_integral(bits):
     """Of one hash in one table of two it is P^2 that is left, and of two hashes their product."""
     how = Hashing(bits, 2, hash="crosspolytope")
-    angles = np.linspace(0.02, 3.1, 25)
+    cosines = np.cos(np.linspace(0.02, 3.1, 25)).astype(np.float32)
+    angles = np.arccos(
+        cosines.astype(np.float64)
+    )  # near the ends one is not well told by the other
     chance = [
         sum(np.log(inclusion.cross_polytope(angle, 1 << piece - 1)) for piece in how.pieces)
         for angle in angles
     ]
-    found = lsh.log_inclusion(jnp.asarray(np.cos(angles), jnp.float32), how)
-    np.testing.assert_allclose(found, 2 * np.array(chance), atol=1e-3, rtol=1e-5)
+    found = lsh.log_inclusion(jnp.asarray(cosines), how)
+    np.testing.assert_allclose(found, 2 * np.array(chance), atol=5e-4, rtol=1e-6)
 
 
 def test_cross_polytopes_are_the_nearest_direction_and_its_side():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import buckets, exact, hashed, memory, slots
+from jaxkv import buckets, exact, hashed, lsh, memory, slots
 from jaxkv import sample as drawn
 from jaxkv.attention import local_attention, merge, slot_attention
 from jaxkv.contract import Chunk, Kept, Partial, Spec
@@ -44,6 +44,8 @@ class MagicPIG:
     of the host, from where a token brings what it meets. start: slots before the prompt comes,
     doubled as they fill.
 
+    Where keys have a bias (ALiBi) rows that are met are read twice, to weigh them and to attend.
+
     A question read behind `seal` meets a sample as well: read it with the prompt to have it exact.
     """
 
@@ -65,19 +67,24 @@ class MagicPIG:
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
     formula: ClassVar[str] = (
         "start * (2 * K * H * itemsize + 4) + 8 + 8 * K + 4 * K * H, doubling, until the prompt is"
-        " sealed; then 2 or 4 bytes more for each of L tables, token and kv head, and all that is"
-        " generated"
+        " sealed; then a kv head has more: in each of L tables 2 or 4 bytes a slot, an eighth more"
+        " to fill blocks, and 4 * 2^bits, planes of 4 * H * bits * L, and codes of 2 * L for each"
+        " slot behind the tables, as many as what is generated, for which there is room twice"
     )
     axes: ClassVar[Hashed] = hashed.AXES
     shared: ClassVar[tuple[str, ...]] = hashed.SHARED
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
-        _ = self._how
+        _ = self.indexing
         slots.check(self.sinks, self.window, "absolute")
         if not 1 <= self.budget <= buckets.MOST:
             raise UserError(
                 f"budget must be from 1 to {buckets.MOST}, got {self.budget}; try budget=4096"
+            )
+        if self.memory not in ("device", "host"):
+            raise UserError(
+                f"memory must be device or host, got {self.memory!r}; try memory=device"
             )
         for name, value, usual in (("start", self.start, 512), ("zone", self.zone, 1024)):
             if not 1 <= value <= hashed.MOST:
@@ -86,13 +93,11 @@ class MagicPIG:
                 )
 
     @property
-    def _how(self) -> Hashing:
-        return Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
-
-    @property
-    def _by(self) -> Indexing:
+    def indexing(self) -> Indexing:
+        """What the state is told of this policy."""
+        how = Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
         return Indexing(
-            self._how, self.sinks, self.window, self.center, self.hash_generated, self.zone,
+            how, self.sinks, self.window, self.center, self.hash_generated, self.zone,
             self.memory == "host",
         )  # fmt: skip
 
@@ -110,10 +115,10 @@ class MagicPIG:
         return hashed.init(spec, rows, key, self.start)
 
     def reserve(self, spec: Spec, state: Hashed, tokens: int) -> Hashed:
-        return hashed.reserve(spec, state, tokens, self._by)
+        return hashed.reserve(spec, state, tokens, self.indexing)
 
     def seal(self, spec: Spec, state: Hashed) -> Hashed:
-        return hashed.seal(state, self._by)
+        return hashed.seal(state, self.indexing)
 
     def kept(self, spec: Spec, state: Hashed) -> Kept:
         return hashed.kept(state)
@@ -122,7 +127,7 @@ class MagicPIG:
         return self.take(spec, state, chunk)[0]
 
     def extend(self, spec: Spec, state: Hashed, chunk: Chunk) -> Hashed:
-        return hashed.extend(spec, state, chunk, self._by)
+        return hashed.extend(spec, state, chunk, self.indexing)
 
     def decode(self, spec: Spec, state: Hashed, chunk: Chunk) -> tuple[Partial, Hashed]:
         if not hashed.is_sealed(state):
@@ -199,7 +204,7 @@ class MagicPIG:
         self, spec: Spec, state: Hashed, q: Float[Array, "B N H"], numbers: Array, positions: Array
     ) -> Partial:
         """A sample of what lies between, for one token a row: out [B,N,H], lse [B,N]."""
-        found = hashed.find(state, self._by, self.budget, q, numbers, positions)
+        found = hashed.find(state, self.indexing, self.budget, q, numbers, positions)
         count = jnp.where(numbers[:, None] < 0, 0, found.count)  # padding
         places = state.far.positions.shape[1]
         place = jnp.arange(found.rows.shape[2])[None, None]
@@ -215,6 +220,9 @@ class MagicPIG:
                 return merge(part, self._meet(spec, state, *given))
 
             part = jax.lax.cond(jnp.any(count > indexed), meet_zone, lambda: part)
+        lost = jnp.repeat(hashed.is_lost(state), q.shape[1] // state.center.shape[1], axis=1)
+        nan = np.float32(np.nan)
+        part = Partial(jnp.where(lost[:, :, None], nan, part.out), jnp.where(lost, nan, part.lse))
         # Of more than the budget each stands for others.
         share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
         return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
@@ -225,14 +233,14 @@ class MagicPIG:
     ) -> Partial:  # fmt: skip
         """The first `count` of these rows of what is held, each by the chance that it was drawn."""
         angles = hashed.angles(state, norms, q)
-        how, weight = How(spec.scale, spec.softcap, self._how), angles
+        how, weight = How(spec.scale, spec.softcap, self.indexing.how), angles
         penalty = spec.encoding.bias(positions[:, None], held.positions, held.k.shape[1])
         if penalty is not None:
             how = how._replace(weigh=None)
             rows = jnp.clip(rows, 0, held.positions.shape[1] - 1)
-            weight = hashed.log_weights(held.k, q, angles, self._how)
-            weight = weight + penalty.reshape(weight.shape)
-            weight = jnp.take_along_axis(weight, rows, axis=2)
+            weight = lsh.log_weights(held.k, q, rows, angles, self.indexing.how)
+            penalty = penalty.reshape(*q.shape[:2], -1)
+            weight = weight + jnp.take_along_axis(penalty, rows, axis=2)
         return Partial(*sampled_attention(q, held.k, held.v, rows, count, weight, how=how))
 
 

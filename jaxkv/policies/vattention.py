@@ -58,7 +58,7 @@ class VAttention:
             if not 0 < value < 1:
                 raise UserError(f"{name} must be between 0 and 1, got {value}; try {name}=0.05")
         if self.sides not in ("two", "one"):
-            raise UserError(f"sides must be two or one, got {self.sides!r}")
+            raise UserError(f"sides must be two or one, got {self.sides!r}; try sides=two")
         met.check(self.sinks, self.window, self.start)
 
     init = met.init

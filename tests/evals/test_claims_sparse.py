@@ -64,17 +64,15 @@ def test_answers(by_tables, quest, verdict):
     assert found == verdict and "full 90%" in text
 
 
-@pytest.mark.parametrize(("over", "verdict"), [((0.9, 1.0), HOLDS), ((0.9, 1.5), PART),
-                                               ((1.2, 1.5), NOT)])  # fmt: skip
-def test_bytes(over, verdict):
+def test_bytes_are_counted():
     def held(share):
         return {"full": {"state_bytes": 100}, "magicpig": {"over_full": share}}
 
     sizes = {"384": {"full": {"state_bytes": 100}, "magicpig, 2%": {"over_full": 3.0}}}
-    sizes |= {str(i + 1): held(share) for i, share in enumerate(over)}
+    sizes |= {"1000": held(1.5)}
     found = {"held": {"uniform, 1/2": {"state_bytes": 50} | loss(0.1)}}
-    text, verdict_found = claims.at_equal_bytes({"bytes": sizes, "perplexity": {"ours": found}})
-    assert verdict_found == verdict and "uniform, 1/2 (0.50) +0.100" in text
+    text, found = claims.at_equal_bytes({"bytes": sizes, "perplexity": {"ours": found}})
+    assert found == claims.COUNTED and "uniform, 1/2 (0.50) +0.100" in text and "1.50" in text
 
 
 @pytest.mark.parametrize(("times", "verdict"), [((2.0, 3.0), HOLDS), ((1.1, 3.0), PART),

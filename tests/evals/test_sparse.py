@@ -12,13 +12,18 @@ import pytest
 import models
 from evals import shares, sparse, sparse_recall, sparse_tokens
 from evals.inclusion import isotropic
-from evals.shares import Drawn, Ends
+from evals.shares import Ends
 from evals.sparse import Text
-from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK, VAttention
+from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK
 
 CONTEXT, SINKS, WINDOW = 96, 4, 8
 ENDS = {"sinks": SINKS, "window": WINDOW}
 FULL = Full(max=CONTEXT)
+
+
+def drawn(share):
+    """A uniform sample of that share."""
+    return shares.methods(share, (4, 20), **ENDS)["uniform"]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +95,8 @@ def test_tables_meet_the_share_that_was_asked_for(text, seen):
 def test_each_method_reads_its_share(text, seen):
     between = np.arange(CONTEXT - 8, CONTEXT) + 1 - SINKS - WINDOW
     wanted = np.mean(np.ceil(0.1 * between) / between)
-    for kind in (TopK, Drawn):
-        found = shares.read(text.llm, kind(0.1, **ENDS), seen, text.prompt, 8)
+    for chosen in (TopK(0.1, **ENDS), drawn(0.1)):
+        found = shares.read(text.llm, chosen, seen, text.prompt, 8)
         assert found["mean"] == pytest.approx(wanted, rel=1e-5)
     # A key that is drawn twice is read once.
     assert 0 < shares.read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"] < wanted
@@ -113,17 +118,9 @@ def test_all_of_the_keys_are_full_attention(text):
     whole = sparse.losses(text, FULL, 1, "full")
     some = sparse.losses(text, TopK(0.1, **ENDS), 1, "topk")
     assert np.all(some != whole)
-    for chosen in (TopK(1.0, **ENDS), Drawn(1.0, **ENDS), Quest(1.0, page=4, **ENDS)):
+    for chosen in (TopK(1.0, **ENDS), drawn(1.0), Quest(1.0, page=4, **ENDS)):
         found = sparse.losses(text, chosen, 1, "all")
         np.testing.assert_allclose(found, whole, rtol=1e-5, err_msg=str(chosen))
-
-
-@pytest.mark.slow
-def test_a_uniform_sample_is_vattention_without_its_best(text):
-    """So it is the library's own draw, with two orders less to find."""
-    plain = VAttention(0.0, 0.2, epsilon=0.99, delta=0.99, sides="one", **ENDS)
-    found = [sparse.behind(text, chosen, 0, 5) for chosen in (Drawn(0.2, **ENDS), plain)]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from evals import inclusion
 from jaxkv.lsh import Hashing
+from pallas_kernels import host
 from pallas_kernels.sampled_attention import (
     Angles,
     How,
@@ -286,6 +287,17 @@ def test_on_a_tpu_nothing_races_and_nothing_is_read_before_it_is_written(capfd, 
     found = tpu.attend(how(weight), *given, interpret=CHECKED)
     agrees(found, how(weight), given, 1e-5 if dtype == "float32" else 1e-2)
     assert "RACE" not in capfd.readouterr().out, "which is all that jax does about one"
+
+
+def test_of_the_memory_of_the_host_only_xla_reads_rows():
+    shape = shapes.SMALL["tiles"]
+    given = list(shapes.inputs(shape, "log"))
+    call = partial(sampled_attention, how=how("log"))
+    wanted = call(*given, implementation="xla")
+    given[1:3] = map(host.to_host, given[1:3])
+    np.testing.assert_array_equal(call(*given, implementation="xla").out, wanted.out)
+    with pytest.raises(ValueError, match="is done by xla, got 'dense'"):
+        call(*given, implementation="dense")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, MagicPIG
-from jaxkv.rotary import NoPosition
+from jaxkv.rotary import Alibi, NoPosition
 from jaxkv.stack import bytes_by_memory, state_bytes
 from pallas_kernels import host
 from tests.seldom import seldom
@@ -86,7 +86,7 @@ def test_tables_find_what_comparing_all_codes_finds():
         q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
         number = jnp.full((1,), count, jnp.int32)
         found = hashed.find(
-            held, policy._by, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
+            held, policy.indexing, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
         )
         for head in range(2 * HEADS):
             kv = head // 2
@@ -126,7 +126,7 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(far):
         policy = MagicPIG(center=center, sinks=0, window=1, budget=60_000, start=keys)
         held = after(policy, prompt, spec)
         met = hashed.find(
-            held, policy._by, policy.budget, jnp.asarray(q[None], jnp.float32), number,
+            held, policy.indexing, policy.budget, jnp.asarray(q[None], jnp.float32), number,
             number.astype(jnp.uint32),
         )  # fmt: skip
         found[center] = float(np.mean(met.total)) / keys
@@ -165,10 +165,35 @@ def test_a_prompt_without_a_middle_is_attended_exactly():
 
 
 @pytest.mark.slow
-def test_a_key_that_is_no_number_is_not_passed_over():
-    prompt, new = chunk(300), chunk(1, 300, seed=1)
-    prompt = prompt._replace(k=prompt.k.at[0, 150].set(jnp.nan))
-    assert np.isnan(answer(MagicPIG(K=1, L=8, start=300), prompt, new)).all()
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("lost", [150, 310])
+def test_a_key_that_is_no_number_is_not_passed_over(center, lost):
+    """Of the prompt, or of what followed and has left the window: no query has its code."""
+    prompt, new = chunk(300), chunk(40, 300, seed=1)
+    if lost < 300:
+        prompt = prompt._replace(k=prompt.k.at[0, lost, 0].set(jnp.nan))
+    else:
+        new = new._replace(k=new.k.at[0, lost - 300, 0].set(jnp.nan))
+    outs, _ = written(MagicPIG(K=12, L=2, window=8, center=center, start=300), prompt, new)
+    assert np.isnan(outs[0, -1, :2]).all() and np.isfinite(outs[0, -1, 2:]).all()
+
+
+def test_a_prompt_is_sealed_once():
+    state = after(MagicPIG(K=1, L=2, start=64), chunk(100))
+    with pytest.raises(UserError, match="a prompt is sealed once"):
+        MagicPIG(K=1, L=2).seal(SPEC, state)
+
+
+def test_bytes_of_a_sealed_prompt_are_those_told():
+    """Counted anew: 2,000 slots, of which all but the ends are in the tables."""
+    policy = MagicPIG(K=6, L=20, sinks=4, window=60, zone=96, start=2000)
+    state = jax.eval_shape(lambda: policy.seal(SPEC, policy.init(SPEC, 1, jax.random.key(0))))
+    far, near, wide = 1936, 160, 4  # a block has a quarter of what a bucket holds on average
+    keys = (far + near) * (HEADS * 2 * DIM * 4 + 4) + 2 * 4
+    blocks = (far + 64 * (wide - 1)) // wide
+    tables = 20 * (2 * wide * blocks + 4 * (64 + 1))
+    a_head = tables + 4 * DIM * 6 * 20 + 2 * 20 * (near - 4) + 4 * (far + near) + 4 * DIM + 8
+    assert rows.nbytes(state) == keys + HEADS * a_head
 
 
 def written(policy, prompt, new):
@@ -200,6 +225,18 @@ def test_what_lies_in_the_memory_of_the_host_is_met_alike():
     question = chunk(3, 212, seed=2, rows=2)
     answers = [jitted_step(p, SPEC, s, *question)[0] for p, s in ((device, held), (far, state))]
     np.testing.assert_array_equal(*answers)
+
+
+@pytest.mark.slow
+def test_in_the_memory_of_the_host_keys_with_a_bias_are_weighed_alike():
+    spec = SPEC._replace(encoding=Alibi.of(2 * HEADS))
+    device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
+    far = dataclasses.replace(device, memory="host")
+    found = [
+        jitted_step(policy, spec, after(policy, chunk(200), spec), *chunk(1, 200, seed=1))[0]
+        for policy in (device, far)
+    ]
+    np.testing.assert_allclose(*found, atol=1e-6)
 
 
 def test_bytes_are_counted_by_the_memory_they_lie_in():
