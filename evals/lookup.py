@@ -46,8 +46,11 @@ def main() -> None:
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
     ask.add_argument("--rounds", type=int, default=31, help="of each time")
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    ask.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")
     given = ask.parse_args()
+    if min(given.tokens) < 256 or given.rounds < 1:
+        ask.error("--tokens must be at least 256 and --rounds 1, got "
+                  f"{min(given.tokens)} and {given.rounds}")  # fmt: skip
     sizes = [4096] if given.quick else given.tokens
     record = Record("lookup", seeds=[0], quick=given.quick)
     results: dict[str, Any] = {

@@ -112,7 +112,8 @@ def tokens_for(
         llm = models.load(*([model] if model else []))
     except UserError as wrong:
         ask.error(str(wrong))
-    length, least = given.tokens or llm.config.context, SINKS + 2 * WINDOW + QUERIES
+    length = llm.config.context if given.tokens is None else given.tokens
+    least = SINKS + 2 * WINDOW + QUERIES
     if length < least:
         ask.error(f"--tokens must be at least {least}, got {length}")
     last = llm.config.layers - 1

@@ -86,6 +86,11 @@ class MagicPIG:
             raise UserError(
                 f"memory must be device or host, got {self.memory!r}; try memory=device"
             )
+        if max(self.sinks, self.window) > hashed.MOST:
+            raise UserError(
+                f"sinks and window must be at most {hashed.MOST}, got {self.sinks} and "
+                f"{self.window}; try sinks=4,window=64"
+            )
         for name, value, usual in (("start", self.start, 512), ("zone", self.zone, 1024)):
             if not 1 <= value <= hashed.MOST:
                 raise UserError(
