@@ -21,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 import models
@@ -221,6 +222,7 @@ def losses(
     found = [mean(0)]  # compiles
     with ThreadPoolExecutor(cores()) as pool:
         found += told(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
+    jax.clear_caches()  # a process can map only so many compiled programs
     return np.reshape(found, (seeds, count))
 
 

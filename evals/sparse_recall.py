@@ -12,6 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import models
 from evals import recall as questions
 from evals import shares
@@ -79,6 +81,7 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
         for name, line in lines.items():
             line["share_read"] = shares.read(llm, chosen[name], seen, prompt, NAMES)
         found["shares"][f"{share:g}"] = lines
+        jax.clear_caches()  # a process can map only so many compiled programs
     return found
 
 
