@@ -229,7 +229,7 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
     monkeypatch.setattr("models.streams.read_chunk", None)  # nothing may run
-    with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise full's max"):
+    with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise max"):
         stream.read([[65]])
     with pytest.raises(UserError, match=r"at most 80 tokens and 105 are needed"):
         models.generate(llm, "abcd", "full:max=80,start=16", 100)

@@ -51,7 +51,7 @@ def test_layers_that_seal_and_layers_that_grow_count_apart(tiny):
 
 def test_room_that_is_there_asks_for_no_memory(tiny, monkeypatch):
     stream = Stream(tiny, "full:max=64,start=32")
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None: 100)
+    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: 100)
     stream.read([[3] * 32])
     with pytest.raises(UserError, match="only 100 bytes is free"):
         stream.read([[3]])
@@ -136,7 +136,7 @@ def test_tables_that_do_not_fit_are_refused_before_they_are_made(tiny, monkeypat
     stream = Stream(tiny, policy)
     stream.read([[3] * 40])
     free = 2 * stream.state_bytes
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None: free)
+    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: free)
     with pytest.raises(UserError, match=r"caches of 1 row.* of 64 tokens would take .* is free"):
         Stream(tiny, policy, tokens=64)
     with pytest.raises(UserError, match=r"caches of 1 row.* would take .* is free"):

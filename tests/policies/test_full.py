@@ -35,7 +35,8 @@ def test_it_doubles_up_to_its_maximum():
         sizes.append(state.positions.shape[1])
     assert sizes == [4] * 4 + [8] * 4 + [12] * 4
     with pytest.raises(
-        UserError, match="at most 12 tokens and 13 are needed; raise full's max, or"
+        UserError,
+        match="at most 12 tokens and 13 are needed; raise max where the policy has one, or",
     ):
         POLICY.reserve(SPEC, state, 13)
 
