@@ -229,7 +229,7 @@ def test_what_lies_in_the_memory_of_the_host_is_met_alike():
 
 @pytest.mark.slow
 def test_in_the_memory_of_the_host_keys_with_a_bias_are_weighed_alike():
-    spec = SPEC._replace(encoding=Alibi.of(2 * HEADS))
+    spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
     device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
     far = dataclasses.replace(device, memory="host")
     found = [
