@@ -31,9 +31,7 @@ def test_the_chance_of_a_cross_polytope_is_its_integral(bits):
     """Of one hash in one table of two it is P^2 that is left, and of two hashes their product."""
     how = Hashing(bits, 2, hash="crosspolytope")
     cosines = np.cos(np.linspace(0.02, 3.1, 25)).astype(np.float32)
-    angles = np.arccos(
-        cosines.astype(np.float64)
-    )  # near the ends one is not well told by the other
+    angles = np.arccos(cosines.astype(np.float64))  # of what float32 made of the cosines
     chance = [
         sum(np.log(inclusion.cross_polytope(angle, 1 << piece - 1)) for piece in how.pieces)
         for angle in angles

@@ -57,17 +57,16 @@ def sampled_attention(
 def _attend(how: How, implementation: Implementation | None, *given) -> Attended:
     q, k, _, rows = given[:4]
     group, shape = q.shape[1] // k.shape[1], f"{rows.shape[-1]} of {k.shape[2]} rows"
-    kernels: dict[str, Callable] = {"xla": reference.attend, "dense": dense.attend}
-    there = host.is_there(k)
-    if there:  # only rows of it are brought to the device
-        del kernels["dense"]
-    if not there and tpu.takes(k, rows.shape[-1]):
-        kernels["pallas_tpu"] = tpu.attend
-    if not there and gpu.takes(k):
-        kernels["pallas_gpu"] = gpu.attend
+    kernels: dict[str, Callable] = {"xla": reference.attend}
+    if host.is_there(k):  # of which only rows are brought to the device
+        implementation = implementation or "xla"
+    else:
+        kernels["dense"] = dense.attend
+        if tpu.takes(k, rows.shape[-1]):
+            kernels["pallas_tpu"] = tpu.attend
+        if gpu.takes(k):
+            kernels["pallas_gpu"] = gpu.attend
     kernels = {name: partial(kernel, how) for name, kernel in kernels.items()}
-    if implementation is None and there:
-        return kernels["xla"](*given)
     if implementation is None:
         copies = rows.shape[-1], group
         whole = tpu.dense_is_cheaper(*copies, *k.shape[2:], k.dtype.itemsize)
