@@ -37,7 +37,7 @@ def main() -> None:
     ).parse_args()  # fmt: skip
     record = Record("agreement", [STORIES], seeds=[0])
     results = told_by(TESTS, "--must-run=parity,tpu_check")
-    print("wrote", record.save(results | {"bars": bars(results)}).name)
+    print("wrote", record.save(results | {"bars": bars(results)}))
 
 
 def told_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:

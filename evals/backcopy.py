@@ -75,7 +75,7 @@ def main() -> None:
         "arms": arms,
         "tries": tries,
     }
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

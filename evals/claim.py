@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ class Claim:
     paper: str
     experiment: str
     find: Callable[[Results], Finding] | str  # a string: what it would need
+
+
+def by_all(cases: Sequence[bool]) -> str:
+    """The verdict on a claim that was looked at in several cases."""
+    return HOLDS if all(cases) else PART if any(cases) else NOT
 
 
 def over_base(line: Results) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results
+from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
 from evals.claims_sampling import listed, of_spread
 from evals.printed import WITHIN_7, WITHIN_8
 
@@ -110,7 +110,7 @@ def at_equal_share(r: Results) -> Finding:
         <= min(found["captured"][kind][share]["error"]["mean"] for kind in METHODS[1:])
         for found in r["models"].values() for share in found["captured"]["magicpig"]
     ]  # fmt: skip
-    return "; ".join(parts), HOLDS if all(here) else PART if any(here) else NOT
+    return "; ".join(parts), by_all(here)
 
 
 def centring(r: Results) -> Finding:
@@ -221,7 +221,7 @@ def faster(r: Results) -> Finding:
     return (
         f"one kv head with {r['group']} query heads on a CPU, times faster than the best dense "
         f"form; {'; '.join(shown)}",
-        HOLDS if all(better) else PART if any(better) else NOT,
+        by_all(better),
     )
 
 

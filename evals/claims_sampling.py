@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results
+from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
 
 ACCEPTED = 119.9  # chi-square with 63 degrees of freedom exceeds it once in ten thousand times
 FELT = 0.05  # of all answers: a difference that counts as one
@@ -69,7 +69,7 @@ def remembers(r: Results) -> Finding:
     better = [min(far[name]) > max(far["streaming"]) + FELT for name in names[2:4]]
     return (
         f"{about(r)}: {listed(far, of_seeds)}; of nearer ones: {listed(near, of_seeds)}",
-        HOLDS if all(better) else PART if any(better) else NOT,
+        by_all(better),
     )
 
 
@@ -82,8 +82,7 @@ def larger_is_better(r: Results) -> Finding:
         means = [mean(right[name]) for name in names.values()]
         rises[kind] = [a + FELT < b for a, b in pairwise(means)]
     of_paper = rises["reservoir"]
-    verdict = HOLDS if all(of_paper) else PART if any(of_paper) else NOT
-    return f"{about(r)}; {', '.join(shown)}", verdict
+    return f"{about(r)}; {', '.join(shown)}", by_all(of_paper)
 
 
 def in_small(r: Results) -> Finding:

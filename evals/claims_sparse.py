@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results
+from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
 from evals.claims_sampling import listed, of_spread
 
 COUNTED = "counted, no claim"
@@ -43,7 +43,7 @@ def less_than_others(r: Results) -> Finding:
             lines = {kind: arms[kind]["over_full"] for kind in ("magicpig", *BESIDE)}
             shown.append(f"{name}, {float(share):.0%}: {listed(lines, of_loss)}")
             better.append(lines["magicpig"]["mean"] < lines["quest"]["mean"])
-    return "; ".join(shown), HOLDS if all(better) else PART if any(better) else NOT
+    return "; ".join(shown), by_all(better)
 
 
 def by_question(r: Results) -> Finding:
@@ -58,7 +58,7 @@ def by_question(r: Results) -> Finding:
             for name, x in dense.items()
         ]
     told = f"the last {r['protocol']['question']} tokens of a prompt behind the seal; "
-    return told + "; ".join(shown), HOLDS if all(worse) else PART if any(worse) else NOT
+    return told + "; ".join(shown), by_all(worse)
 
 
 def answers(r: Results) -> Finding:
@@ -83,7 +83,7 @@ def answers(r: Results) -> Finding:
         beats.append(by_kind["magicpig"] >= by_kind["quest"])
     told = f"{len(models)} trained models; {'; '.join(shown)}"
     good = [a and b for a, b in zip(kept, beats, strict=True)]
-    return told, HOLDS if all(good) else PART if any(good) else NOT
+    return told, by_all(good)
 
 
 def at_equal_bytes(r: Results) -> Finding:
@@ -116,7 +116,7 @@ def written_faster(r: Results) -> Finding:
             f"{found['share_met']['mean']:.1%} met, sealed in {found['seconds_to_seal']:.0f} s"
         )
         better.append(found["times_faster"]["median"] >= 1.5)
-    return "; ".join(shown), HOLDS if all(better) else PART if any(better) else NOT
+    return "; ".join(shown), by_all(better)
 
 
 def tuned(r: Results) -> Finding:
@@ -132,7 +132,7 @@ def tuned(r: Results) -> Finding:
         shown.append(f"{name}, an error of {r['target']:g}: {listed(least, str)}")
         one, other = (found["least"].get(kind) for kind in ("crosspolytope", "simhash"))
         better.append(bool(one and other and one["table_bytes"] < other["table_bytes"]))
-    return "; ".join(shown), HOLDS if all(better) else PART if any(better) else NOT
+    return "; ".join(shown), by_all(better)
 
 
 def by_percent(lines: Results) -> Results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, over_base
+from evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, by_all, over_base
 
 BASE = "streaming:sinks=4,window=252"
 
@@ -105,8 +105,7 @@ def cache_sizes(r: Results) -> Finding:
     policies = [f"streaming:sinks=4,window={size - 4}" for size in (64, 128, 256, 512)]
     orders = [[t["perplexity"][p]["perplexity"] for p in policies] for t in r["texts"].values()]
     rising = [any(b > a for a, b in pairwise(o)) for o in orders]
-    verdict = HOLDS if all(rising) else PART if any(rising) else NOT
-    return perplexities(r, "perplexity", *policies), verdict
+    return perplexities(r, "perplexity", *policies), by_all(rising)
 
 
 def dense_fails(r: Results) -> Finding:

@@ -132,7 +132,7 @@ def main() -> None:
         text = card(json.loads(json.dumps(plain(record.about | {"results": results}))))
         (stored / CARD).write_text(text, "utf-8")
         shutil.copytree(stored, folder, dirs_exist_ok=True)
-    print("wrote", record.save(results).name, "and", folder.name)
+    print("wrote", record.save(results), "and", folder.name)
 
 
 def store(run: Path, folder: Path) -> Path:

@@ -47,7 +47,7 @@ def main() -> None:
     record = Record("endless", [llm.folder / "model.safetensors", *files], quick=given.quick)
     results = run(llm, ids, given.policy, given.chunk, given.block)
     print(json.dumps(plain(results["summary"]), indent=1))
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

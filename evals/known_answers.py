@@ -22,7 +22,7 @@ TESTS = {
 def main() -> None:
     argparse.ArgumentParser(prog="python -m evals.known_answers", description=__doc__).parse_args()
     record = Record("known_answers", seeds=[0])
-    print("wrote", record.save(told_by(TESTS)).name)
+    print("wrote", record.save(told_by(TESTS)))
 
 
 if __name__ == "__main__":

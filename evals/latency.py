@@ -77,7 +77,7 @@ def main() -> None:
             value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
             met = "met    " if line["met"] else "NOT MET"
             print(f"{met} {line['bar']}: {value:.4g} {line['ask']}")
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not quick:
         from evals.figures import draw
 

@@ -69,7 +69,7 @@ def main() -> None:
     for line in results["bars"]:
         value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
         print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
 
 
 def measure(tokens: int, count: int) -> dict[str, Any]:

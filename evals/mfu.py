@@ -44,7 +44,7 @@ def main() -> None:
     results |= measure(recipe, given.vocab, given.rounds, share)
     for one in results["bars"]:
         print(f"{one['bar']}: {one['value']['median']:.3f} ({one['ask']})")
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
 
 
 def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:

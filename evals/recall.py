@@ -112,7 +112,7 @@ def main() -> None:
                 "beyond": read(endless(llm), FAR, FAR[-1] + 64),
             }
     results["recipe"] = dataclasses.asdict(recipe)
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

@@ -71,7 +71,7 @@ def main() -> None:
             results["bars"].append(line)
             value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
             print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g}")
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not quick:
         from evals.figures import draw
 

@@ -69,7 +69,7 @@ def main() -> None:
         layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
         results["models"][name] = of_model(llm.spec, layers, given, name)
     show(results)
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

@@ -96,7 +96,7 @@ def main() -> None:
         for mode in ("walk", "pairs")
     }
     show(results)
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

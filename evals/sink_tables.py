@@ -72,7 +72,7 @@ def main() -> None:
         where.mkdir(parents=True, exist_ok=True)
         (where / f"{given.name}_{arm}.png").write_bytes(draw(llm, texts, arm))
     record.about["seeds"] = sorted({arm["recipe"]["seed"] for arm in arms.values()})
-    print("wrote", record.save({"arms": arms}).name)
+    print("wrote", record.save({"arms": arms}))
     if not given.quick:
         from evals.figures import FIGURES
         from evals.figures import draw as draw_record

@@ -58,7 +58,7 @@ def main() -> None:
         "even_attention": float(np.mean(1 / np.arange(65, 513))),
         "texts": {name: run(llm, ids, given.beginning, name) for name, (ids, _) in texts.items()},
     }
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
 
 
 def check(llm: Llm) -> None:

@@ -91,7 +91,7 @@ def main() -> None:
         results[part] = PARTS[part](texts, given)
         results["seconds"][part] = perf_counter() - begun
         print(f"{part}: {results['seconds'][part]:.0f} s", file=sys.stderr)
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not quick:
         from evals.figures import draw
 

@@ -70,7 +70,7 @@ def main() -> None:
     for line in results["bars"]:
         word = "met    " if line["met"] else "NOT MET"
         print(f"{word} {line['bar']}: {line['value']['median']:.3g} {line['ask']}")
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
 
 
 def first_output(command: list[str], kept: str) -> float:

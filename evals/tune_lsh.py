@@ -70,7 +70,7 @@ def main() -> None:
         layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
         found = results["models"][name] = of_model(llm.spec, layers, given, name)
         show(name, found, given.target)
-    print("wrote", record.save(results).name)
+    print("wrote", record.save(results))
     if not given.quick:
         from evals.figures import draw
 

@@ -34,7 +34,6 @@ from pallas_kernels.sampled_attention import Angles
 MOST = 2**30  # slots
 _STRIDE = 8192  # tokens for which room is made at the most, unless more are asked for
 _HASHED = 2048  # keys at a time
-_ODD = np.uint32(0x9E3779B1)  # takes the draws of queries far from those of the planes
 _TILE = 8  # a TPU kernel takes caches of whole tiles of so many slots
 
 
@@ -355,7 +354,7 @@ def find(
     codes = codes.transpose(0, 2, 1).reshape(rows * heads, -1)
     nth = jnp.arange(group, dtype=jnp.uint32)[None, None]
     nth = positions[:, None, None] * np.uint32(group) + nth
-    draws = drawn.uniforms(nth * _ODD, state.key)
+    draws = drawn.uniforms(nth * drawn.GOLDEN, state.key)  # far from the draws of the planes
 
     def one(head: Array, code: Array, draw: Array) -> Drawn:
         of = head // group

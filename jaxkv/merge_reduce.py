@@ -30,7 +30,6 @@ from jaxkv.typing import Array, Bool, Int32
 
 # keys, values [B,K,t,H], uniforms [B,K,t] -> which half, [B,K,t/2], in order
 Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
-_ODD = np.uint32(0x9E3779B1)  # spreads the draws of one halving from those of the next
 # Where `middle`, the number of tokens that came, reaches this it becomes half of it, so that it
 # never wraps. What is held then stands for half as many tokens as came: a longer stream begins to
 # forget.
@@ -237,7 +236,7 @@ def _half_of(by: Reducer, sample: Sample, level: Array, after: Array, key: Array
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
         keys = move(by.spec, keys, place - place % np.uint32(size))
     number = level * np.uint32(by.shape.block) + jnp.arange(by.shape.block, dtype=jnp.uint32)
-    chances = uniforms(after[:, None, None] * _ODD + number[None, None], key)
+    chances = uniforms(after[:, None, None] * drawn.GOLDEN + number[None, None], key)
     chosen = by.halve(keys, both.v, chances)
     half = pick(both, chosen)
     if by.local:

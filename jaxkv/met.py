@@ -25,7 +25,6 @@ from jaxkv.slots import Slots
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 _PIECE = 16  # queries whose logits of all keys stand at a time
-_GOLDEN = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: multiples of it keep well apart
 _ROUNDING = 2.5e-7  # what float32 may add to a share of n
 
 
@@ -206,6 +205,6 @@ def chances(asked: Asked, numbers: UInt32[Array, "#B 1 M"]) -> Float32[Array, "B
     """Draws from 0 to less than 1, by number, of each query head and where the query stands."""
     rows, kv_heads, group, queries, _ = asked.logits.shape
     head = jnp.arange(group, dtype=jnp.uint32)[None, :, None]
-    of_query = (asked.at[:, None] * np.uint32(group) + head) * _GOLDEN  # [B,G,T]
+    of_query = (asked.at[:, None] * np.uint32(group) + head) * drawn.GOLDEN  # [B,G,T]
     each = (of_query[..., None] + numbers[:, None]).reshape(rows, 1, -1)
     return drawn.uniforms(each, asked.key).reshape(rows, kv_heads, group, queries, -1)

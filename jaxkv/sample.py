@@ -18,6 +18,7 @@ from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.slots import Slots
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
+GOLDEN = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: multiples of it keep well apart
 _NEVER = np.int32(2**31 - 1)
 _COMPARED = 256  # slots of which each is compared with each; more are sorted
 

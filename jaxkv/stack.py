@@ -55,7 +55,10 @@ def policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
     if missing:
         raise UserError(f"layer {missing[0]} has no policy in {text!r}; add *=POLICY for the rest")
     if beyond:
-        raise UserError(f"layer {beyond[0]} does not exist: the model has layers 0 to {layers - 1}")
+        raise UserError(
+            f"layer {beyond[0]} does not exist: the model has layers 0 to {layers - 1}; "
+            "name those, or * for the rest"
+        )
     return tuple(named.get(str(i), named.get("*")) for i in range(layers))
 
 
