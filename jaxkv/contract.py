@@ -24,6 +24,8 @@ and, where a method has them:
     policy.on_host                      -> names of leaves that lie in the memory of the host once
                                            the prompt is sealed, of a state in the state `far.k`
     policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
+    policy.appends                      -> names of leaves in which, until the prompt is sealed, the
+                                           token counted n stands in slot n and is never changed
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy; of a
                                            state in the state `recent.count`
@@ -55,7 +57,7 @@ The laws, run on every policy by tests/laws:
 11 bytes equal `formula`.                    12 an estimate called unbiased is unbiased.
 13 protected slots survive adversarial keys. 14 `seal` touches nothing outside its row.
 15 a plain-numpy oracle agrees at lengths 1 to 3 x capacity.
-16 gradients exist where documented.
+16 gradients exist where documented.         17 what is appended stays as it was.
 """
 
 from __future__ import annotations

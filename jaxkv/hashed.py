@@ -67,6 +67,7 @@ AXES = Hashed(
 )  # fmt: skip
 ON_HOST = ("far.k", "far.v", "tables")
 SHARED = tuple(f"{part}.{name}" for part in ("exact", "far") for name in slots.SHARED)
+APPENDS = tuple(f"exact.{name}" for name in slots.APPENDS)
 
 
 class Indexing(NamedTuple):

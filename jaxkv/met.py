@@ -39,6 +39,7 @@ class MetState(NamedTuple):
 
 AXES = MetState(slots.AXES, ("B", "X", "0"), ("B", "K", "2"))
 SHARED = tuple(f"exact.{name}" for name in slots.SHARED)
+APPENDS = tuple(f"exact.{name}" for name in slots.APPENDS)
 FORMULA = "start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling as tokens come"
 
 

@@ -32,6 +32,7 @@ class Slots(NamedTuple):
 AXES = Slots(("B", "K", "S", "H"), ("B", "K", "S", "H"), ("B", "S"), ("B",))
 # These follow from positions and valid alone: the same in every layer with this policy.
 SHARED = ("positions", "count")
+APPENDS = ("k", "v", "positions")
 _WHOLE_MASK = 2**24  # elements of a mask that may stand in memory at once: 64 MiB
 # The count of a row without a ring that was given more tokens than it had slots.
 OVERFULL = 2**31 - 1

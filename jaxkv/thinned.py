@@ -45,6 +45,7 @@ AXES = ThinnedState(
     slots.AXES, drawn.AXES, ("B", "K", "C"), ("B", "K", "W", "G", "H"), ("B", "W"), ("B", "K", "2")
 )
 SHARED = (*(f"exact.{name}" for name in slots.SHARED), "asked")
+APPENDS = tuple(f"exact.{name}" for name in slots.APPENDS)
 
 
 class Ends(NamedTuple):

@@ -1,10 +1,10 @@
 """Llama-family decoders on JAX: loading as published, generation in a fixed memory."""
 
+from jaxkv.sampling import Sampling
 from models.config import Config
 from models.conversation import Conversation
 from models.decoder import Decoder
 from models.llm import Llm, load
-from models.sampling import Sampling
 from models.score import losses, score
 from models.streams import Stream
 from models.text import Answer, generate, stream

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import whole
+from jaxkv.sampling import Sampling
 from models.decoding import Decoding
 from models.llm import Llm
-from models.sampling import Sampling
 from models.streams import DEFAULT_POLICY, Stream
 from models.text import Row, warn_beyond_context
 from models.tokenizer import Pieces

@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import files
 from jaxkv.errors import UserError
+from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
 from models import curves, data, device, training
 from models.chat import Chat
@@ -40,7 +41,6 @@ from models.data import Tokens
 from models.hf.export import export
 from models.llm import Llm
 from models.recipes import SEEN, Recipe, config_of
-from models.sampling import Sampling
 from models.text import generate
 from models.tokenizer import read_tokenizer
 from models.training import Setting, Training

@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, whole
+from jaxkv.sampling import Sampling
 from jaxkv.stack import reach, spell
 from models.compilation import clock
 from models.decoding import BLOCK
 from models.llm import Llm
-from models.sampling import Sampling
 from models.streams import DEFAULT_POLICY, Stream
 from models.tokenizer import Pieces
 

@@ -55,6 +55,7 @@ class Balance:
     )
     axes: ClassVar[ThinnedState] = thinned.AXES
     shared: ClassVar[tuple[str, ...]] = thinned.SHARED
+    appends: ClassVar[tuple[str, ...]] = thinned.APPENDS
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

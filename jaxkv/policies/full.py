@@ -30,6 +30,7 @@ class Full:
     formula: ClassVar[str] = "min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"
     axes: ClassVar[Slots] = slots.AXES
     shared: ClassVar[tuple[str, ...]] = slots.SHARED
+    appends: ClassVar[tuple[str, ...]] = slots.APPENDS
 
     def __post_init__(self) -> None:
         if self.max < 1 or self.start < 1:

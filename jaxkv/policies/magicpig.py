@@ -73,6 +73,7 @@ class MagicPIG:
     )
     axes: ClassVar[Hashed] = hashed.AXES
     shared: ClassVar[tuple[str, ...]] = hashed.SHARED
+    appends: ClassVar[tuple[str, ...]] = hashed.APPENDS
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

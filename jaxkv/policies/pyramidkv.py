@@ -41,6 +41,7 @@ class PyramidKV:
     formula: ClassVar[str] = SnapKV.formula
     axes: ClassVar[ThinnedState] = thinned.AXES
     shared: ClassVar[tuple[str, ...]] = thinned.SHARED
+    appends: ClassVar[tuple[str, ...]] = thinned.APPENDS
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class TopP:
     formula: ClassVar[str] = met.FORMULA
     axes: ClassVar[MetState] = met.AXES
     shared: ClassVar[tuple[str, ...]] = met.SHARED
+    appends: ClassVar[tuple[str, ...]] = met.APPENDS
     reach: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:

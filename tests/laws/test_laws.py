@@ -460,3 +460,29 @@ def test_shared_leaves_follow_from_positions_and_valid_alone(case):
     one, same = (run(case, t, size).after[-1] for t in (tokens, other))
     for path in case.policy.shared:
         assert_same_bits(*(functools.reduce(getattr, path.split("."), s) for s in (one, same)))
+
+
+@some(lambda case: hasattr(case.policy, "appends"))
+def test_law_17_what_is_appended_stays(case):
+    done, tokens = plain_run(case, 1), stream(case)
+    before = [state for state, seen in zip(done.after, done.seen, strict=True)
+              if seen <= case.prompt]  # fmt: skip
+    last = before[-1]
+    axes = {
+        name: functools.reduce(getattr, name.split("."), case.policy.axes)
+        for name in case.policy.appends
+    }
+    assert {letters[-1] == "S" or "S" in letters for letters in axes.values()} == {True}
+    for state, seen in zip(before, done.seen, strict=False):
+        held = tokens.valid[:, :seen].sum(axis=1)
+        for name, letters in axes.items():
+            now, later = (
+                np.moveaxis(np.asarray(functools.reduce(getattr, name.split("."), of)),
+                            letters.index("S"), 1) for of in (state, last)
+            )  # fmt: skip
+            for row, count in enumerate(held):
+                np.testing.assert_array_equal(now[row, :count], later[row, :count])
+                assert not now[row, count:].any(), "slots that hold no token are as they began"
+                if name.endswith("positions"):
+                    there = tokens.positions[row, :seen][tokens.valid[row, :seen]]
+                    np.testing.assert_array_equal(now[row, :count], there)

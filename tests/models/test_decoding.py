@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from evals.hlo import copies_in_loops
+from jaxkv.sampling import Sampling
 from jaxkv.stack import by_layer
 from models.config import Config, read_config
 from models.decoder import spec_of
 from models.decoding import BLOCK, Decoding, Static, writer
 from models.hf.names import shapes
-from models.sampling import Sampling
 from models.streams import Stream
 from tests.models.folders import FAMILIES, write_json
 from tests.seldom import seldom

@@ -13,8 +13,8 @@ import pytest
 import jaxkv
 import models
 from jaxkv.errors import UserError
+from jaxkv.sampling import Sampling
 from models.decoding import BLOCK
-from models.sampling import Sampling
 from models.streams import Stream
 from models.text import Row, Run
 

@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 import models
 from jaxkv.errors import UserError
-from models.sampling import Sampling
+from jaxkv.sampling import Sampling
 from tests.models.folders import write_json
 from tests.tiny import write_tiny
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import models
+from jaxkv.sampling import Sampling
 from models.chat import Chat
 from models.config import read_config
 from models.decoder import Decoder
 from models.hf.weights import load_weights
 from models.llm import Llm
-from models.sampling import Sampling
 from models.streams import Stream
 from tests.models.folders import FAMILIES, write_model
 from tests.seldom import seldom

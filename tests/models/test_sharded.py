@@ -11,9 +11,9 @@ import pytest
 
 import models
 from jaxkv.errors import UserError
+from jaxkv.sampling import Sampling
 from jaxkv.sharding import mesh_of
 from models.decoding import read_chunk, writer
-from models.sampling import Sampling
 from models.streams import Stream
 
 SMALL = "streaming:sinks=2,window=14"

@@ -9,7 +9,7 @@ import pytest
 
 import models
 from jaxkv.errors import UserError
-from models.sampling import Sampling
+from jaxkv.sampling import Sampling
 from models.streams import Stream
 from models.text import Row
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from models.sampling import Sampling, draw, shape
+from jaxkv.sampling import Knobs, Sampling, draw, draw_each, knobs_of_row, shape
 
 V = 40
 SETTINGS = [
@@ -221,3 +221,26 @@ def test_values_are_arguments(rng):
 def test_what_is_refused(field, value):
     with pytest.raises(UserError, match=rf"{field} must be .*, got {value}"):
         Sampling(**{field: value})
+
+
+def test_rows_with_knobs_of_their_own_draw_as_alone(rng):
+    """Whoever the others are: all cold, some cut, none cut."""
+    settings = [Sampling(), Sampling(repetition_penalty=1.7), *SETTINGS[::7]]
+    rows = len(settings)
+    logits, seen = example(rng, rows)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), rows)))
+    at = np.arange(rows, dtype=np.uint32)
+    each = jax.jit(draw_each)
+    given = logits, seen, keys, at
+    alone = [
+        int(jitted_draw(one.filters, one.knobs, *(x[n : n + 1] for x in given))[0])
+        for n, one in enumerate(settings)
+    ]
+    uncut = [n for n, one in enumerate(settings) if not one.top_k and one.top_p == 1]
+    for group in (list(range(rows)), uncut, [0, 1], [0], [1, 4, 9]):
+        knobs = [knobs_of_row(settings[n]) for n in group]
+        stacked = Knobs(*map(np.stack, zip(*knobs, strict=True)))
+        found, chosen_by = each(stacked, *(x[group] for x in given))
+        assert found.tolist() == [alone[n] for n in group]
+        assert np.isfinite(chosen_by).all()
+    assert len(set(alone)) > 3

@@ -84,6 +84,8 @@ class Filters(NamedTuple):
 
 
 class Knobs(NamedTuple):
+    """One number for all rows, or one a row."""
+
     temperature: Array
     top_k: Array
     top_p: Array
@@ -116,10 +118,55 @@ def draw(
     return token[:, 0], jnp.take_along_axis(logits, token, axis=1)[:, 0]
 
 
+EVERY = Filters(warm=True, top_k=True, top_p=True, min_p=True, repetition=True)
+WARM = EVERY._replace(top_k=False, top_p=False)
+OFF = Knobs(np.float32(0), np.int32(2**31 - 1), np.float32(2), np.float32(0), np.float32(1))
+
+
+def knobs_of_row(sampling: Sampling) -> Knobs:
+    """The knobs of a row among others, for `draw_each`: what is off changes no bit."""
+    k = sampling.knobs
+    return Knobs(
+        np.float32(0) if sampling.temperature == 0 else k.temperature,
+        k.top_k if sampling.top_k else OFF.top_k,
+        k.top_p if sampling.top_p < 1 else OFF.top_p,
+        k.min_p,
+        k.repetition_penalty,
+    )
+
+
+def draw_each(
+    knobs: Knobs,
+    logits: Float32[Array, "B V"],
+    seen: Bool[Array, "B V"],
+    keys: UInt32[Array, "B 2"],
+    positions: UInt32[Array, " B"],
+) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+    """`draw` where each row has knobs of its own, those of `knobs_of_row` as [B].
+
+    A row's token does not depend on what the others ask for; what nobody asks for is not computed.
+    """
+    cold = knobs.temperature == 0
+    warm = knobs._replace(temperature=jnp.where(cold, np.float32(1), knobs.temperature))
+    punished = Filters(warm=False, top_k=False, top_p=False, min_p=False, repetition=True)
+
+    def greedy() -> tuple[Array, Array]:
+        return draw(punished, warm, logits, seen, keys, positions)
+
+    def drawn(filters: Filters) -> tuple[Array, Array]:
+        found = draw(filters, warm, logits, seen, keys, positions)
+        return tuple(jnp.where(cold, a, b) for a, b in zip(greedy(), found, strict=True))
+
+    cut = jnp.any(~cold & ((knobs.top_k != OFF.top_k) | (knobs.top_p != OFF.top_p)))
+    branch = jnp.where(jnp.all(cold), 0, jnp.where(cut, 2, 1))
+    return jax.lax.switch(branch, [greedy, lambda: drawn(WARM), lambda: drawn(EVERY)])
+
+
 def shape(
     filters: Filters, knobs: Knobs, logits: Float32[Array, "B V"], seen: Bool[Array, "B V"]
 ) -> Float32[Array, "B V"]:
     """The logits that tokens are drawn from, up to a constant a row; -inf where filtered out."""
+    knobs = Knobs(*(jnp.reshape(knob, (-1, 1)) for knob in knobs))
     if filters.repetition:
         penalty = knobs.repetition_penalty
         punished = jnp.where(logits > 0, logits / penalty, logits * penalty)

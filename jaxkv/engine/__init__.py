@@ -1,0 +1,16 @@
+"""Continuous batching over any forward function; no part of it knows of a model or a tokenizer."""
+
+from jaxkv.engine.engine import Engine, Ticket
+from jaxkv.engine.programs import Model
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
+
+__all__ = [
+    "Engine",
+    "Listener",
+    "Model",
+    "Outcome",
+    "Overloaded",
+    "Request",
+    "Scored",
+    "Ticket",
+]

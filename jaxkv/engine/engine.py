@@ -1,0 +1,352 @@
+"""Continuous batching: answers that share slots and know nothing of each other.
+
+A turn of the engine lets all rows write one token, then reads some prompt tokens of the oldest who
+wait. What a turn has sent to the device is told a turn later, so that the device need not wait for
+the host: an answer that ends by its tokens has then written one more, which is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+
+import numpy as np
+
+from jaxkv import memory
+from jaxkv.engine.figures import Figures
+from jaxkv.engine.programs import TOP, Lane, Model, Programs, Told
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
+from jaxkv.engine.store import Hit, Store
+from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, salt_of, scored_of, widths
+from jaxkv.errors import UserError, whole
+
+ENDLESS = 2**31 - 1  # tokens of a row where no policy grows
+
+
+class Engine:
+    """Slots that write, a lane that reads, and a queue.
+
+    model: what runs. slots: rows that write at once. room: tokens of a row, prompt and answer,
+    where a policy grows with them; other rows have no end. chunk: tokens of a prompt read at a
+    time, the grid on which prefixes can be taken up. turn: prompt tokens read in a turn, at least
+    a chunk. queue, queue_tokens: how many requests and tokens of prompts may wait. store: of
+    prefixes, None for none. seed: of what policies draw, the same for every request of one salt.
+    Raises UserError for settings that are no whole numbers or do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        slots: int = 16,
+        room: int = 4096,
+        chunk: int = 128,
+        turn: int = 512,
+        queue: int = 256,
+        queue_tokens: int = 2**20,
+        store: Store | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("slots", slots), ("room", room), ("chunk", chunk), ("turn", turn),
+                            ("queue", queue), ("queue_tokens", queue_tokens)):  # fmt: skip
+            whole(name, value)
+        self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
+        grows = any(hasattr(policy, "reserve") for policy in model.policies)
+        self.most = room if grows else ENDLESS
+        self.figures = Figures()
+        self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
+        self._seed, self._store = seed, store
+        self._programs = Programs(model, slots, room, widths(chunk))
+        memory.check(
+            self._programs.slot_bytes * slots + self._programs.lane_bytes,
+            f"{slots} slots and a lane for {room} tokens",
+        )
+        self._slots = self._programs.empty()
+        if store is not None:
+            store.allocate(self._programs, chunk, seed)
+        self.compilations = self._programs.made + (0 if store is None else store.made)
+        self._owners: list[Ticket | None] = [None] * slots
+        self._reading: Reading | None = None
+        self._flights: deque[Flight] = deque()
+        self._waiting: deque[Ticket] = deque()
+        self._waiting_tokens = self._count = 0
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.failure = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        return not self.failure and not self._stopping
+
+    @property
+    def running(self) -> int:
+        """Answers that are being read for or written."""
+        return sum(owner is not None for owner in self._owners) + (self._reading is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Put a request into the queue; from any thread.
+
+        Raises UserError for what no slot can hold, Overloaded where the queue is full.
+        """
+        self._check(request)
+        size = len(request.tokens)
+        with self._news:
+            if not self.healthy:
+                raise Overloaded(f"the engine does not answer: {self.failure or 'it stops'}", 60.0)
+            full = len(self._waiting) >= self._queue
+            if self._waiting and (full or self._waiting_tokens + size > self._queue_tokens):
+                raise Overloaded(
+                    f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
+                    self.figures.seconds_for(self._waiting_tokens),
+                )
+            self._count += 1
+            ticket = Ticket(self._count, request, listener, time.monotonic())
+            self._waiting.append(ticket)
+            self._waiting_tokens += size
+            self._news.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End an answer, whoever has it; from any thread, as often as one likes."""
+        with self._news:
+            ticket.cancelled = True
+            self._news.notify()
+
+    def start(self) -> None:
+        """Take turns in a thread of its own until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End everything that is on its way as cancelled, and the thread."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._give_up("cancelled")
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._stopping or self._busy())
+                if self._stopping:
+                    return
+            self.step()
+
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._flights or self._reading or any(self._owners))
+
+    def step(self) -> bool:
+        """Take a turn; whether there was anything to do."""
+        if not self._busy():
+            return False
+        try:
+            self._leave()
+            old = len(self._flights)
+            self._write()
+            self._read()
+            new = len(self._flights) > old
+            for _ in range(old if new else len(self._flights)):
+                self._tell(self._flights.popleft())
+        except Exception:
+            self.failure = traceback.format_exc()
+            self._give_up("error", self.failure.splitlines()[-1])
+            raise
+        return True
+
+    def _check(self, request: Request) -> None:
+        size, new = len(request.tokens), request.max_new_tokens
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self.vocab:
+            raise UserError(f"token ids must be from 0 to {self.vocab - 1}: give the model's own")
+        if size + new > self.most:
+            raise UserError(
+                f"a row holds {self.most} tokens, and {size} of prompt and {new} new ones were "
+                "asked for; shorten one of them"
+            )
+        if request.logprobs is not None and not 0 <= request.logprobs <= min(TOP, self.vocab):
+            raise UserError(f"logprobs must be from 0 to {TOP}, got {request.logprobs}")
+        if not all(0 <= token < self.vocab for token, _ in request.bias):
+            raise UserError(f"biased tokens must be from 0 to {self.vocab - 1}")
+
+    def _leave(self) -> None:
+        """Whoever cancelled is out."""
+        with self._news:
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+                self._waiting_tokens -= len(ticket.request.tokens)
+        for ticket in [*gone, *self._owners, self._reading and self._reading.ticket]:
+            if ticket is not None and ticket.cancelled and not ticket.over:
+                self._end(ticket, "cancelled")
+
+    def _write(self) -> None:
+        """Send one token of every row that has one more to come."""
+        rows = [
+            (slot, owner) for slot, owner in enumerate(self._owners)
+            if owner is not None and owner.sent < owner.request.max_new_tokens
+        ]  # fmt: skip
+        if not rows:
+            return
+        active = np.zeros(self.slots, bool)
+        active[[slot for slot, _ in rows]] = True
+        scored = any(owner.request.logprobs is not None for _, owner in rows)
+        self._slots, told = self._programs.decode(
+            self._programs.weights, self._slots, active, np.bool_(scored)
+        )
+        for _, owner in rows:
+            owner.sent += 1
+        self._flights.append(Flight(told, rows))
+
+    def _read(self) -> None:
+        """Send a turn's worth of prompt tokens, of the oldest first."""
+        left = self._turn
+        while left > 0:
+            if self._reading is None and not self._begin():
+                return
+            left -= self._read_chunk(self._reading)
+
+    def _begin(self) -> bool:
+        """Take up the oldest who waits, where a slot is free."""
+        free = next((slot for slot, owner in enumerate(self._owners) if owner is None), None)
+        with self._news:
+            if free is None or not self._waiting:
+                return False
+            ticket = self._waiting.popleft()
+            self._waiting_tokens -= len(ticket.request.tokens)
+        request = ticket.request
+        ticket.slot, ticket.begun = free, time.monotonic() - ticket.came
+        salt = salt_of(self._seed, request.salt)
+        hit = None
+        if self._store is not None:
+            hit = self._store.find(request.tokens, request.salt, use=not request.echo)
+            ticket.cached = hit.at
+        lane = self._programs.begin(salt) if hit is None or not hit.at else self._store.load(hit)
+        self._reading = Reading(ticket, lane, ticket.cached, hit)
+        self.figures.cached += ticket.cached
+        return True
+
+    def _read_chunk(self, reading: Reading) -> int:
+        """The next piece of a prompt, up to the grid; how many tokens it is."""
+        ticket, at = reading.ticket, reading.at
+        tokens, echo = ticket.request.tokens, ticket.request.echo
+        count = min(self.chunk, len(tokens) - at)
+        width = next(width for width in self._programs.chunks if count <= width)
+        padded = np.zeros((1, width), np.int32)
+        padded[0, :count] = tokens[at : at + count]
+        lane, told = self._programs.reads[width, echo](
+            self._programs.weights, reading.lane, padded, np.uint32(at), np.int32(count)
+        )
+        if echo:
+            self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
+        at += count
+        if self._store is not None:
+            self._store.save(reading.hit, lane, at)
+        if at < len(tokens):
+            self._reading = Reading(ticket, lane, at, reading.hit)
+            return count
+        self._reading = None
+        self._release(reading.hit)
+        self._place(ticket, lane)
+        return count
+
+    def _place(self, ticket: Ticket, lane: Lane) -> None:
+        request = ticket.request
+        if request.max_new_tokens == 0:
+            told = Told(*(np.zeros(1, "i4"),) * 4, sound=np.ones(1, bool))
+            self._flights.append(Flight(told, [(0, ticket)]))
+            return
+        self._slots, told = self._programs.place(
+            self._slots, np.int32(ticket.slot), lane, asked_of(request, self.vocab)
+        )
+        self._owners[ticket.slot] = ticket
+        ticket.sent = 1
+        self._flights.append(Flight(told, [(0, ticket)]))
+
+    def _tell(self, flight: Flight) -> None:
+        """What has come from the device, to those who asked for it."""
+        told = Told(*map(np.asarray, flight.told))
+        now = time.monotonic()
+        for row, ticket in flight.tickets:
+            if ticket.over:
+                continue
+            if not told.sound[row]:
+                self._end(ticket, "error", "the model gives logits that are not finite numbers")
+            elif ticket.request.max_new_tokens == 0 and flight.prompt is None:
+                self._tell_prompt(ticket)
+                self._end(ticket, "length")
+            else:
+                scored = scored_of(ticket.request, told, row)
+                if flight.prompt is not None:
+                    first = flight.prompt + row == 0
+                    ticket.scored.append(Scored(scored.token) if first else scored)
+                else:
+                    self._tell_token(ticket, scored, now)
+
+    def _tell_token(self, ticket: Ticket, scored: Scored, now: float) -> None:
+        request = ticket.request
+        ticket.new += 1
+        self.figures.written += 1
+        if ticket.first is None:
+            ticket.first = now - ticket.came
+            self._tell_prompt(ticket)
+        stop = self._call(ticket, ticket.listener.token, scored)
+        if ticket.over:
+            return
+        if scored.token in request.eos:
+            self._end(ticket, "eos")
+        elif stop:
+            self._end(ticket, "stop")
+        elif ticket.new == request.max_new_tokens:
+            self._end(ticket, "length")
+
+    def _tell_prompt(self, ticket: Ticket) -> None:
+        if ticket.request.echo:
+            self._call(ticket, ticket.listener.prompt, ticket.scored)
+
+    def _call(self, ticket: Ticket, listen, *what):
+        """What a listener says; one that fails loses its answer and no other."""
+        try:
+            return listen(*what)
+        except Exception:
+            self._end(ticket, "error", traceback.format_exc().splitlines()[-1])
+
+    def _end(self, ticket: Ticket, reason: str, error: str = "") -> None:
+        """Free what an answer holds and tell that it is over, once."""
+        if ticket.over:
+            return
+        ticket.over = True
+        if self._reading is not None and self._reading.ticket is ticket:
+            self._release(self._reading.hit)
+            self._reading = None
+        if ticket.slot is not None and self._owners[ticket.slot] is ticket:
+            self._owners[ticket.slot] = None
+        outcome = Outcome(
+            reason, len(ticket.request.tokens), ticket.cached, ticket.new, ticket.begun,
+            ticket.first, time.monotonic() - ticket.came, error,
+        )  # fmt: skip
+        self.figures.add(outcome)
+        self._call(ticket, ticket.listener.done, outcome)
+
+    def _release(self, hit: Hit | None) -> None:
+        if hit is not None:
+            self._store.release(hit)
+
+    def _give_up(self, reason: str, error: str = "") -> None:
+        with self._news:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._waiting_tokens = 0
+        reading = [] if self._reading is None else [self._reading.ticket]
+        flying = [ticket for flight in self._flights for _, ticket in flight.tickets]
+        self._flights.clear()
+        for ticket in dict.fromkeys([*reading, *filter(None, self._owners), *flying, *waiting]):
+            self._end(ticket, reason, error)

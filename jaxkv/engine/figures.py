@@ -1,0 +1,33 @@
+"""What an engine has counted since it began."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jaxkv.engine.request import Outcome
+
+SECONDS = (1.0, 60.0)  # a client is told to wait between these
+
+
+@dataclass
+class Figures:
+    """Tokens of prompts that were asked for, and of those the ones not computed anew; tokens
+    written; answers by reason; seconds that answers took, and their tokens."""
+
+    prompts: int = 0
+    cached: int = 0
+    written: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count an answer that is over."""
+        self.ended[outcome.reason] += 1
+        self.prompts += outcome.prompt_tokens
+        self.seconds += outcome.ended - (outcome.begun or 0.0)
+
+    def seconds_for(self, tokens: int) -> float:
+        """About how long so many tokens of prompts will wait, by what was seen so far."""
+        each = self.seconds / max(1, self.prompts)
+        return min(max(SECONDS[0], tokens * each), SECONDS[1])

@@ -1,0 +1,112 @@
+"""What is asked of the engine, and what it tells while it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxkv.errors import UserError
+from jaxkv.sampling import MOST, Sampling
+
+REASONS = ("eos", "stop", "length", "cancelled", "error")  # why an answer ended
+
+
+class Scored(NamedTuple):
+    """One token with what the model gave it.
+
+    logprob: natural log of its probability before temperature, filters and penalties; None of the
+    first token of a prompt, which nothing predicts, and where nobody asked. top: the likeliest
+    tokens with theirs, best first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted.
+
+    tokens: the prompt. max_new_tokens: 0 only scores the prompt. sampling: how tokens are drawn,
+    by `seed` and position alone. presence_penalty, frequency_penalty: taken off the logit of a
+    token that the answer holds already, once and for each time. bias: (token, what is added to its
+    logit). eos: ids that end the answer. salt: requests of one salt share
+    prefixes and the draws of policies, those of another never do; None is a salt too. logprobs:
+    how many of the likeliest tokens to tell beside each; None tells no log probability at all.
+    echo: the prompt's tokens are scored as well, from the first on, whatever of it is cached.
+    Raises UserError for what can be no request whatever the engine.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    eos: tuple[int, ...] = ()
+    salt: str | None = None
+    logprobs: int | None = None
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise UserError("a prompt must hold at least one token, got none; give some text")
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}; give 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {self.seed}; give 0")
+        numbers = (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+            *(("bias", value) for _, value in self.bias),
+        )
+        for name, value in numbers:
+            if not abs(value) <= MOST:
+                raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
+        if self.salt == "":
+            raise UserError("a salt must not be empty, got ''; leave it out for none")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an answer ended. cached_tokens: of the prompt, those that were not computed anew.
+
+    seconds since the request came: begun (a slot was there), first (of the first token, None where
+    there was none), ended. error: what went wrong where the reason is `error`.
+    """
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    begun: float | None
+    first: float | None
+    ended: float
+    error: str = ""
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """Whoever waits for an answer. All three are called by the engine's thread and must not wait.
+
+    An exception in one of them ends this answer with the reason `error`, and no other.
+    """
+
+    def prompt(self, scored: list[Scored]) -> None:
+        """The prompt's tokens, where `echo` was asked; before the first new token."""
+
+    def token(self, scored: Scored) -> bool:
+        """A new token, an eos among them; True ends the answer here, with the reason `stop`."""
+
+    def done(self, outcome: Outcome) -> None:
+        """Nothing follows; called once, whatever happened."""
+
+
+class Overloaded(Exception):
+    """The engine takes no more for now. seconds: after which it may."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds

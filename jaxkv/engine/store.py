@@ -1,0 +1,8 @@
+from typing import NamedTuple
+
+
+class Hit(NamedTuple):
+    at: int
+
+
+class Store: ...

@@ -1,0 +1,38 @@
+"""A model of this package as the engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.contract import Policy, State
+from jaxkv.engine import Model
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from models.decoder import Decoder, Weights
+from models.llm import Llm
+from models.streams import DEFAULT_POLICY
+
+
+def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
+    """The engine's view of a loaded model under a cache policy."""
+    policies = llm.policies(policy)
+
+    def forward(
+        weights: Weights,
+        tokens: Int32[Array, "B T"],
+        positions: UInt32[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        states: tuple[State, ...],
+        places: Int32[Array, "B P"],
+    ) -> tuple[Float32[Array, "B P V"], tuple[State, ...]]:
+        decoder = Decoder(llm.config, weights, llm.mesh)
+        hidden, states = decoder(tokens, positions, valid, policies, states)
+        asked = jnp.take_along_axis(hidden, places[None], axis=2)
+        # Unbarred, XLA folds the transpose into the product, and on a CPU fails on it in bfloat16.
+        logits = jax.lax.optimization_barrier(decoder.logits(asked))
+        return logits.transpose(1, 2, 0), states
+
+    identity = f"{llm.folder.name} {llm.config} {llm.dtype}"
+    return Model(forward, llm.weights, policies, llm.spec, llm.config.vocab, identity)

@@ -1,0 +1,100 @@
+"""A decoder in a few lines of plain JAX, for an engine that knows no model, and its listeners."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.engine import Engine, Model, Outcome, Request, Scored
+from jaxkv.rotary import rotary
+from jaxkv.stack import by_layer
+
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 4, 2, 8, 48
+SPEC = jaxkv.Spec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, rotary(HEAD_DIM, 100.0), group=2)
+SIZES = {"q": (WIDTH, 32), "k": (WIDTH, 16), "v": (WIDTH, 16), "o": (32, WIDTH)}
+
+
+def weights(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    made = {
+        f"{layer}.{name}": rng.normal(size=shape) / 3
+        for layer in range(LAYERS)
+        for name, shape in SIZES.items()
+    }
+    made["embed"] = rng.normal(size=(VOCAB, WIDTH))
+    return {name: jnp.asarray(value, jnp.float32) for name, value in made.items()}
+
+
+def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
+    policies = by_layer(policy, LAYERS)
+
+    def forward(w, tokens, positions, valid, states, places):
+        x, new = w["embed"][tokens], []
+        for layer, (one, state) in enumerate(zip(policies, states, strict=True)):
+            q, k, v = (
+                (x @ w[f"{layer}.{name}"]).reshape(*tokens.shape, -1, HEAD_DIM) for name in "qkv"
+            )
+            out, state = jaxkv.step(one, SPEC, state, q, k, v, positions, valid)
+            x = x + out.reshape(*tokens.shape, -1) @ w[f"{layer}.o"]
+            new.append(state)
+        asked = jnp.take_along_axis(x, places[..., None], axis=1)
+        return asked @ w["embed"].T, tuple(new)
+
+    return Model(forward, weights(seed), policies, SPEC, VOCAB, f"plain {seed}")
+
+
+class Ear:
+    """Keeps what it is told. stop: a token that it wants to end at; fail: where it breaks."""
+
+    def __init__(self, stop: int | None = None, fail: str = "") -> None:
+        self.scored: list[Scored] = []
+        self.echoed: list[Scored] = []
+        self.outcomes: list[Outcome] = []
+        self._stop, self._fail = stop, fail
+
+    @property
+    def tokens(self) -> list[int]:
+        return [scored.token for scored in self.scored]
+
+    @property
+    def outcome(self) -> Outcome:
+        (outcome,) = self.outcomes
+        return outcome
+
+    def prompt(self, scored: list[Scored]) -> None:
+        assert not self.scored and not self.echoed, "a prompt comes once and first"
+        self.echoed = list(scored)
+
+    def token(self, scored: Scored) -> bool:
+        assert not self.outcomes, "nothing follows the end"
+        self.scored.append(scored)
+        if self._fail == "token":
+            raise ValueError("this ear is broken")
+        return scored.token == self._stop
+
+    def done(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if self._fail == "done":
+            raise ValueError("this ear is broken")
+
+
+def ask(engine: Engine, *requests: Request) -> list[Ear]:
+    """All of these at once, answered to the end."""
+    ears = [Ear() for _ in requests]
+    for request, ear in zip(requests, ears, strict=True):
+        engine.submit(request, ear)
+    finish(engine)
+    return ears
+
+
+def finish(engine: Engine) -> None:
+    while engine.step():
+        pass
+
+
+def prompts(count: int, seed: int = 0, most: int = 70) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [
+        tuple(rng.integers(0, VOCAB, int(rng.integers(1, most))).tolist()) for _ in range(count)
+    ]
