@@ -3,6 +3,7 @@
 from jaxkv.engine.engine import Engine, Ticket
 from jaxkv.engine.programs import Model
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
+from jaxkv.engine.store import Prefixes
 
 __all__ = [
     "Engine",
@@ -10,6 +11,7 @@ __all__ = [
     "Model",
     "Outcome",
     "Overloaded",
+    "Prefixes",
     "Request",
     "Scored",
     "Ticket",

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,14 @@ from jaxkv import memory
 from jaxkv.engine.figures import Figures
 from jaxkv.engine.programs import TOP, Lane, Model, Programs, Told
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
-from jaxkv.engine.store import Hit, Store
+from jaxkv.engine.store import Hit, Prefixes, Store, store_of
 from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, salt_of, scored_of, widths
 from jaxkv.errors import UserError, whole
 
+NO_STORE = {
+    "prefix_queries": 0, "prefix_hits": 0, "snapshot_slots": 0, "snapshot_slots_used": 0,
+    "misses": {}, "evictions": 0,
+}  # fmt: skip
 ENDLESS = 2**31 - 1  # tokens of a row where no policy grows
 
 
@@ -31,8 +36,9 @@ class Engine:
     model: what runs. slots: rows that write at once. room: tokens of a row, prompt and answer,
     where a policy grows with them; other rows have no end. chunk: tokens of a prompt read at a
     time, the grid on which prefixes can be taken up. turn: prompt tokens read in a turn, at least
-    a chunk. queue, queue_tokens: how many requests and tokens of prompts may wait. store: of
-    prefixes, None for none. seed: of what policies draw, the same for every request of one salt.
+    a chunk. queue, queue_tokens: how many requests and tokens of prompts may wait.
+    prefixes: what is kept of prompts that were read, None for nothing. seed: of what policies draw,
+    which is the same for all requests of one salt.
     Raises UserError for settings that are no whole numbers or do not fit into memory.
     """
 
@@ -45,7 +51,7 @@ class Engine:
         turn: int = 512,
         queue: int = 256,
         queue_tokens: int = 2**20,
-        store: Store | None = None,
+        prefixes: Prefixes | None = None,
         seed: int = 0,
     ) -> None:
         for name, value in (("slots", slots), ("room", room), ("chunk", chunk), ("turn", turn),
@@ -54,18 +60,21 @@ class Engine:
         self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
         grows = any(hasattr(policy, "reserve") for policy in model.policies)
         self.most = room if grows else ENDLESS
-        self.figures = Figures()
+        self._counts = Figures()
         self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
-        self._seed, self._store = seed, store
+        self._seed = seed
         self._programs = Programs(model, slots, room, widths(chunk))
         memory.check(
             self._programs.slot_bytes * slots + self._programs.lane_bytes,
             f"{slots} slots and a lane for {room} tokens",
         )
         self._slots = self._programs.empty()
-        if store is not None:
-            store.allocate(self._programs, chunk, seed)
-        self.compilations = self._programs.made + (0 if store is None else store.made)
+        self._store: Store | None = None
+        if prefixes is not None:
+            self._store = store_of(prefixes, model, self._programs, chunk, seed)
+        self.compilations = self._programs.made
+        self.bytes = self._programs.slot_bytes * slots + self._programs.lane_bytes
+        self.bytes += 0 if self._store is None else self._store.bytes
         self._owners: list[Ticket | None] = [None] * slots
         self._reading: Reading | None = None
         self._flights: deque[Flight] = deque()
@@ -104,7 +113,7 @@ class Engine:
             if self._waiting and (full or self._waiting_tokens + size > self._queue_tokens):
                 raise Overloaded(
                     f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
-                    self.figures.seconds_for(self._waiting_tokens),
+                    self._counts.seconds_for(self._waiting_tokens),
                 )
             self._count += 1
             ticket = Ticket(self._count, request, listener, time.monotonic())
@@ -118,6 +127,25 @@ class Engine:
         with self._news:
             ticket.cancelled = True
             self._news.notify()
+
+    def figures(self) -> dict[str, Any]:
+        """What was counted so far, and how things stand; from any thread."""
+        store, counts = self._store, self._counts
+        return {
+            "running": self.running, "waiting": self.waiting,
+            "waiting_tokens": self._waiting_tokens,
+            "cache_usage": sum(owner is not None for owner in self._owners) / self.slots,
+            "prompt_tokens": counts.prompts, "generation_tokens": counts.written,
+            "ended": dict(counts.ended), "preemptions": 0, "compilations": self.compilations,
+            **(NO_STORE if store is None else store.figures()),
+        }  # fmt: skip
+
+    def forget(self) -> bool:
+        """Drop all prefixes that are kept; False, and nothing is done, while one is in use.
+
+        Call it from the engine's thread, or while that does not run.
+        """
+        return self._store is None or self._store.index.reset()
 
     def start(self) -> None:
         """Take turns in a thread of its own until `stop`."""
@@ -226,12 +254,12 @@ class Engine:
         ticket.slot, ticket.begun = free, time.monotonic() - ticket.came
         salt = salt_of(self._seed, request.salt)
         hit = None
-        if self._store is not None:
-            hit = self._store.find(request.tokens, request.salt, use=not request.echo)
-            ticket.cached = hit.at
-        lane = self._programs.begin(salt) if hit is None or not hit.at else self._store.load(hit)
+        if self._store is not None and not request.echo:  # which is scored from the beginning
+            hit = self._store.find(request.tokens, request.salt)
+        ticket.cached = 0 if hit is None else hit.at
+        lane = self._store.load(hit) if ticket.cached else self._programs.begin(salt)
         self._reading = Reading(ticket, lane, ticket.cached, hit)
-        self.figures.cached += ticket.cached
+        self._counts.cached += ticket.cached
         return True
 
     def _read_chunk(self, reading: Reading) -> int:
@@ -248,7 +276,7 @@ class Engine:
         if echo:
             self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
         at += count
-        if self._store is not None:
+        if reading.hit is not None:
             self._store.save(reading.hit, lane, at)
         if at < len(tokens):
             self._reading = Reading(ticket, lane, at, reading.hit)
@@ -294,7 +322,7 @@ class Engine:
     def _tell_token(self, ticket: Ticket, scored: Scored, now: float) -> None:
         request = ticket.request
         ticket.new += 1
-        self.figures.written += 1
+        self._counts.written += 1
         if ticket.first is None:
             ticket.first = now - ticket.came
             self._tell_prompt(ticket)
@@ -333,7 +361,7 @@ class Engine:
             reason, len(ticket.request.tokens), ticket.cached, ticket.new, ticket.begun,
             ticket.first, time.monotonic() - ticket.came, error,
         )  # fmt: skip
-        self.figures.add(outcome)
+        self._counts.add(outcome)
         self._call(ticket, ticket.listener.done, outcome)
 
     def _release(self, hit: Hit | None) -> None:

@@ -12,8 +12,8 @@ SECONDS = (1.0, 60.0)  # a client is told to wait between these
 
 @dataclass
 class Figures:
-    """Tokens of prompts that were asked for, and of those the ones not computed anew; tokens
-    written; answers by reason; seconds that answers took, and their tokens."""
+    """prompts, cached, written: tokens that were asked for, of those the ones not computed anew,
+    and new ones. ended: answers by reason. seconds: that answers took from where they began."""
 
     prompts: int = 0
     cached: int = 0

@@ -18,7 +18,8 @@ from jaxkv.contract import Policy, State, is_letters
 from jaxkv.typing import Array, Int32
 
 States = tuple[State, ...]
-Leaves = list[Array]
+Leaf = Any  # an array or its shape
+Leaves = list[Leaf]
 
 
 class Pool(NamedTuple):
@@ -66,7 +67,7 @@ def empty(how: Layout, states: States, pages: int, records: int) -> Pool:
     """A pool for so many pages and records of states like these."""
     paged, whole = _divide(how, jax.tree.leaves(states))
 
-    def one(leaf: Array, count: int, axis: int | None) -> Array:
+    def one(leaf: Leaf, count: int, axis: int | None) -> Array:
         shape = [count, *leaf.shape[1:]]
         if axis is not None:
             shape[axis] = how.page
@@ -123,7 +124,7 @@ def load(
     return jax.tree.unflatten(treedef, made)
 
 
-def _gather(how: Layout, like: Any, axis: int, pool: Array, pages: Array, count: Array) -> Array:
+def _gather(how: Layout, like: Leaf, axis: int, pool: Array, pages: Array, count: Array) -> Array:
     """One leaf of a row from its pages; 0 behind them, as it began."""
 
     def copy(number: Array, leaf: Array) -> Array:

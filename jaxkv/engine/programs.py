@@ -254,23 +254,24 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.lane, self.made = lane, 0
-        self.empty = self._compile(lambda: empty(model, count, room))
-        self.begin = self._compile(partial(begin, model, room), np.uint32(0))
+        self.empty = self.compile(lambda: empty(model, count, room))
+        self.begin = self.compile(partial(begin, model, room), np.uint32(0))
         self.reads = {
-            (width, scored): self._compile(
+            (width, scored): self.compile(
                 partial(read, model, scored), model.weights, lane, np.zeros((1, width), "i4"),
                 one, zero, donate=1,
             )
             for width in self.chunks for scored in (False, True)
         }  # fmt: skip
-        self.place = self._compile(partial(place, model, room), slots, zero, lane, asked, donate=0)
-        self.decode = self._compile(
+        self.place = self.compile(partial(place, model, room), slots, zero, lane, asked, donate=0)
+        self.decode = self.compile(
             partial(decode, model), model.weights, slots, np.zeros(count, bool), np.bool_(False),
             donate=1,
         )  # fmt: skip
         self.lane_bytes, self.slot_bytes = rows.nbytes(lane), rows.nbytes(slots) // count
 
-    def _compile(self, function: Callable, *shapes: Any, donate: int | None = None) -> Callable:
+    def compile(self, function: Callable, *shapes: Any, donate: int | None = None) -> Callable:
+        """One more program, for arguments of these shapes; donate: the one that it may use up."""
         self.made += 1
         donated = () if donate is None else (donate,)
         return jax.jit(function, donate_argnums=donated).lower(*shapes).compile()

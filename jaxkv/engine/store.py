@@ -1,8 +1,228 @@
-from typing import NamedTuple
+"""Prefixes on the device: what is kept of prompts that were read, and taken up again.
+
+Where a policy appends every token to a slot of its own, pages of a chunk are kept and shared by all
+that begin alike. Any other cache has forgotten something by then, so whole states are kept, at few
+of the places where one may go on from. Either is only ever taken up on the grid of chunks on which
+it was made: a prompt that goes on from there is computed bit for bit as it is from the beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import memory, rows
+from jaxkv.engine import pool
+from jaxkv.engine.pool import NOWHERE, Layout, Pool
+from jaxkv.engine.programs import Lane, Model, Programs
+from jaxkv.errors import whole
+from jaxkv.prefix.blocks import BlockPool
+from jaxkv.prefix.counts import Counts
+from jaxkv.prefix.keys import root
+from jaxkv.prefix.lease import Lease
+from jaxkv.prefix.snapshots import Snapshots, Visit
+from jaxkv.stack import spell
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """How prefixes are kept.
+
+    slots: pages of one chunk each, or states, on the device. order: in which pages that nobody
+    reads are evicted: linked, nested or frequency. where: at which chunks of a prompt states are
+    kept: `last` the deepest that it could be taken up at again, `junction` the deepest up to which
+    it is like one before, `every=N`; joined by +. host_slots: states in the memory of the host.
+    """
+
+    slots: int = 256
+    order: str = "linked"
+    where: str = "last+junction"
+    host_slots: int = 0
+
+    def __post_init__(self) -> None:
+        whole("slots", self.slots)
 
 
 class Hit(NamedTuple):
+    """What was found of a prompt: its first `at` tokens need not be computed."""
+
     at: int
+    held: Lease | Visit
 
 
-class Store: ...
+@runtime_checkable
+class Store(Protocol):
+    """What the engine asks of either. bytes: on the device; made: programs compiled."""
+
+    bytes: int
+    made: int
+
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None: ...
+
+    def load(self, hit: Hit) -> Lane: ...
+
+    def save(self, hit: Hit, lane: Lane, at: int) -> None: ...
+
+    def release(self, hit: Hit) -> None: ...
+
+    def figures(self) -> dict[str, Any]: ...
+
+
+def store_of(how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int) -> Store:
+    """The store that suits a model's policies."""
+    paged = all(hasattr(policy, "appends") for policy in model.policies)
+    return (Pages if paged else States)(how, model, programs, chunk, seed)
+
+
+def root_of(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
+    """What the keys of a salt begin from: all that a cache depends on besides its tokens."""
+    return root(
+        policy=spell(model.policies), model=model.identity, dtype=model.spec.dtype, chunk=chunk,
+        encoding=repr(model.spec.encoding), seed=seed, salt=salt,
+    )  # fmt: skip
+
+
+class Pages:
+    """Pages of one chunk, and behind each what is kept beside them."""
+
+    def __init__(
+        self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
+    ) -> None:
+        self.index = BlockPool(chunk, how.slots, mode="full", order=how.order)
+        self._root = partial(root_of, model, chunk, seed)
+        self._chunk, self._slots = chunk, how.slots
+        lane = programs.lane
+        self._layout = pool.layout(model.policies, lane.states, chunk)
+        self._device = Device(self._layout, programs, model.vocab, how.slots, how.slots)
+        self.bytes, self.made = self._device.bytes, self._device.made
+
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
+        """A prompt's pages, held until `release`; None where there are not enough for it."""
+        prompt = self.index.read(tokens, self._root(salt))
+        lease = self.index.admit(prompt)
+        return None if lease is None else Hit(lease.cached, lease)
+
+    def load(self, hit: Hit) -> Lane:
+        count = hit.at // self._chunk
+        return self._device.load(hit.held.pages[:count], hit.held.pages[count - 1])
+
+    def save(self, hit: Hit, lane: Lane, at: int) -> None:
+        """Keep the page that a lane has filled, unless another request did so first."""
+        if at % self._chunk or at // self._chunk > self._layout.most:
+            return
+        number = at // self._chunk - 1
+        page = hit.held.pages[number]
+        self.index.publish(hit.held, at)
+        if hit.held.pages[number] == page:
+            self._device.save(lane, number, page, page)
+
+    def release(self, hit: Hit) -> None:
+        self.index.release(hit.held)
+
+    def figures(self) -> dict[str, Any]:
+        return _figures(self.index.counts, self._slots, self._slots - self.index.free)
+
+
+class States:
+    """Whole states at few of the boundaries that were passed, some of them in the host's memory."""
+
+    def __init__(
+        self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
+    ) -> None:
+        self.index = Snapshots(how.slots, chunk, how.where, how.host_slots)
+        self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
+        axes = (None,) * len(jax.tree.leaves(programs.lane.states))
+        self._device = Device(Layout(axes, chunk, 0), programs, model.vocab, 0, how.slots)
+        self._host: dict[int, Any] = {}
+        self._far = _memory("pinned_host") if how.host_slots else None
+        self.bytes, self.made = self._device.bytes, self._device.made
+
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
+        visit = self.index.visit(self.index.read(tokens, self._root(salt)))
+        self._move()
+        return Hit(visit.at, visit)
+
+    def load(self, hit: Hit) -> Lane:
+        return self._device.load([], hit.held.snapshot.slot)
+
+    def save(self, hit: Hit, lane: Lane, at: int) -> None:
+        """Keep a lane's state where it was planned and a slot can be had."""
+        if at not in hit.held.save:
+            return
+        snapshot = self.index.claim(hit.held.prompt, at)
+        if snapshot is not None:
+            self._move()
+            self._device.save(lane, 0, None, snapshot.slot)
+            self.index.publish(snapshot)
+
+    def release(self, hit: Hit) -> None:
+        self.index.leave(hit.held)
+
+    def figures(self) -> dict[str, Any]:
+        return _figures(self.index.counts, self._slots, self.index.taken)
+
+    def _move(self) -> None:
+        """Do what the index has decided: states between the device and the host."""
+        for move in self.index.moves:
+            if move.source == "device":
+                states = self._device.load([], move.source_slot).states
+                self._host[move.target_slot] = jax.device_put(states, self._far)
+            else:
+                states = jax.device_put(self._host.pop(move.source_slot), _memory("device"))
+                self._device.save(Lane(states, None), 0, None, move.target_slot)
+        self.index.moves.clear()
+
+
+def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
+    return {
+        "prefix_queries": counts.first.tokens, "prefix_hits": counts.first.tokens_hit,
+        "snapshot_slots": slots, "snapshot_slots_used": used,
+        "misses": dict(counts.first.missed), "evictions": counts.evictions,
+    }  # fmt: skip
+
+
+def _memory(kind: str) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+class Device:
+    """A pool with its programs: to keep something of a lane, and to make a lane of what is kept."""
+
+    def __init__(
+        self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int
+    ) -> None:
+        states, zero = programs.lane.states, np.int32(0)
+        shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
+        self.bytes = rows.nbytes(shape)
+        memory.check(self.bytes, f"{max(pages, records)} prefixes")
+
+        def load(kept: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array) -> Lane:
+            made = pool.load(layout, states, kept, numbers, count, record)
+            return Lane(made, jnp.zeros((1, vocab), jnp.float32))
+
+        table = np.zeros(max(1, layout.most), np.int32)
+        before = programs.made
+        self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
+        self._save = programs.compile(
+            partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
+        )
+        self._load = programs.compile(load, shape, table, zero, zero)
+        self._table, self.made = table, programs.made - before
+
+    def save(self, lane: Lane, number: int, page: int | None, record: int) -> None:
+        """Keep page `number` of a lane as `page`, where there is one, and all else as `record`."""
+        self._pool = self._save(
+            self._pool, lane.states, np.int32(number),
+            NOWHERE if page is None else np.int32(page), np.int32(record),
+        )  # fmt: skip
+
+    def load(self, pages: list[int], record: int) -> Lane:
+        """A lane of these pages and that record; the pool stays as it is."""
+        table = self._table.copy()
+        table[: len(pages)] = pages
+        return self._load(self._pool, table, np.int32(len(pages)), np.int32(record))

@@ -1,0 +1,174 @@
+"""What is taken up again goes on bit for bit as if it had been read from the beginning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.engine import Engine, Prefixes, Request
+from jaxkv.engine.store import root_of
+from jaxkv.rotary import rotary
+from tests.engine.plain import HEAD_DIM, SPEC, VOCAB, Ear, ask, finish, plain
+from tests.seldom import seldom
+
+CHUNK = 16
+SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
+APPENDING = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
+             "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
+             "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
+             "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
+             "vattention:sinks=2,window=4")  # fmt: skip
+FORGETTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
+              "window:window=16", "h2o:heavy=8,window=8", "reservoir:sinks=2,window=6,sample=8",
+              "stratified:sinks=2,window=6,sample=8",
+              "balance-stream:sinks=2,window=6,levels=2,block=4",
+              "0=full;*=streaming:sinks=2,window=14")  # fmt: skip
+OFTEN = {"full", "snapkv:capacity=8,window=4", "streaming:sinks=2,window=14",
+         "balance-stream:sinks=2,window=6,levels=2,block=4",
+         "0=full;*=streaming:sinks=2,window=14"}  # fmt: skip
+
+
+def branches(lengths=(10, 16, 31, 32, 33, 48, 90, 130)):
+    """Prompts that share so many tokens with SHARED, and then go their own way."""
+    rng = np.random.default_rng(2)
+    return [
+        SHARED[:length] + tuple(rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist())
+        for length in lengths
+    ]
+
+
+def usable(size: int) -> int:
+    """Tokens of a prompt that need not be computed where all of it was seen."""
+    return (size - 1) // CHUNK * CHUNK
+
+
+def cold(engine: Engine, request: Request) -> Ear:
+    """Its answer by an engine that remembers nothing."""
+    assert engine.forget()
+    (ear,) = ask(engine, request)
+    assert ear.outcome.cached_tokens == 0
+    return ear
+
+
+@pytest.mark.parametrize(
+    "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPENDING + FORGETTING]
+)
+def test_a_hit_goes_on_as_the_cold_run(policy):
+    """Tokens and log probabilities to the bit, whichever prompt came before."""
+    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(64))
+    asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
+    wanted = [cold(engine, one).scored for one in asked]
+    assert engine.forget()
+    for turn in range(3):
+        for one, want in zip(asked, wanted, strict=True):
+            (got,) = ask(engine, one)
+            assert got.scored == want
+            if turn:
+                assert got.outcome.cached_tokens == usable(len(one.tokens))
+            elif policy in APPENDING and one is not asked[0]:
+                pairs = zip(one.tokens, SHARED, strict=False)
+                alike = next((n for n, (a, b) in enumerate(pairs) if a != b), len(SHARED))
+                assert got.outcome.cached_tokens == min(usable(len(one.tokens)), alike // 16 * 16)
+    assert [ear.scored for ear in ask(engine, *asked)] == wanted
+
+
+@pytest.mark.parametrize("policy", FORGETTING[:1])
+def test_what_went_to_the_host_comes_back_as_it_was(policy):
+    how = Prefixes(2, host_slots=40)
+    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=how)
+    asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
+    wanted = [cold(engine, one).scored for one in asked]
+    for turn in range(3):
+        for one, want in zip(asked, wanted, strict=True):
+            (got,) = ask(engine, one)
+            assert got.scored == want
+            if turn:
+                assert got.outcome.cached_tokens == usable(len(one.tokens))
+    counts = engine._store.index.counts
+    assert counts.promotions > 10 and counts.demotions > 10 and not counts.evictions
+
+
+def test_a_store_too_small_for_a_prompt_does_no_harm():
+    engine = Engine(plain("full"), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(4))
+    long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)
+    wanted = [cold(engine, one).scored for one in (long, short)]
+    for _ in range(2):
+        assert [ask(engine, one)[0].scored for one in (long, short)] == wanted
+
+
+def test_a_salt_keeps_prefixes_apart():
+    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    for salt in ("a", None, "b"):
+        (first,) = ask(engine, Request(SHARED, 4, salt=salt))
+        (again,) = ask(engine, Request(SHARED, 4, salt=salt))
+        assert (first.outcome.cached_tokens, again.outcome.cached_tokens) == (0, usable(200))
+
+
+def test_a_salt_keeps_the_draws_of_policies_apart():
+    policy = "reservoir:sinks=2,window=6,sample=8"
+    engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    told = {
+        salt: cold(engine, Request(SHARED, 4, logprobs=1, salt=salt)).scored
+        for salt in ("a", "b", None)
+    }
+    assert len(set(map(str, told.values()))) == 3
+
+
+def test_a_prompt_given_up_leaves_what_it_had_read():
+    engine = Engine(plain(), slots=2, chunk=CHUNK, turn=CHUNK,
+                    prefixes=Prefixes(64, where="every=1"))  # fmt: skip
+    wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
+    for turns in range(14):
+        assert engine.forget()
+        ear = Ear()
+        ticket = engine.submit(Request(SHARED, 8, logprobs=3), ear)
+        for _ in range(turns):
+            engine.step()
+        engine.cancel(ticket)
+        finish(engine)
+        assert ear.outcome.reason == "cancelled"
+        (again,) = ask(engine, Request(SHARED, 8, logprobs=3))
+        assert again.scored == wanted
+        assert again.outcome.cached_tokens == min(turns * CHUNK, usable(200))
+
+
+def test_echo_is_scored_from_the_beginning():
+    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    ask(engine, Request(SHARED, 1))
+    (ear,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
+    assert len(ear.echoed) == len(SHARED) and ear.outcome.cached_tokens == 0
+    assert all(scored.logprob is not None for scored in ear.echoed[1:])
+
+
+def test_nothing_is_computed_with_a_neighbours_prefix():
+    """Another model, chunk, seed or policy has prefixes of its own: their keys differ."""
+    streaming, other = "streaming:sinks=2,window=14", "streaming:sinks=3,window=13"
+    wide = dataclasses.replace(SPEC, encoding=rotary(HEAD_DIM, 101.0))
+    half = dataclasses.replace(SPEC, dtype="bfloat16")
+    roots = [
+        root_of(plain(streaming), 16, 0, None),
+        root_of(plain(streaming), 16, 0, "a"),
+        root_of(plain(streaming), 16, 1, None),
+        root_of(plain(streaming), 32, 0, None),
+        root_of(plain(streaming, seed=1), 16, 0, None),
+        root_of(plain(other), 16, 0, None),
+        root_of(plain(f"0={streaming};1={other}"), 16, 0, None),
+        root_of(dataclasses.replace(plain(streaming), spec=wide), 16, 0, None),
+        root_of(dataclasses.replace(plain(streaming), spec=half), 16, 0, None),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert root_of(plain(streaming), 16, 0, None) == roots[0]
+
+
+def test_a_snapshot_is_not_changed_by_a_hit():
+    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(8))
+    ask(engine, Request(SHARED, 1))
+    pool = engine._store._device
+    before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]
+    (ear,) = ask(engine, Request(SHARED, 100))
+    assert ear.outcome.cached_tokens == usable(200)
+    for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
+        np.testing.assert_array_equal(old, new)
