@@ -1,0 +1,341 @@
+"""A pool of equal blocks that requests with one beginning share.
+
+A page is free, active (it stands in a table) or cached (findable, and in no table). What is cached
+is taken when a page is needed and none is free, in the order that was chosen. Nothing here touches
+a device: pages are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.prefix.counts import Counts
+from jaxkv.prefix.index import Index
+from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, encode, sha256
+from jaxkv.prefix.lease import Block, Copy, Lease, Match
+from jaxkv.prefix.orders import ORDERS, Order
+
+MODES = ("alias", "rekey", "full")
+
+
+class BlockPool:
+    """Blocks by what leads to them.
+
+    block: tokens in one. total: pages, None for as many as are asked for. capacity: most blocks
+    that stay when nobody uses them (the report's K), None for as many as there are pages. mode:
+    what of a prompt's tail is found: `full` nothing; `alias` its tokens as they stood in the
+    prompt, of which a reader takes a copy; `rekey` (the report) what it holds by now, so the
+    prompt's own no more once a token was written. order: of eviction, in orders.py. cap: leave at
+    least a prompt's last token to be computed, as whoever wants its logits must. clock: tells the
+    time of a release, another one each time unless given. ghosts: keys of what was evicted that
+    are remembered, to tell why something was missed.
+    Raises UserError for a mode, order or hashing that does not exist, and sizes below 1.
+    """
+
+    def __init__(
+        self,
+        block: int,
+        total: int | None = None,
+        capacity: int | None = None,
+        mode: str = "alias",
+        order: str = "linked",
+        hashing: str = "chained",
+        cap: bool = True,
+        clock: Callable[[], int] | None = None,
+        ghosts: int = 2**16,
+        hash: Hash = sha256,
+    ) -> None:
+        for name, value, known in (("mode", mode, MODES), ("order", order, ORDERS)):
+            if value not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}; "
+                                "choose one")  # fmt: skip
+        for name, value, least in (("total", total, 1), ("capacity", capacity, 0),
+                                   ("ghosts", ghosts, 2)):  # fmt: skip
+            if value is not None and value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}; give more")
+        self.chain = Chain(block, hashing, hash)
+        self.block, self.capacity, self.mode, self.cap = block, capacity, mode, cap
+        self.counts = Counts()
+        self._total = total
+        self._free = [] if total is None else list(reversed(range(total)))
+        self._made = total or 0
+        self._index = Index(block, mode == "alias", ghosts)
+        self._order_name = order
+        self._order: Order = ORDERS[order]()
+        self._clock = clock or count().__next__
+
+    @property
+    def total(self) -> int:
+        """Pages there are; where there is no end of them, those that were used yet."""
+        return self._made
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._order)
+
+    @property
+    def active(self) -> int:
+        return self._made - len(self._free) - len(self._order)
+
+    @property
+    def entries(self) -> int:
+        """Keys by which something can be found."""
+        return len(self._index)
+
+    def read(self, tokens: Sequence[int] | np.ndarray, root: bytes) -> Prompt:
+        """A prompt with its keys, for `match`, `admit` and `pin`."""
+        return self.chain.read(tokens, root, partial=self.mode != "full")
+
+    def match(self, prompt: Prompt) -> Match:
+        """What is there of a prompt; nothing is changed or counted."""
+        found, collided = self._index.walk(prompt)
+        matched, usable = self._extent(prompt, found)
+        pages = [block.page for block in found]
+        missed = self._index.missed(prompt, len(found), usable, collided)
+        return Match(pages, matched, usable, missed)
+
+    def admit(self, prompt: Prompt, room: int = 0, resumed: bool = False) -> Lease | None:
+        """Take blocks for a prompt, those that are there and new ones; None where too few are.
+
+        room: tokens that will be appended, for which blocks are taken now. resumed: it was
+        admitted before; its figures are counted apart. A call that gives None counts nothing.
+        """
+        found, collided = self._index.walk(prompt)
+        size = len(prompt)
+        blocks = -(-(size + room) // self.block)
+        while True:
+            usable = self._extent(prompt, found)[1]
+            whole, rows = divmod(usable, self.block)
+            # The report shares a tail too, and whoever writes to it first takes a copy.
+            if rows and self.mode == "rekey" and usable == size:
+                whole, rows = whole + 1, 0
+            donor = found[whole] if rows else None
+            if self._suffices(blocks - whole, found[:whole], donor):
+                break
+            if donor is None or donor.refs:
+                return None
+            del found[whole:]  # its page is needed
+        missed = self._index.missed(prompt, len(found), usable, collided)
+        counts = self.counts.resumed if resumed else self.counts.first
+        counts.add(size, usable, self.block, missed)
+        shared = found[:whole]
+        for block in shared:
+            self._hold(block)
+        lease = Lease(
+            prompt, shared, size, usable, bytearray(prompt.data), list(prompt.keys),
+            published=min(whole, size // self.block),
+        )  # fmt: skip
+        self._extend(lease, blocks, donor, rows)
+        return lease
+
+    def publish(self, lease: Lease, computed: int | None = None) -> None:
+        """Make findable what the first `computed` tokens of a lease fill; None: all of them.
+
+        Where another request published a full block first, the lease goes on with that one and
+        its own is free: `lease.pages` may have changed.
+        """
+        size = len(lease.prompt)
+        computed = lease.length if computed is None else min(computed, lease.length)
+        if self.mode == "alias" and computed >= size and not lease.tail_published:
+            lease.tail_published = True
+            self._publish_full(lease, size // self.block)
+            self._publish_part(lease, size)
+        self._publish_full(lease, computed // self.block)
+        if self.mode == "rekey":
+            self._publish_part(lease, computed)
+
+    def append(self, lease: Lease, token: int) -> bool:
+        """Make room for one more token; False where no page is free or can be evicted.
+
+        It goes to row (length - 1) % block of the last page in use, after `lease.copies`.
+        """
+        number, rows = divmod(lease.length, self.block)
+        blocks = lease.blocks
+        if number == len(blocks):
+            page = self._take()
+            if page is None:
+                return False
+            blocks.append(Block(page, number))
+        elif rows and blocks[number].refs > 1 and self.mode == "rekey":
+            page = self._take()
+            if page is None:
+                return False
+            shared, blocks[number] = blocks[number], Block(page, number)
+            shared.refs -= 1
+            lease.copies.append(Copy(shared.page, page, rows))
+        lease.data += encode((token,))
+        lease.length += 1
+        return True
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back: what is findable stays until it is evicted, tails go first.
+
+        Raises RuntimeError where it was given back before.
+        """
+        if lease.released:
+            raise RuntimeError("this lease was released before")
+        lease.released = True
+        time, order, capacity = self._clock(), self._order, self.capacity
+        for block in reversed(lease.blocks):
+            block.refs -= 1
+            if block.refs:
+                continue
+            if not block.keys:
+                self._free.append(block.page)
+                continue
+            # First in, then one out: the other way round a chain would lose its middle.
+            order.add(block, time, block.depth, block.uses)
+            if capacity is not None and len(order) > capacity:
+                self._free.append(self._evict())
+
+    def pin(self, prompt: Prompt) -> Lease:
+        """Hold what is there of a prompt, so that it is not evicted, until `unpin`."""
+        found, _ = self._index.walk(prompt)
+        for block in found:
+            self._hold(block)
+        matched = min(len(found) * self.block, len(prompt))
+        return Lease(prompt, found, matched, matched, bytearray(), [], hidden=True)
+
+    def unpin(self, lease: Lease) -> None:
+        """Let go of what `pin` holds."""
+        self.release(lease)
+
+    def drop(self, key: bytes) -> bool:
+        """Forget a block by force, used or not; False where no such key is known.
+
+        What leads on from it cannot be found any more, and leaves in its turn.
+        """
+        block = self._index.get(key)
+        if block is None:
+            return False
+        self._index.forget(block)
+        if not block.refs:
+            self._order.remove(block)
+            self._free.append(block.page)
+        return True
+
+    def reset(self) -> bool:
+        """Forget everything but the figures; False, and nothing is done, while blocks are held."""
+        if self.active:
+            return False
+        self._free += [block.page for block in self._order]
+        self._order = ORDERS[self._order_name]()
+        self._index.clear()
+        return True
+
+    def _extent(self, prompt: Prompt, found: list[Block]) -> tuple[int, int]:
+        """Tokens that were found, and those of them that need not be computed."""
+        size = len(prompt)
+        matched = min(len(found) * self.block, size)
+        usable = min(matched, size - 1) if self.cap else matched
+        return matched, usable - usable % self.block if self.mode == "full" else usable
+
+    def _suffices(self, new: int, shared: list[Block], donor: Block | None) -> bool:
+        """Whether so many new blocks can be had without those that are to be shared or copied."""
+        if self._total is None or new <= len(self._free):
+            return True
+        kept = sum(not block.refs for block in shared) + (donor is not None and not donor.refs)
+        return new <= len(self._free) + len(self._order) - kept
+
+    def _hold(self, block: Block) -> None:
+        if not block.refs:
+            self._order.remove(block)
+        block.refs += 1
+        block.uses += 1
+
+    def _extend(self, lease: Lease, blocks: int, donor: Block | None, rows: int) -> None:
+        """New blocks at the end of a table; the first with the first rows of the donor's."""
+        table, take, free = lease.blocks, self._take, self._free
+        if donor is not None:
+            self._hold(donor)
+        table += [
+            Block(free.pop() if free else take(), number) for number in range(len(table), blocks)
+        ]
+        if donor is not None:
+            lease.copies.append(Copy(donor.page, table[donor.depth].page, rows))
+            donor.refs -= 1
+            if not donor.refs:  # used just now; those that lead to it are held by the lease
+                self._order.add(donor, self._clock(), donor.depth, donor.uses)
+
+    def _take(self) -> int | None:
+        """A page for something new."""
+        if self._free:
+            return self._free.pop()
+        if self._total is None:
+            self._made += 1
+            return self._made - 1
+        return self._evict() if len(self._order) else None
+
+    def _evict(self) -> int:
+        """The page of the block whose turn it is."""
+        block = self._order.pop()
+        self._index.forget(block)
+        self.counts.evictions += 1
+        return block.page
+
+    def _publish_full(self, lease: Lease, stop: int) -> None:
+        """Make findable the full blocks of a lease up to number `stop`."""
+        enter, blocks, size = self._index.enter, lease.blocks, self.block * TOKEN
+        keys, known, rekey = lease.keys, len(lease.prompt) // self.block, self.mode == "rekey"
+        for number in range(lease.published, 0 if lease.hidden else stop):
+            block, end = blocks[number], (number + 1) * size
+            if rekey:
+                self._index.remove(block)
+            own = bytes(lease.data[end - size : end])
+            parent = blocks[number - 1] if number else lease.prompt.root
+            key = keys[number] if number < known else self._key(lease, number, end)
+            held = enter(block, key, parent, own)
+            if held is None:
+                lease.hidden = True  # what lies behind it could not be found either
+                return
+            if held is not block:
+                self._go_on_with(lease, number, held)
+            lease.published = number + 1
+
+    def _go_on_with(self, lease: Lease, number: int, held: Block) -> None:
+        """Put a block that holds the same into the place of one of a lease's own."""
+        block = lease.blocks[number]
+        self._hold(held)
+        if number:  # a request uses a block no more often than those that lead to it
+            held.uses = min(held.uses, lease.blocks[number - 1].uses)
+        lease.blocks[number] = held
+        self.counts.duplicates += 1
+        block.refs -= 1
+        if not block.refs:
+            self._index.move(block, held)
+            self._free.append(block.page)
+
+    def _publish_part(self, lease: Lease, end: int) -> None:
+        """Make findable what the first `end` tokens leave in a block that they do not fill."""
+        number, rows = divmod(end, self.block)
+        if lease.hidden or not rows or number != lease.published:
+            return
+        block, begin = lease.blocks[number], number * self.block * TOKEN
+        key = self._key(lease, number, end * TOKEN)
+        if key in block.keys:
+            return
+        if self.mode == "rekey":
+            self._index.remove(block)
+        # Where another one has the same, this one stays private.
+        parent = lease.blocks[number - 1] if number else lease.prompt.root
+        self._index.enter(block, key, parent, bytes(lease.data[begin : end * TOKEN]))
+
+    def _key(self, lease: Lease, number: int, end: int) -> bytes:
+        """The key of a block of a lease that holds its tokens up to byte `end`."""
+        keys, block = lease.keys, self.block * TOKEN
+        begin = number * block
+        if number < len(keys) and end == min(begin + block, len(lease.prompt.data)):
+            return keys[number]
+        parent = keys[number - 1] if number else lease.prompt.root
+        key = self.chain.key(lease.prompt.root, parent, lease.data, begin, end)
+        if end - begin == block:
+            keys[number:] = [key]
+        return key
