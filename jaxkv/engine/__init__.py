@@ -1,11 +1,13 @@
 """Continuous batching over any forward function; no part of it knows of a model or a tokenizer."""
 
+from jaxkv.engine.collect import Collected, answer
 from jaxkv.engine.engine import Engine, Ticket
 from jaxkv.engine.programs import Model
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Prefixes
 
 __all__ = [
+    "Collected",
     "Engine",
     "Listener",
     "Model",
@@ -15,4 +17,5 @@ __all__ = [
     "Request",
     "Scored",
     "Ticket",
+    "answer",
 ]

@@ -91,6 +91,11 @@ class Engine:
         return not self.failure and not self._stopping
 
     @property
+    def started(self) -> bool:
+        """Whether it takes turns by itself."""
+        return self._thread is not None
+
+    @property
     def running(self) -> int:
         """Answers that are being read for or written."""
         return sum(owner is not None for owner in self._owners) + (self._reading is not None)
