@@ -26,6 +26,9 @@ and, where a method has them:
     policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
     policy.appends                      -> names of leaves in which, until the prompt is sealed, the
                                            token counted n stands in slot n and is never changed
+    policy.settling                     -> Settling: slots that are rewritten seldom, in pages
+    policy.settled(tokens)              -> after how many tokens each of those pages was last
+                                           written, in a row of so many: it follows from that alone
     policy.shared                       -> names of leaves that follow from positions and valid
                                            alone, so equal in every layer of an equal policy; of a
                                            state in the state `recent.count`
@@ -57,7 +60,7 @@ The laws, run on every policy by tests/laws:
 11 bytes equal `formula`.                    12 an estimate called unbiased is unbiased.
 13 protected slots survive adversarial keys. 14 `seal` touches nothing outside its row.
 15 a plain-numpy oracle agrees at lengths 1 to 3 x capacity.
-16 gradients exist where documented.         17 what is appended stays as it was.
+16 gradients exist where documented.         17 what is appended or settled stays.
 """
 
 from __future__ import annotations
@@ -125,6 +128,15 @@ class Kept(NamedTuple):
 
     positions: UInt32[Array, "B K S"]
     log_weight: Float32[Array, "B K S"]
+
+
+class Settling(NamedTuple):
+    """Which slots of a state are rewritten seldom: those from `first` on of these leaves, a page of
+    so many slots at a time. leaves: names, of a state in the state `sample.k`."""
+
+    leaves: tuple[str, ...]
+    first: int
+    page: int
 
 
 @runtime_checkable

@@ -11,10 +11,11 @@ import numpy as np
 from jaxkv import sample as drawn
 from jaxkv import slots
 from jaxkv.attention import merge, slot_attention
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Chunk, Kept, Partial, Settling, Spec
 from jaxkv.halving import Halving, halve
-from jaxkv.merge_reduce import Reducer, absorb, enter
+from jaxkv.merge_reduce import LAST, Reducer, absorb, enter
 from jaxkv.occupancy import Shape, before_half, fills, held, log_weights, tokens_until_full
+from jaxkv.occupancy import settled as settled_levels
 from jaxkv.pieces import in_pieces
 from jaxkv.sample import Sample
 from jaxkv.slots import Slots
@@ -31,6 +32,7 @@ class LeveledState(NamedTuple):
     key: UInt32[Array, "B K 2"]
 
 
+SAMPLE = ("sample.k", "sample.v", "sample.positions")
 AXES = LeveledState(slots.AXES, drawn.AXES, ("B",), ("B", "K", "2"))
 
 
@@ -127,6 +129,20 @@ def kept(of: Leveled, state: LeveledState) -> Kept:
         jnp.concatenate([recent.positions, state.sample.positions], axis=2),
         jnp.concatenate([recent.log_weight, weights], axis=2),
     )
+
+
+def settling(of: Leveled) -> Settling:
+    """All levels but the first, half a block each."""
+    return Settling(SAMPLE, of.shape.block, of.shape.half)
+
+
+def settled(of: Leveled, tokens: int) -> tuple[int, ...]:
+    """After how many tokens of a row each of them was last written."""
+    before = of.sinks + of.window
+    middle = tokens - before
+    if middle >= LAST:  # folded: it is told no more
+        return (tokens,) * (of.shape.levels - 1)
+    return tuple(last and last + before for last in settled_levels(of.shape, max(0, middle)))
 
 
 def _between(of: Leveled, middle: UInt32[Array, "B T"]) -> Int32[Array, "B T"]:

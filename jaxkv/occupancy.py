@@ -94,6 +94,30 @@ def held(
     return jnp.concatenate([first, full], axis=3)
 
 
+def settled(shape: Shape, middle: int) -> tuple[int, ...]:
+    """With how many tokens each level but the first was last written, of so many; 0: with none.
+
+    A batch that fills level 0 ends in the level behind those that hold a half, which its number
+    tells: with the last of its bits that is set.
+    """
+    return tuple(_last_write(shape, middle, level) for level in range(1, shape.levels))
+
+
+def _last_write(shape: Shape, middle: int, level: int) -> int:
+    last = shape.levels - 1
+    for r in range((middle // shape.before).bit_length(), -1, -1):
+        whole = shape.block << r
+        least = 2 ** (last - 1) if r else 0  # batches that the halving before it left
+        most = min(2**last, middle // whole)
+        step = 2 ** (level - 1)
+        batch = most // step * step
+        if level < last and batch // step % 2 == 0:
+            batch -= step
+        if batch > least:
+            return batch * whole
+    return 0
+
+
 def log_weights(shape: Shape, middle: UInt32[Array, "..."]) -> Float32[Array, "... S"]:
     """The log of what each slot's token stands for."""
     level = np.maximum(np.arange(shape.slots) // shape.half - 1, 0).astype(np.int32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Policy, State
-from jaxkv.engine import Model
+from jaxkv.engine import Engine, Model, Prefixes
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 from models.decoder import Decoder, Weights
 from models.llm import Llm
@@ -36,3 +36,23 @@ def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_P
 
     identity = f"{llm.folder.name} {llm.config} {llm.dtype}"
     return Model(forward, llm.weights, policies, llm.spec, llm.config.vocab, identity)
+
+
+def engine_of(
+    llm: Llm,
+    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    *,
+    slots: int = 16,
+    room: int = 4096,
+    chunk: int = 128,
+    queue: int = 256,
+    queue_tokens: int = 2**20,
+    prefixes: Prefixes | None = None,
+    seed: int = 0,
+) -> Engine:
+    """An engine over a loaded model, compiled and ready; the arguments are those of `Engine`."""
+    model = model_of(llm, policy)
+    return Engine(
+        model, slots, room, chunk, queue=queue, queue_tokens=queue_tokens, prefixes=prefixes,
+        seed=seed,
+    )  # fmt: skip

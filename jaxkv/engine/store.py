@@ -8,6 +8,8 @@ it was made: a prompt that goes on from there is computed bit for bit as it is f
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -23,10 +25,12 @@ from jaxkv.engine.programs import Lane, Model, Programs
 from jaxkv.errors import whole
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.counts import Counts
-from jaxkv.prefix.keys import root
+from jaxkv.prefix.keys import Prompt, root
 from jaxkv.prefix.lease import Lease
 from jaxkv.prefix.snapshots import Snapshots, Visit
 from jaxkv.stack import spell
+
+SHARED = 0.5  # pages for a state, of as many as it has: the others are those of another one
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Pages:
         self._root = partial(root_of, model, chunk, seed)
         self._chunk, self._slots = chunk, how.slots
         lane = programs.lane
-        self._layout = pool.layout(model.policies, lane.states, chunk)
+        self._layout = pool.appending(model.policies, lane.states, chunk)
         self._device = Device(self._layout, programs, model.vocab, how.slots, how.slots)
         self.bytes, self.made = self._device.bytes, self._device.made
 
@@ -129,15 +133,22 @@ class Pages:
 
 
 class States:
-    """Whole states at few of the boundaries that were passed, some of them in the host's memory."""
+    """States at few of the boundaries that were passed, some of them in the host's memory.
+
+    On the device they share the pages of what is rewritten seldom. There are `shared` of these for
+    every state, fewer than it has; where they run out, the oldest states make room.
+    """
 
     def __init__(
         self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
         self.index = Snapshots(how.slots, chunk, how.where, how.host_slots)
         self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
-        axes = (None,) * len(jax.tree.leaves(programs.lane.states))
-        self._device = Device(Layout(axes, chunk, 0), programs, model.vocab, 0, how.slots)
+        self._chunk, self._settled = chunk, getattr(model.policies[0], "settled", None)
+        layout = pool.settling(model.policies)
+        count = max(layout.most, round(SHARED * layout.most * how.slots))
+        self._device = Device(layout, programs, model.vocab, count, how.slots)
+        self._pages = SharedPages(count, layout.most)
         self._host: dict[int, Any] = {}
         self._far = _memory("pinned_host") if how.host_slots else None
         self.bytes, self.made = self._device.bytes, self._device.made
@@ -148,17 +159,47 @@ class States:
         return Hit(visit.at, visit)
 
     def load(self, hit: Hit) -> Lane:
-        return self._device.load([], hit.held.snapshot.slot)
+        return self._load(hit.held.snapshot.slot)
 
     def save(self, hit: Hit, lane: Lane, at: int) -> None:
-        """Keep a lane's state where it was planned and a slot can be had."""
+        """Keep a lane's state where it was planned and room can be had."""
         if at not in hit.held.save:
             return
         snapshot = self.index.claim(hit.held.prompt, at)
-        if snapshot is not None:
-            self._move()
-            self._device.save(lane, 0, None, snapshot.slot)
+        if snapshot is None:
+            return
+        self._move()
+        if self._save(lane, snapshot.slot, self._names(hit.held.prompt, at)):
             self.index.publish(snapshot)
+        else:
+            self.index.abandon(snapshot)
+
+    def _names(self, prompt: Prompt, at: int) -> list[Hashable]:
+        """What each page of a state after `at` tokens of a prompt is known by: the tokens up to the
+        boundary behind which it was not written, and with which token it was."""
+        names: list[Hashable] = []
+        for number in range(self._device.layout.most):
+            last = self._settled(at)[number]
+            boundary = -(-last // self._chunk)
+            tokens = prompt.keys[boundary - 1] if boundary else prompt.root
+            names.append((tokens, last, number))
+        return names
+
+    def _load(self, slot: int) -> Lane:
+        return self._device.load(self._pages.of(slot), slot)
+
+    def _save(self, lane: Lane, slot: int, names: list[Hashable]) -> bool:
+        """Write a state into a slot; False where there are not enough pages."""
+        self._pages.release(slot)
+        while (taken := self._pages.take(slot, names)) is None:
+            if (freed := self.index.shed(slot)) is None:
+                return False
+            self._move()
+            self._pages.release(freed)
+        for number, page in taken:
+            self._device.save(lane, number, page, NOWHERE)
+        self._device.save(lane, 0, NOWHERE, slot)
+        return True
 
     def release(self, hit: Hit) -> None:
         self.index.leave(hit.held)
@@ -168,14 +209,15 @@ class States:
 
     def _move(self) -> None:
         """Do what the index has decided: states between the device and the host."""
-        for move in self.index.moves:
+        while self.index.moves:
+            move = self.index.moves.pop(0)
             if move.source == "device":
-                states = self._device.load([], move.source_slot).states
-                self._host[move.target_slot] = jax.device_put(states, self._far)
+                states = jax.device_put(self._load(move.source_slot).states, self._far)
+                self._host[move.target_slot] = states, self._pages.names(move.source_slot)
             else:
-                states = jax.device_put(self._host.pop(move.source_slot), _memory("device"))
-                self._device.save(Lane(states, None), 0, None, move.target_slot)
-        self.index.moves.clear()
+                states, names = self._host.pop(move.source_slot)
+                lane = Lane(jax.device_put(states, _memory("device")), None)
+                self._save(lane, move.target_slot, names)
 
 
 def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
@@ -184,6 +226,50 @@ def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
         "snapshot_slots": slots, "snapshot_slots_used": used,
         "misses": dict(counts.first.missed), "evictions": counts.evictions,
     }  # fmt: skip
+
+
+class SharedPages:
+    """Which pages the state in a slot is made of: those with one name are one.
+
+    count: pages that there are. each: pages of a state.
+    """
+
+    def __init__(self, count: int, each: int) -> None:
+        self._free = list(reversed(range(count))) if each else []
+        self._by_name: dict[Hashable, int] = {}
+        self._readers: Counter[Hashable] = Counter()
+        self._tables: dict[int, list[Hashable]] = {}
+
+    @property
+    def taken(self) -> int:
+        return len(self._by_name)
+
+    def of(self, slot: int) -> list[int]:
+        """The pages of a slot, in order."""
+        return [self._by_name[name] for name in self._tables.get(slot, ())]
+
+    def names(self, slot: int) -> list[Hashable]:
+        return self._tables.get(slot, [])
+
+    def take(self, slot: int, names: list[Hashable]) -> list[tuple[int, int]] | None:
+        """Make up a slot of these pages; which of them are new, as (number, page). None, and
+        nothing is done, where there are too few."""
+        new = [number for number, name in enumerate(names) if name not in self._by_name]
+        if len(new) > len(self._free):
+            return None
+        for number in new:
+            self._by_name[names[number]] = self._free.pop()
+        self._readers.update(names)
+        self._tables[slot] = names
+        return [(number, self._by_name[names[number]]) for number in new]
+
+    def release(self, slot: int) -> None:
+        """Give up what a slot is made of, if it is."""
+        for name in self._tables.pop(slot, ()):
+            self._readers[name] -= 1
+            if not self._readers[name]:
+                del self._readers[name]
+                self._free.append(self._by_name.pop(name))
 
 
 def _memory(kind: str) -> jax.sharding.Sharding:
@@ -212,14 +298,13 @@ class Device:
             partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
         )
         self._load = programs.compile(load, shape, table, zero, zero)
-        self._table, self.made = table, programs.made - before
+        self._table, self.made, self.layout = table, programs.made - before, layout
 
-    def save(self, lane: Lane, number: int, page: int | None, record: int) -> None:
-        """Keep page `number` of a lane as `page`, where there is one, and all else as `record`."""
+    def save(self, lane: Lane, number: int, page: int, record: int) -> None:
+        """Keep page `number` of a lane as `page`, and what lies in none as `record`."""
         self._pool = self._save(
-            self._pool, lane.states, np.int32(number),
-            NOWHERE if page is None else np.int32(page), np.int32(record),
-        )  # fmt: skip
+            self._pool, lane.states, np.int32(number), np.int32(page), np.int32(record)
+        )
 
     def load(self, pages: list[int], record: int) -> Lane:
         """A lane of these pages and that record; the pool stays as it is."""

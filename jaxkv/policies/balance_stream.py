@@ -10,7 +10,7 @@ import jax
 
 from jaxkv import leveled, slots
 from jaxkv import sample as drawn
-from jaxkv.contract import Chunk, Kept, Partial, Spec
+from jaxkv.contract import Chunk, Kept, Partial, Settling, Spec
 from jaxkv.errors import UserError
 from jaxkv.halving import Halving
 from jaxkv.leveled import Leveled, LeveledState
@@ -72,6 +72,13 @@ class BalanceStream:
         if self.positions == "cache":
             return self.sinks + self._leveled.shape.slots + self.window
         return math.inf
+
+    @property
+    def settling(self) -> Settling:
+        return leveled.settling(self._leveled)
+
+    def settled(self, tokens: int) -> tuple[int, ...]:
+        return leveled.settled(self._leveled, tokens)
 
     def init(self, spec: Spec, rows: int, key: jax.Array) -> LeveledState:
         return leveled.init(self._leveled, spec, rows, key)

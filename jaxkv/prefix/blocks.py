@@ -7,15 +7,14 @@ a device: pages are numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from itertools import count
-
-import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.index import Index
-from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, encode, sha256
+from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
 from jaxkv.prefix.lease import Block, Copy, Lease, Match
 from jaxkv.prefix.orders import ORDERS, Order
 
@@ -90,7 +89,7 @@ class BlockPool:
         """Keys by which something can be found."""
         return len(self._index)
 
-    def read(self, tokens: Sequence[int] | np.ndarray, root: bytes) -> Prompt:
+    def read(self, tokens: Tokens, root: bytes) -> Prompt:
         """A prompt with its keys, for `match`, `admit` and `pin`."""
         return self.chain.read(tokens, root, partial=self.mode != "full")
 
@@ -183,18 +182,21 @@ class BlockPool:
         if lease.released:
             raise RuntimeError("this lease was released before")
         lease.released = True
-        time, order, capacity = self._clock(), self._order, self.capacity
+        time, order, free = self._clock(), self._order, self._free
+        room = math.inf if self.capacity is None else self.capacity - len(order)
         for block in reversed(lease.blocks):
             block.refs -= 1
             if block.refs:
                 continue
             if not block.keys:
-                self._free.append(block.page)
+                free.append(block.page)
                 continue
             # First in, then one out: the other way round a chain would lose its middle.
             order.add(block, time, block.depth, block.uses)
-            if capacity is not None and len(order) > capacity:
-                self._free.append(self._evict())
+            room -= 1
+            if room < 0:
+                free.append(self._evict())
+                room = 0
 
     def pin(self, prompt: Prompt) -> Lease:
         """Hold what is there of a prompt, so that it is not evicted, until `unpin`."""

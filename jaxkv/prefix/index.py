@@ -74,7 +74,7 @@ class Index:
         held = self._entries.get(key)
         if held is None:
             self._entries[key] = held = block
-            block.keys = (*block.keys, key)
+            block.keys = (*block.keys, key) if block.keys else (key,)
         elif held is not block:
             return held if held.parent == parent and self._same(held.tokens, tokens) else None
         block.parent, block.tokens = parent, tokens

@@ -17,6 +17,7 @@ import numpy as np
 from jaxkv.errors import UserError, whole
 
 Hash = Callable[[bytes], bytes]
+Tokens = Sequence[Any] | np.ndarray  # of whole numbers, whose type `encode` checks
 HASHINGS = ("chained", "direct")
 TOKEN = 4  # bytes of an encoded token
 LENGTH = struct.Struct("<Q")
@@ -65,7 +66,7 @@ def _tagged(tag: bytes, value: bytes) -> bytes:
     return tag + LENGTH.pack(len(value)) + value
 
 
-def encode(tokens: Sequence[int] | np.ndarray) -> bytes:
+def encode(tokens: Tokens) -> bytes:
     """Tokens as unsigned 32-bit little endian, the same from ints and from any array of them.
 
     Raises UserError for what is no whole number from 0 to 2^32 - 1.
@@ -85,7 +86,7 @@ def encode(tokens: Sequence[int] | np.ndarray) -> bytes:
     )
 
 
-def _odd(tokens: Sequence[Any] | np.ndarray) -> str:
+def _odd(tokens: Tokens) -> str:
     """The first that is no token, or what they are."""
     if isinstance(tokens, np.ndarray) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
         return f"an array of {tokens.dtype} with {tokens.ndim} axes"
@@ -126,9 +127,7 @@ class Chain:
                 f"hashing must be one of {', '.join(HASHINGS)}, got {self.hashing!r}; choose one"
             )
 
-    def read(
-        self, tokens: Sequence[int] | np.ndarray, root: bytes, partial: bool = False
-    ) -> Prompt:
+    def read(self, tokens: Tokens, root: bytes, partial: bool = False) -> Prompt:
         """The keys of a prompt's pieces. partial: of the last one too where it is not full.
 
         Raises UserError for an empty prompt, and where `encode` does.

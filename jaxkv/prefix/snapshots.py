@@ -7,15 +7,13 @@ depends on where its chunks end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxkv.errors import UserError
 from jaxkv.prefix.counts import REASONS, Counts
-from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, sha256
+from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, sha256
 from jaxkv.prefix.recent import Recent
 from jaxkv.prefix.tier import Snapshot, Tier
 
@@ -97,7 +95,7 @@ class Snapshots:
     def host_taken(self) -> int:
         return self._host.taken
 
-    def read(self, tokens: Sequence[int] | np.ndarray, root: bytes) -> Prompt:
+    def read(self, tokens: Tokens, root: bytes) -> Prompt:
         """A prompt with its keys, for `find`, `plan` and `visit`."""
         return self.chain.read(tokens, root)
 
@@ -182,6 +180,17 @@ class Snapshots:
         if snapshot.ready:
             raise RuntimeError("a published snapshot cannot be abandoned; drop it")
         self._remove(snapshot)
+
+    def shed(self, keep: int) -> int | None:
+        """Free the slot that was used least recently, other than `keep`, and say which; None where
+        all are in use. Mind `moves`."""
+        oldest = self._device.oldest(keep)
+        if oldest is None:
+            return None
+        slot = oldest.slot
+        self._demote(oldest)
+        self._device.give(slot)
+        return slot
 
     def drop(self, key: bytes) -> bool:
         """Forget a snapshot by force; False where there is none or somebody reads or writes it."""

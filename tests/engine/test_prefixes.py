@@ -91,6 +91,38 @@ def test_what_went_to_the_host_comes_back_as_it_was(policy):
     assert counts.promotions > 10 and counts.demotions > 10 and not counts.evictions
 
 
+def test_levels_are_shared_and_room_is_made():
+    """More states than there are pages for, were they not shared; and fewer, where they are not."""
+    policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
+    engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=Prefixes(8, where="every=1"))
+    store, long = engine._store, SHARED + SHARED
+    asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
+    rng = np.random.default_rng(5)
+    asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
+    wanted = [cold(engine, one).scored for one in asked]
+    assert engine.forget()
+    taken = []
+    for _ in range(2):
+        for one, want in zip(asked, wanted, strict=True):
+            (got,) = ask(engine, one)
+            assert got.scored == want
+            taken.append((store._pages.taken, store.index.taken))
+    assert max(states for _, states in taken) > 4, "pages for 4 states hold more"
+    assert all(pages <= 12 for pages, _ in taken)
+    (again,) = ask(engine, asked[-1])
+    assert again.outcome.cached_tokens == usable(90)
+
+
+@pytest.mark.parametrize("policy", [FORGETTING[0], FORGETTING[6]])
+def test_states_go_to_the_host_when_pages_run_out(policy):
+    how = Prefixes(3, where="every=1", host_slots=100)
+    engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=how)
+    asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
+    wanted = [cold(engine, one).scored for one in asked]
+    assert engine.forget()
+    assert [ask(engine, one)[0].scored for one in asked] == wanted
+
+
 def test_a_store_too_small_for_a_prompt_does_no_harm():
     engine = Engine(plain("full"), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(4))
     long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)

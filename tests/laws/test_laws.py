@@ -486,3 +486,24 @@ def test_law_17_what_is_appended_stays(case):
                 if name.endswith("positions"):
                     there = tokens.positions[row, :seen][tokens.valid[row, :seen]]
                     np.testing.assert_array_equal(now[row, :count], there)
+
+
+@some(lambda case: hasattr(case.policy, "settling"))
+def test_law_17_what_is_settled_stays(case):
+    """In the row without padding: a page changes when it is said to, and at no other token."""
+    policy, done = case.policy, plain_run(case, 1)
+    first, page = policy.settling.first, policy.settling.page
+    pages = range(len(policy.settled(0)))
+    changed = {number: 0 for number in pages}
+    for seen, old, new in zip(done.seen[1:], done.after, done.after[1:], strict=False):
+        for number in pages:
+            slots = slice(first + number * page, first + (number + 1) * page)
+            same = all(
+                np.array_equal(*(
+                    np.asarray(functools.reduce(getattr, name.split("."), of))[0, :, slots]
+                    for of in (old, new)
+                )) for name in policy.settling.leaves
+            )  # fmt: skip
+            changed[number] = changed[number] if same else seen
+        assert tuple(changed.values()) == policy.settled(seen)
+    assert all(changed.values()), "short of a round of all levels"
