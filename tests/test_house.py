@@ -20,7 +20,9 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy"},
     "jaxkv": {"pallas_kernels", "jax", "numpy"},
     "jaxkv/typing.py": {"jax", "numpy", "jaxtyping"},
-    "jaxkv/server": {"pallas_kernels", "jax", "numpy", "starlette", "uvicorn"},
+    "jaxkv/server": {
+        *("pallas_kernels", "jax", "numpy", "starlette", "uvicorn", "prometheus_client"),
+    },
     "jaxkv/cli": None,
     "models": {
         *("jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes", "flax", "optax", "orbax"),

@@ -31,12 +31,14 @@ COMMANDS = {
     "policies": "the cache policies with their fields, memory and source; one of them in words",
     "data": "texts to token shards, for pretrain",
     "pretrain": "train a model, with or without attention sinks",
+    "serve": "serve a model to many clients at a time",
 }
 CLOSED = 141
 # Packages that a command may lack, by the extra that brings them.
 EXTRAS = {
     "models": ("flax", "jax", "tokenizers"),
     "train": ("optax", "orbax", "orbax.checkpoint", "matplotlib", "safetensors"),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 
 

@@ -1,0 +1,172 @@
+"""What of recorded agent sessions need not be read again, by cache and by memory.
+
+Every turn of a session sends all before it once more; the sessions take turns side by side. A full
+cache keeps pages of a chunk and forgets nothing: it saves the most that can be saved on the grid,
+in a memory that grows with the text. Bounded caches keep whole states, so many as are given room.
+Bytes are those of the default model, and counted where they are most. `engine` sends the turns of
+some sessions through the engine, with prefixes kept and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+
+import jaxkv
+import models
+from evals import prefix_traces
+from evals.prefix_traces import Asked
+from evals.record import Record, spread
+from evals.timing import ratio, rounds
+from jaxkv import rows
+from jaxkv.engine import Prefixes, Request, answer, pool
+from jaxkv.prefix import BlockPool, Snapshots, root
+from jaxkv.stack import by_layer, state_bytes
+from models import Llm
+from models.serving import engine_of
+
+TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
+         / "sweagent_trajectories.jsonl")  # fmt: skip
+POLICIES = (
+    "streaming:sinks=4,window=252",
+    "reservoir:sinks=4,window=126,sample=126",
+    "balance-stream:sinks=4,window=124,levels=3,block=64",
+)
+SLOTS = (4, 8, 16, 32, 64, 128, 512)
+CHUNK = 128
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m evals.agents", description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
+    ask.add_argument("--turns", type=int, default=60, help="that go through the engine")
+    ask.add_argument("--rounds", type=int, default=3, help="of each time")
+    ask.add_argument("--quick", action="store_true", help="few turns, into out/")
+    given = ask.parse_args()
+    if min(given.turns, given.rounds) < 1:
+        ask.error(f"--turns and --rounds must be at least 1, got {given.turns}, {given.rounds}")
+    if not given.trace.is_file():
+        ask.error(f"--trace must be a file of sessions, got {given.trace}")
+    record = Record("agents", [given.trace], [0], given.quick)
+    llm, turns = models.load(), prefix_traces.read(given.trace).asked
+    turns = turns[:40] if given.quick else turns
+    results = measure(llm, turns) | {
+        "engine": engine(llm, turns[: given.turns], 1 if given.quick else given.rounds)
+    }
+    for policy, found in results["policies"].items():
+        most = found["slots"][max(found["slots"])]
+        memory = most["bytes"] / 2**20, results["full"]["bytes"] / 2**20
+        print(f"{policy}: {most['of_full']:.1%} of what full saves in {memory[0]:.0f} MiB, full "
+              f"in {memory[1]:.0f}")  # fmt: skip
+    print("wrote", record.save(results))
+
+
+def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
+    """Tokens saved and the bytes that it takes, by an index of each kind."""
+    full = BlockPool(CHUNK, mode="full")
+    for turn in turns:
+        lease = full.admit(full.read(turn.keys, root()))
+        full.publish(lease)
+        full.release(lease)
+    saved, tokens = full.counts.first.tokens_hit, sum(turn.tokens for turn in turns)
+    policies = by_layer("full:start=128", llm.config.layers)
+    results: dict[str, Any] = {
+        "turns": len(turns), "tokens": tokens, "chunk": CHUNK,
+        "longest": max(turn.tokens for turn in turns),
+        "full": {
+            "saved": saved, "share": saved / tokens,
+            "bytes": full.entries * state_bytes(policies, llm.spec, 1, CHUNK),
+        },
+        "policies": {policy: {"slots": {}} for policy in POLICIES},
+    }  # fmt: skip
+    for policy, slots in ((policy, slots) for policy in POLICIES for slots in SLOTS):
+        found = snapshots(llm, policy, turns, slots)
+        results["policies"][policy]["slots"][slots] = found | {"of_full": found["saved"] / saved}
+    return results
+
+
+def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str, Any]:
+    """So many states of a bounded cache: what they save, and the bytes of those held at most.
+
+    A page that states share (`policy.settling`) counts once.
+    """
+    layers = by_layer(policy, llm.config.layers)
+    index = Snapshots(slots, CHUNK)
+    record, page = bytes_of(llm, layers)
+    named: dict[int, set] = {}
+    most = saved = pages = 0
+    for turn in turns:
+        visit = index.visit(index.read(turn.keys, root()))
+        index.leave(visit)
+        saved += visit.at
+        for boundary in visit.save:
+            snapshot = index.claim(visit.prompt, boundary)
+            index.publish(snapshot)
+            named[snapshot.slot] = set(pages_of(layers[0], visit.prompt, boundary))
+        held = len(set().union(*named.values()))
+        if index.taken * record + held * page > most:
+            most, pages = index.taken * record + held * page, held
+    each = state_bytes(layers, llm.spec, 1)
+    return {
+        "saved": saved, "bytes": most, "bytes_of_a_state": each, "pages": pages,
+        "of_copies": most / max(1, index.taken * each),
+    }  # fmt: skip
+
+
+def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
+    """Of a state what is its own, and a page of it, in all layers."""
+    states = jax.eval_shape(
+        lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
+    )
+    kept = jax.eval_shape(lambda: pool.empty(pool.settling(layers), states, 1, 1))
+    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
+
+
+def pages_of(policy: jaxkv.Policy, prompt: Any, at: int) -> Iterator[tuple]:
+    """What tells the pages of a state apart: as the engine has it."""
+    for number, last in enumerate(policy.settled(at) if hasattr(policy, "settled") else ()):
+        boundary = -(-last // CHUNK)
+        yield (prompt.keys[boundary - 1] if boundary else prompt.root, last, number)
+
+
+def engine(llm: Llm, turns: list[Asked], count: int) -> dict[str, Any]:
+    """Turns a second through the engine, an answer of 8 tokens each, and what was cached."""
+    found: dict[str, Any] = {}
+    requests = [Request(tuple(map(int, turn.keys)), 8) for turn in turns]
+    for policy in POLICIES:
+        engines = {
+            name: engine_of(llm, policy, slots=4, chunk=CHUNK, queue=len(requests),
+                            queue_tokens=2**40, prefixes=prefixes)
+            for name, prefixes in (("none", None), ("kept", Prefixes(128)))
+        }  # fmt: skip
+        cached: list[int] = []
+
+        def run(name: str, engines: dict = engines, cached: list = cached) -> float:
+            engines[name].forget()
+            begun = perf_counter()
+            told = answer(engines[name], requests)
+            seconds = perf_counter() - begun
+            if name == "kept":
+                cached[:] = [one.outcome.cached_tokens for one in told]
+            return seconds
+
+        variants = {name: lambda name=name, run=run: run(name) for name in engines}
+        seconds = rounds(variants, count, f"sessions, {policy}")
+        found[policy] = {
+            "turns": len(turns), "cached": sum(cached), "tokens": sum(t.tokens for t in turns),
+            "turns_per_second": {
+                name: spread([len(turns) / one for one in took]) for name, took in seconds.items()
+            },
+            "times_faster": ratio(seconds["none"], seconds["kept"]),
+        }  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main()

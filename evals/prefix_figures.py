@@ -1,0 +1,38 @@
+"""Pictures of evals/results/prefix_replay.json, for evals.figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from evals.palette import COLOURS, LINES
+
+MODES = {"rekey": COLOURS["window"], "alias": COLOURS["streaming"], "full": COLOURS["full"]}
+RULES = ("streaming", "recompute", "reservoir", "stratified")  # colours, one a rule
+
+
+def report(axes: Any, results: dict[str, Any]) -> None:
+    """The report's Figure 1: hits by how many prompts are frequent ones, least to most of seeds."""
+    curves = results["report"]["curves"]
+    drawn = [name.split(", ")[0] for name in curves]
+    for number, (name, curve) in enumerate(curves.items()):
+        mode = drawn[number]
+        at = [100 * float(p) for p in curve]
+        found = {end: np.array([point[end] for point in curve.values()])
+                 for end in ("mean", "min", "max")}  # fmt: skip
+        line = LINES[drawn[:number].count(mode)]
+        axes.plot(at, found["mean"], color=MODES[mode], linestyle=line, label=name)
+        axes.fill_between(at, found["min"], found["max"], color=MODES[mode], alpha=0.15, lw=0)
+    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="blocks found (%)",
+             ylim=(0, 100))  # fmt: skip
+
+
+def snapshots(axes: Any, results: dict[str, Any]) -> None:
+    """Tokens of Mooncake's conversations that need not be computed, by slots and by where states
+    are stored."""
+    for colour, (where, row) in zip(RULES, results["snapshots"].items(), strict=True):
+        shares = [100 * point["share"] for point in row.values()]
+        axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
+    axes.set_xticks(range(len(row)), row)
+    axes.set(xlabel="slots", ylabel="tokens found (%)", ylim=(0, None))

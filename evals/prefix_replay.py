@@ -1,0 +1,300 @@
+"""How much of what was asked an index of prefixes would have had: the index alone, no model.
+
+A trace is a file of Mooncake (block ids), of recorded agents (messages) or of Azure (lengths), or
+`report`: the prompts of "Hashing Table Prefixing Implementation Report". Unless --cap is given a
+prompt may be found whole, as both the report and the published replays count.
+
+Times are those of the calls of the index alone: reading keys, admitting, publishing, giving back.
+Of Mooncake's traces the ids are looked up as they stand, one a block (--keys ids), or 512 tokens
+that follow from each (--keys tokens): the blocks found are the same, but the keys of longer blocks
+take longer to hash. Azure publishes lengths alone, so nothing is ever found there.
+
+`--record` measures all that evals/results/prefix_replay.json holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from evals import prefix_report, prefix_traces
+from jaxkv.errors import UserError
+from jaxkv.prefix import Chain, root
+from jaxkv.prefix.blocks import MODES
+from jaxkv.prefix.orders import ORDERS
+
+PROGRAM = "python -m evals.prefix_replay"
+FAST = 300_000  # block look-ups a second, at least
+BLOCK = 16  # tokens, but of Mooncake's traces
+
+
+def main() -> None:
+    given = parse()
+    try:
+        if given.record:
+            record(given)
+            return
+        found = replay_report(given) if given.trace == "report" else replay_file(given)
+    except UserError as error:
+        refuse(str(error))
+    lines = json.dumps(found, indent=1).splitlines() if given.json else show(found)
+    print("\n".join(lines))
+
+
+def parse() -> argparse.Namespace:
+    ask = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    ask.error = refuse
+    ask.add_argument("--trace", metavar="FILE", help="a file, or `report`")
+    ask.add_argument("--capacity", type=blocks, default=None, metavar="BLOCKS|inf",
+                     help="blocks that stay when nobody uses them (default: inf)")  # fmt: skip
+    ask.add_argument("--json", action="store_true", help="print JSON")
+    ask.add_argument("--record", action="store_true", help="write the record; FILE is Mooncake's")
+    ask.add_argument("--agents", metavar="FILE", help="recorded agents, for the record")
+    ask.add_argument(
+        "--block", type=whole_number, help=f"tokens in one (default: {BLOCK}, Mooncake's 512)"
+    )
+    ask.add_argument("--mode", choices=MODES, help="what is found of a prompt's tail (default: "
+                     "alias, of the report rekey)")  # fmt: skip
+    ask.add_argument("--order", choices=ORDERS, default="linked", help="of eviction")
+    ask.add_argument("--cap", action="store_true", help="leave the last token to be computed")
+    ask.add_argument("--keys", choices=("ids", "tokens"), default="ids", help="of Mooncake's files")
+    of_report = ask.add_argument_group("of the report")
+    of_report.add_argument("--p", type=float, default=1.0, help="chance of a frequent prompt")
+    of_report.add_argument(
+        "--frequent", type=whole_number, default=10, help="prompts; 1: all are the same"
+    )
+    of_report.add_argument(
+        "--slots", type=whole_number, default=16, help="requests that run at once"
+    )
+    of_report.add_argument("--length", type=whole_number, default=15, help="tokens of a prompt")
+    of_report.add_argument("--requests", type=whole_number, default=1000)
+    of_report.add_argument("--greedy", action="store_true", help="equal prompts, equal answers")
+    of_report.add_argument("--seed", type=int, default=0)
+    given = ask.parse_args()
+    if given.trace is None:
+        ask.error("--trace must be given: a file, or report")
+    if not 0 <= given.p <= 1:
+        ask.error(f"--p must be from 0 to 1, got {given.p}")
+    return given
+
+
+def refuse(message: str) -> NoReturn:
+    """One line, exit code 2."""
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def blocks(text: str) -> int | None:
+    """A number of blocks; None for `inf`."""
+    return None if text == "inf" else whole_number(text)
+
+
+def show(found: dict[str, Any]) -> list[str]:
+    return [f"{name}: {value}" for name, value in found.items()]
+
+
+def replay_report(given: argparse.Namespace) -> dict[str, Any]:
+    """One run of the report's experiment."""
+    setting = prefix_report.Setting(
+        mode=given.mode or "rekey", block=given.block or BLOCK, slots=given.slots, p=given.p,
+        frequent=given.frequent, length=given.length, requests=given.requests,
+        greedy=given.greedy, capacity=given.capacity, order=given.order, cap=given.cap,
+    )  # fmt: skip
+    counts, seconds = prefix_report.simulate(setting, given.seed)
+    found = counts.first
+    rates = prefix_traces.Found(
+        found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
+        found.requests_hit, counts.evictions, found.missed, seconds,
+    ).rates()  # fmt: skip
+    return rates | {
+        "trace": "report", "timed": "looking prompts up, not the tokens written",
+        "mode": setting.mode, "block": setting.block, "capacity": named(given.capacity),
+        "order": setting.order, "cap": setting.cap, "slots": setting.slots, "p": setting.p,
+        "frequent": setting.frequent, "length": setting.length, "greedy": setting.greedy,
+        "seed": given.seed, "requests": found.requests, "blocks": found.blocks,
+        "tokens": found.tokens, "missed_tokens": found.missed,
+    }  # fmt: skip
+
+
+def replay_file(given: argparse.Namespace) -> dict[str, Any]:
+    """One replay of a file."""
+    trace = prefix_traces.read(Path(given.trace))
+    by_ids = trace.kind == "mooncake" and given.keys == "ids"
+    if by_ids and (given.block or given.mode):
+        raise UserError(
+            "--block and --mode must be left out where ids are looked up as they stand, got "
+            f"{given.block or given.mode}; add --keys tokens"
+        )
+    block, mode = given.block, given.mode or "alias"
+    if trace.kind == "mooncake":
+        block = block or prefix_traces.MOONCAKE_BLOCK
+        prepare = prefix_traces.same if by_ids else prefix_traces.spell_out
+    else:
+        block, prepare = block or BLOCK, prefix_traces.same
+    found = prefix_traces.replay(
+        trace, given.capacity, 1 if by_ids else block, "full" if by_ids else mode, given.order,
+        given.cap, prepare,
+    )  # fmt: skip
+    return found.rates() | {
+        "trace": trace.kind, "prefixes": PREFIXES[trace.kind],
+        "timed": "ids" if by_ids else "tokens", "mode": mode, "block": block,
+        "capacity": named(given.capacity), "order": given.order, "cap": given.cap,
+        "requests": found.requests, "blocks": found.blocks, "tokens": found.tokens,
+        "missed_blocks" if by_ids else "missed_tokens": found.missed,
+        "look_ups_per_second": found.blocks / found.seconds,
+    }  # fmt: skip
+
+
+PREFIXES = {
+    "mooncake": "as recorded: equal ids, equal prefix",
+    "trajectories": "as recorded: a turn sends all before it again, sessions side by side",
+    "azure": "none: the trace has lengths alone, so every prompt is taken as unlike all others",
+}
+
+
+def named(capacity: int | None) -> int | str:
+    return "inf" if capacity is None else capacity
+
+
+def record(given: argparse.Namespace) -> None:
+    """Measure everything and write it."""
+    from evals.figures import draw
+    from evals.record import Record
+    from evals.timing import bar
+
+    trace = prefix_traces.read(Path(given.trace))
+    if trace.kind != "mooncake":
+        raise UserError(f"the record needs a trace of Mooncake, got {given.trace}; give one")
+    files = [Path(path) for path in (given.trace, given.agents) if path]
+    run = Record("prefix_replay", files, seeds=range(10))
+    results: dict[str, Any] = {"report": report(), "mooncake": {}, "snapshots": {}, "bars": []}
+    for capacity, wanted in prefix_traces.MOONCAKE.items():
+        found = prefix_traces.replay(trace, capacity)
+        rates = found.rates()
+        del rates["microseconds_per_block"]  # speed has its own rounds
+        results["mooncake"][named(capacity)] = rates | {"reference": wanted}
+        off = abs(rates["hit_rate_blocks"] - wanted)
+        results["bars"].append(
+            bar(f"Mooncake, {named(capacity)} blocks: off the reference", off, "<=", 0.0005)
+        )
+    for where, wanted in prefix_traces.SNAPSHOTS.items():
+        shares = [
+            prefix_traces.replay_snapshots(trace, where, slots) for slots in prefix_traces.SLOTS
+        ]
+        results["snapshots"][where] = {
+            named(slots): {"share": share, "reference": reference}
+            for slots, share, reference in zip(prefix_traces.SLOTS, shares, wanted, strict=True)
+        }
+        off = max(abs(share - reference) for share, reference in zip(shares, wanted, strict=True))
+        results["bars"].append(bar(f"snapshots, {where}: off the reference", off, "<=", 0.01))
+    results["speed"] = speed(trace)
+    slowest = min(results["speed"]["ids"].values(), key=lambda each: each["median"])
+    results["bars"].append(bar("block look-ups a second, by ids", slowest, ">=", FAST))
+    if given.agents:
+        results["agents"] = agents(Path(given.agents))
+    for line in results["bars"]:
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g}")
+    print("wrote", run.save(results))
+    print("drew", *draw("prefix_replay"))
+
+
+def report() -> dict[str, Any]:
+    """The report's experiment: all that was measured of it for our reference."""
+    base, one = prefix_report.Setting(), prefix_report.ONE_PROMPT
+    measure, found = prefix_report.measure, {}
+    found["ten_seeds"] = {
+        slots: measure(replace(one, slots=slots), 10)
+        | {"closed_form": prefix_report.closed_form(slots), "reference": reference}
+        for slots, reference in prefix_report.TEN_SEEDS.items()
+    }
+    found["identical"] = {
+        f"{mode}, block {block}": {
+            slots: measure(replace(one, mode=mode, block=block, slots=slots))
+            | {"reference": reference}
+            for slots, reference in row.items()
+        }
+        for (mode, block), row in prefix_report.IDENTICAL.items()
+    }
+    found["curves"] = {
+        f"{mode}, block {block}, {slots} slots": {
+            p: measure(replace(base, mode=mode, block=block, slots=slots, p=p))
+            | {"reference": reference}
+            for p, reference in zip(prefix_report.SHARES, row, strict=True)
+        }
+        for (mode, block, slots), row in prefix_report.CURVES.items()
+    }
+    found["pools"] = {
+        f"{mode}, block {block}": {
+            capacity: measure(replace(base, mode=mode, block=block, p=0.5, capacity=capacity))
+            | {"reference": reference}
+            for capacity, reference in row.items()
+        }
+        for (mode, block), row in prefix_report.POOLS.items()
+    }
+    found["what_is_your_name"] = {  # six tokens, of which the report says 8.14 %
+        f"{mode}, block {block}": measure(replace(one, mode=mode, block=block, length=6), 5)
+        for mode in ("rekey", "full") for block in (16, 8, 4)
+    }  # fmt: skip
+    found["greedy"] = measure(replace(one, greedy=True))
+    found["equal_outputs"] = {
+        slots: measure(replace(one, slots=slots, outputs=(112, 112))) for slots in (4, 16, 64)
+    }
+    return found
+
+
+def speed(trace: prefix_traces.Trace, count: int = 5) -> dict[str, Any]:
+    """Block look-ups a second by ids and by tokens, and microseconds to hash a long prompt."""
+    from evals.record import spread
+    from evals.timing import rounds, timed
+
+    def rate(capacity: int | None, by_tokens: bool) -> float:
+        block, mode = (prefix_traces.MOONCAKE_BLOCK, "alias") if by_tokens else (1, "full")
+        prepare = prefix_traces.spell_out if by_tokens else prefix_traces.same
+        found = prefix_traces.replay(trace, capacity, block, mode, prepare=prepare)
+        return found.blocks / found.seconds
+
+    prompt, name = list(range(4096)), root()
+    read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
+    hashing = rounds(
+        {how: timed(lambda chain=chain: chain.read(prompt, name)) for how, chain in read.items()},
+        21, "hashing",
+    )  # fmt: skip
+    return {
+        **{
+            path: {
+                named(capacity): spread([rate(capacity, path == "tokens") for _ in range(count)])
+                for capacity in prefix_traces.MOONCAKE
+            }
+            for path in ("ids", "tokens")
+        },
+        "microseconds_of_4096_tokens": {
+            how: spread([1e6 * one for one in took]) for how, took in hashing.items()
+        },
+    }
+
+
+def agents(path: Path) -> dict[str, Any]:
+    """Recorded sessions in blocks of 16 tokens, the last token left to compute."""
+    trace = prefix_traces.read(path)
+    found = {}
+    for capacity in (1_000, 10_000, None):
+        rates = prefix_traces.replay(trace, capacity, BLOCK, "alias", cap=True).rates()
+        del rates["microseconds_per_block"]
+        found[named(capacity)] = rates
+    return found
+
+
+if __name__ == "__main__":
+    main()

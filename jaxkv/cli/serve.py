@@ -1,0 +1,166 @@
+"""`jaxkv serve`: a model over HTTP, many answers at a time, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import ipaddress
+import json
+import os
+import socket
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxkv.cli import flags
+from jaxkv.cli.files import read_text
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxkv.engine import Engine
+    from jaxkv.server import Terms
+    from models import Llm
+
+KEYS = "JAXKV_API_KEYS"
+COUNT = flags.whole(1)
+# Group, flag, type, default, metavar, help.
+FLAGS = (
+    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; by default nobody but this "
+     "machine reaches it"),
+    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free one, and says which"),
+    ("callers", "name", str, None, "NAME", "what clients call the model; by default as its folder"),
+    ("callers", "api-key-file", str, None, "F", "a line for each caller: KEY, or KEY SALT where "
+     "some share prefixes; without it nobody needs a key"),
+    ("callers", "per-key", COUNT, None, "N", "requests of one key at a time; by default no limit"),
+    ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
+    ("engine", "max-len", COUNT, 4096, "N", "tokens of a prompt and its answer, where the policy's "
+     "cache grows with them"),
+    ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
+     "prefixes are shared"),
+    ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
+    ("engine", "queue-tokens", COUNT, 2**20, "N", "tokens of prompts that may wait"),
+    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "chunks or states of prompts that are "
+     "kept for others that begin alike; 0 keeps none"),
+    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "states in the memory of the host "
+     "besides"),
+    ("prefixes", "prefix-where", str, "last+junction", "W", "which states are kept: last, "
+     "junction, every=N, joined by +"),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        f"API keys may also stand in the environment, as lines of {KEYS}; on the command line "
+        "others would see them. Ctrl-C lets answers end for some seconds."
+    )
+    flags.add_policy(parser)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for title, name, kind, default, metavar, text in FLAGS:
+        group = groups.get(title) or parser.add_argument_group(title)
+        groups[title] = group
+        shown = text if default is None else f"{text} (default {default})"
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
+    groups["prefixes"].add_argument(
+        "--no-cached-tokens", action="store_true",
+        help="do not tell how much of a prompt was kept: it tells what others asked",
+    )  # fmt: skip
+    flags.add_model(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with Progress("loading"):
+        from jaxkv import server
+    keys = read_keys(args.api_key_file)
+    tenants = server.read_keys(*keys) if keys else ()
+    if args.per_key is not None and not tenants:
+        raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
+    # At once: a port in use is not found out after minutes of loading.
+    listener = server.bind(args.host, args.port, server.Terms.write_seconds)
+    with listener:
+        if not (tenants or is_loopback(listener)):
+            warnings.warn(
+                "whoever reaches this machine may ask; give --api-key-file, or no --host",
+                stacklevel=2,
+            )
+        llm = flags.load_model(args, args.policy)
+        engine = make(args, llm)
+        from models.language import Language
+
+        language = Language(llm, args.name or name_of(args, llm))
+        app = server.application(engine, language, tenants, terms_of(args, llm))
+        print(
+            f"jaxkv: serving {language.name} on {server.url(listener)} "
+            f"(policy {args.policy}, slots {args.slots})",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        pressed, running = threading.Event(), server.server_of(app)
+
+        def stop() -> None:
+            pressed.set()
+            running.should_exit = True
+
+        engine.start()
+        try:
+            # The server hears Ctrl-C by itself, and passes it on when it has ended.
+            with on_interrupt(stop):
+                running.run(sockets=[listener])
+        finally:
+            engine.stop()
+    return INTERRUPTED if pressed.is_set() else 0
+
+
+def read_keys(path: str | None) -> tuple[str, str] | None:
+    """The lines of keys, and where they are from; None where there are no keys at all."""
+    content = os.environ.get(KEYS)
+    if path is not None and content is not None:
+        raise UserError(f"keys are given twice, by --api-key-file and {KEYS}; give them once")
+    if path is not None:
+        return read_text(path, "key file"), path
+    return None if content is None else (content, KEYS)
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def name_of(args: argparse.Namespace, llm: Llm) -> str:
+    """A Hub id as it is, a folder by its name alone."""
+    if args.model is None or Path(args.model).is_dir():
+        return llm.folder.resolve().name
+    return args.model
+
+
+def make(args: argparse.Namespace, llm: Llm) -> Engine:
+    """The engine, compiled and ready."""
+    with Progress("compiling"):
+        from jaxkv.engine import Prefixes
+        from models.serving import engine_of
+
+        kept = Prefixes(
+            args.prefix_slots, where=args.prefix_where, host_slots=args.prefix_host_slots
+        ) if args.prefix_slots else None  # fmt: skip
+        return engine_of(
+            llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,
+            queue=args.queue, queue_tokens=args.queue_tokens, prefixes=kept, seed=args.seed,
+        )  # fmt: skip
+
+
+def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
+    from jaxkv import server
+
+    decides = [
+        llm.folder.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
+        flags.versions(),
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    return server.Terms(
+        in_hand=args.slots + args.queue,
+        each=args.per_key,
+        answers=args.queue,
+        tell_cached=not args.no_cached_tokens,
+        fingerprint=f"fp_{digest[:10]}",
+    )

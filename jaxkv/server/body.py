@@ -1,0 +1,92 @@
+"""The body of a request: read within bounds, and JSON to the letter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from jaxkv.server.faults import Fault, shown
+
+
+class Gone(Exception):
+    """The client has hung up: there is nobody to tell anything."""
+
+
+async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:
+    """The whole body.
+
+    most: its bytes, whatever its header claims. seconds: within which it must have come.
+    Raises Fault where it is too large, too slow or said to be no JSON, Gone where it ends midway.
+    """
+    headers = Headers(scope=scope)
+    # A browser asks before it sends JSON to another site, and gets no leave here: so no page that
+    # is open somewhere can use a server on this machine.
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")
+    if int(headers.get("content-length", 0)) > most:
+        raise _too_large(most)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _collect(receive, most)
+    except TimeoutError:
+        fault = Fault(408, f"the body must come within {seconds:g} s; send it again, faster")
+        fault.headers["connection"] = "close"
+        raise fault from None
+
+
+async def _collect(receive: Receive, most: int) -> bytes:
+    parts = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        parts += message.get("body", b"")
+        if len(parts) > most:
+            raise _too_large(most)
+        if not message.get("more_body", False):
+            return bytes(parts)
+
+
+def _too_large(most: int) -> Fault:
+    return Fault(413, f"a body may have at most {most} bytes; send fewer or shorter prompts")
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises Fault for anything else, and for what JSON leaves open:
+    names given twice, NaN, numbers of thousands of digits."""
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        raise Fault(400, f"the body must be UTF-8, byte {error.start} is not; encode it so") from (
+            None
+        )
+    except RecursionError:
+        raise Fault(400, "the body is nested too deeply; a request needs five levels") from None
+    except json.JSONDecodeError as error:
+        raise Fault(
+            400, f"the body must be JSON: {error.msg} at character {error.pos}; correct it"
+        ) from None
+    except ValueError:  # of int(), from thousands of digits on
+        raise Fault(400, "a number in the body has too many digits; give fewer") from None
+    if not isinstance(value, dict):
+        raise Fault(400, f"the body must be a JSON object, got {shown(value)}; send {{...}}")
+    return value
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise Fault(400, f"{shown(twice)} is given twice; give it once", param=twice[:60])
+    return made
+
+
+def _refuse(constant: str) -> Any:
+    raise Fault(400, f"the body must be JSON, which has no {constant}; give a number")

@@ -1,0 +1,54 @@
+"""A loaded model's words, as the server asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from models.chat import Message
+from models.llm import Llm
+from models.text import Row
+from models.tokenizer import Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class Language:
+    """name: what clients call the model. created: when it was loaded, in seconds since 1970."""
+
+    llm: Llm
+    name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        return self.llm.eos
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with the BOS that the model expects before a text."""
+        return self.llm.tokenizer.encode(text)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the next answer begins.
+
+        A model without a chat template reads plain lines. Raises UserError where a template
+        refuses the conversation.
+        """
+        chat, tokenizer = self.llm.chat, self.llm.tokenizer
+        if chat.template is None:
+            return tokenizer.encode("".join(message["content"] + "\n" for message in messages))
+        return tokenizer.encode(chat.render(messages), bos=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each id of a prompt adds to its text."""
+        pieces = Pieces(self.llm.tokenizer)
+        return [pieces.push(token) for token in ids]
+
+    def spell(self, token: int) -> bytes:
+        """One token alone, a special one written out; none for ids beyond the vocabulary."""
+        table = self.llm.tokenizer.table
+        return table[token] if token < len(table) else b""
+
+    def row(self, stops: Sequence[str], eos: Sequence[int]) -> Row:
+        """The text of a new answer."""
+        return Row(self.llm, eos, stops, keep=False)

@@ -1,0 +1,141 @@
+"""`jaxkv serve`: what is wrong is said before a model is loaded; and the whole of it, once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+import models
+from tests.cli.test_bad_input import refused
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICY = "streaming:sinks=2,window=30"
+NO_MODEL = ("--model", "nowhere/at/all")
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch):
+    monkeypatch.delenv("JAXKV_API_KEYS", raising=False)
+
+
+def test_a_port_in_use(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(run("serve", *NO_MODEL, "--port", port), f"127.0.0.1 port {port}", "is in use", "0")
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--host", "no.such.host.invalid"], ["--host no.such.host.invalid", "127.0.0.1"]),
+    (["--host", "192.0.2.1"], ["192.0.2.1 port", "not an address of this machine"]),
+    (["--port", "65536"], ["--port", "0 to 65535", "65536"]),
+    (["--slots", "0"], ["--slots", "at least 1"]),
+    (["--per-key", "3"], ["--per-key", "--api-key-file"]),
+    (["--api-key-file", "absent"], ["no such key file absent"]),
+    (["--api-key", "secret"], ["--api-key"]),
+])  # fmt: skip
+def test_flags(run, words, told):
+    refused(run("serve", *NO_MODEL, "--port", "0", *words), *told)
+
+
+def test_keys_that_are_wrong(run, tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text("a b c\n")
+    refused(run("serve", "--api-key-file", path), f"{path}, line 1", "3 words")
+    monkeypatch.setenv("JAXKV_API_KEYS", "good\ngood")
+    ran = run("serve")
+    refused(ran, "JAXKV_API_KEYS, line 2")
+    assert "good" not in ran.err
+    refused(run("serve", "--api-key-file", path), "given twice")
+
+
+def test_an_address_for_all_without_keys(run):
+    """It is said, and the model is looked for next."""
+    ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
+    warning, error = ran.err.splitlines()
+    assert "whoever reaches this machine may ask" in warning and "nowhere" in error
+
+
+@pytest.fixture(scope="module")
+def process(model, tmp_path_factory):
+    """A server with a key, and where it is."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("secret team\n")
+    words = ["--model", model, "--port", "0", "--slots", "2", "--chunk", "16", "--policy", POLICY]
+    command = [sys.executable, "-m", "jaxkv.cli", "serve", *words, "--api-key-file", str(keys)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stderr.readline()
+            told = rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, slots 2\)\n"
+            match = re.fullmatch(told, line)
+            assert match, line
+            yield process, match[1]
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def client(process):
+    with openai.OpenAI(base_url=f"{process[1]}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+def test_it_answers_as_generate_does(client, model):
+    """Two prompts at a time, greedily and drawn, from the model, the policy and the chunks."""
+    llm = models.load(model)
+    for settings in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
+        prompts = ["Once upon a time there was a cache", "Hello"]
+        told = client.completions.create(
+            model="tiny", prompt=prompts, max_tokens=20, extra_body={"ignore_eos": True}, **settings
+        )
+        for prompt, choice in zip(prompts, told.choices, strict=True):
+            alone = models.generate(llm, prompt, POLICY, 20, ignore_eos=True, chunk=16, **settings)
+            assert choice.text == alone.text
+
+
+def test_a_prefix_is_found_again(client):
+    prompt = "A long beginning that is asked for again and again. "
+    told = [
+        client.completions.create(model="tiny", prompt=prompt + end, max_tokens=1, temperature=0)
+        for end in ("One", "Two", "Three")
+    ]
+    assert told[0].usage.prompt_tokens_details.cached_tokens == 0
+    assert told[-1].usage.prompt_tokens_details.cached_tokens >= 32
+
+
+def test_scores_add_up(client):
+    """Of a prompt alone, of the same with one token more, and where it is cached by then."""
+    told = [
+        client.completions.create(
+            model="tiny", prompt=text, max_tokens=count, echo=True, logprobs=1, temperature=0
+        ).choices[0].logprobs
+        for text, count in (("Some forty characters to be scored, twice", 0),
+                            ("Some forty characters to be scored, twice", 1))
+    ]  # fmt: skip
+    first, second = (one.token_logprobs for one in told)
+    assert first[0] is None and len(second) == len(first) + 1
+    assert second[1:-1] == pytest.approx(first[1:], abs=1e-4)
+    assert all(value <= 0 for value in first[1:])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_ctrl_c(process, client):
+    """Pressed twice it does not wait for what still runs; and it is the last that is asked here."""
+    running, _ = process
+    with client.completions.create(
+        model="tiny", prompt="x", max_tokens=10**6, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        running.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(0.5)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
+    assert running.stderr.read() == ""

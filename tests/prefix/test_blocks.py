@@ -1,0 +1,400 @@
+"""A pool of blocks: behaviours 1 to 11, 14, 16, 21, 23 and 25 to 28, 35 of the reference."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.prefix import BlockPool, root
+from jaxkv.prefix.lease import Copy
+from tests.prefix.prompts import ROOT, P, admit, cached, match, refs, serve
+
+MODES = ("rekey", "alias", "full")
+
+
+@pytest.mark.parametrize("mode, entries", [("rekey", 4), ("alias", 4), ("full", 3)])
+def test_01_a_prompt_enters_whole(mode, entries):
+    pool = BlockPool(4, mode=mode)
+    lease = admit(pool, P)
+    assert (pool.entries, lease.cached, pool.active) == (entries, 0, 4)
+    assert pool.counts.first.tokens_hit == 0
+
+
+def test_02_the_same_prompt_shares_full_blocks():
+    pool = BlockPool(4, mode="full")
+    first, second = admit(pool, P), admit(pool, P)
+    assert second.cached == 12
+    assert first.pages[:3] == second.pages[:3] and first.pages[3] != second.pages[3]
+    assert refs(second) == [2, 2, 2, 1]
+
+
+def test_03_the_last_token_is_always_computed():
+    pool = BlockPool(4, mode="full")
+    serve(pool, P[:12])
+    assert match(pool, P[:12]).usable == 8 and serve(pool, P[:12]) == 8
+    for mode in MODES:
+        pool = BlockPool(4, mode=mode)
+        serve(pool, P[:1])
+        assert serve(pool, P[:1]) == 0
+    assert serve(BlockPool(1), P[:1]) == 0
+
+
+def test_04_a_tail_is_read_from_a_copy():
+    pool = BlockPool(4, mode="alias")
+    first = admit(pool, P)
+    pool.append(first, 1)
+    found = match(pool, P)
+    assert (found.matched, found.usable, found.pages) == (14, 13, first.pages)
+    second = admit(pool, P)
+    assert second.cached == 13
+    assert second.copies == [Copy(first.pages[3], second.pages[3], 1)]
+    assert first.pages[3] != second.pages[3] and refs(first) == [2, 2, 2, 1]
+
+
+def test_04_a_full_last_block_is_read_from_a_copy_too():
+    pool = BlockPool(4, mode="alias")
+    serve(pool, P[:12])
+    second = admit(pool, P[:12], computed=11)
+    assert second.cached == 11
+    assert [copy.rows for copy in second.copies] == [3]
+    pool.publish(second)  # the same as the donor's: one of the two is enough
+    assert second.copies[0].source == second.pages[2]
+    assert pool.counts.duplicates == 1
+
+
+def test_05_growth_changes_the_key():
+    pool = BlockPool(4, mode="rekey")
+    lease = admit(pool, P)
+    grown = [*P, 1, 2, 3]
+    for size in (15, 16, 17):
+        pool.append(lease, grown[size - 1])
+        pool.publish(lease)
+        assert pool.entries == -(-size // 4)
+        assert match(pool, P).matched == 12  # key(14) is gone
+        assert match(pool, grown[:size]).matched == size
+    assert len(lease.blocks) == 5
+
+
+def test_05_an_alias_keeps_the_key_of_the_prompt():
+    pool = BlockPool(4, mode="alias")
+    lease = admit(pool, P)
+    for size in (15, 16, 17):
+        pool.append(lease, size)
+        pool.publish(lease)
+        assert match(pool, P).matched == 14
+    assert match(pool, [*P, 15, 16, 17]).matched == 16  # which is what the next turn sends
+    assert pool.entries == 5
+    pool.release(lease)
+    assert match(pool, P).matched == 14 and (pool.cached, pool.free) == (4, 1)
+
+
+def test_06_whoever_writes_to_a_shared_tail_copies_it():
+    pool = BlockPool(4, mode="rekey", cap=False)
+    first, second = admit(pool, P), admit(pool, P)
+    assert first.pages == second.pages and refs(first) == [2, 2, 2, 2]
+    before = list(second.pages)
+    pool.append(second, 1)
+    pool.publish(second)
+    assert second.copies == [Copy(before[3], second.pages[3], 2)]
+    assert second.pages[3] not in before and refs(first) == [2, 2, 2, 1]
+    assert match(pool, P).pages == first.pages
+    assert match(pool, [*P, 1]).pages == second.pages
+    pool.append(first, 2)  # now it is alone
+    assert not first.copies and first.pages == before
+
+
+@pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
+def test_07_blocks_are_cached_when_the_last_one_leaves(order):
+    pool = BlockPool(4, mode="full", order=order)
+    first, second = admit(pool, P[:12]), admit(pool, [*P[:12], 1])
+    pool.release(first)
+    assert refs(second)[:3] == [1, 1, 1] and pool.cached == 0
+    pool.release(second)
+    assert (pool.cached, pool.active) == (3, 0)
+
+
+def test_08_tails_come_before_heads():
+    pool = BlockPool(4, mode="alias")
+    lease = admit(pool, P)
+    pool.release(lease)
+    assert cached(pool) == lease.pages[::-1]
+    pool = BlockPool(4, mode="full")
+    lease = admit(pool, P)
+    pool.release(lease)
+    assert cached(pool) == lease.pages[2::-1]
+    assert pool._free == lease.pages[3:]  # the tail, which nobody finds
+
+
+@pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_09_heads_are_left(order, kept):
+    pool = BlockPool(4, capacity=kept, mode="full", order=order)
+    lease = admit(pool, [*P[:12], 1, 2, 3, 4])
+    live = serve(pool, [*P[:12], 9])  # hits by sharing even where nothing is kept
+    pages = lease.pages
+    pool.release(lease)
+    assert live == 12
+    assert sorted(cached(pool)) == sorted(pages[:kept])
+    assert (pool.free, pool.counts.evictions) == (pool.total - kept, 4 - kept)
+
+
+def test_10_what_is_used_cannot_be_evicted():
+    pool = BlockPool(4, total=12, capacity=6, mode="full")
+    serve(pool, P[:12])
+    lease = admit(pool, P)
+    assert pool.cached == 0 and lease.cached == 12
+    for number in range(20):
+        serve(pool, list(range(1000 * number, 1000 * number + 24)))
+    assert pool.cached == 6 and match(pool, P).pages == lease.pages[:3]
+
+
+def test_11_the_least_recently_used_goes_first():
+    pool = BlockPool(4, mode="full", order="nested")
+    a, b = admit(pool, P[:8]), admit(pool, list(range(8)))
+    pool.release(a)
+    pool.release(b)
+    serve(pool, [*P[:8], 1])
+    assert cached(pool) == [b.pages[1], b.pages[0], a.pages[1], a.pages[0]]
+
+
+def test_12_one_clock_tick_for_two_releases():
+    left = {}
+    for order in ("nested", "linked"):
+        pool = BlockPool(4, mode="full", order=order, clock=repeat(5).__next__)
+        a, b = admit(pool, P[:8]), admit(pool, list(range(12)))
+        pool.release(a)
+        pool.release(b)
+        names = dict(zip(a.pages + b.pages, ("A0", "A1", "B0", "B1", "B2"), strict=True))
+        left[order] = [names[page] for page in cached(pool)]
+    assert left["nested"] == ["B2", "A1", "B1", "A0", "B0"]
+    assert left["linked"] == ["A1", "A0", "B2", "B1", "B0"]
+
+
+@pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
+def test_14_a_fork_shares_its_stem(order):
+    x, y, z = P[:8], [1, 2, 3, 4], [5, 6, 7, 8]
+    pool = BlockPool(4, mode="full", order=order)
+    first, second = admit(pool, x + y), admit(pool, x + z)
+    assert refs(first) == refs(second) == [2, 2, 1]
+    stem = first.pages[:2]
+    pool.release(first)
+    pool.release(second)
+    while pool.cached > 2:
+        pool._evict()
+    assert sorted(cached(pool)) == sorted(stem)
+    assert match(pool, [*x, 0]).usable == 8
+
+
+def test_16_nothing_is_found_behind_a_gap():
+    pool = BlockPool(4, mode="full")
+    prompt = pool.read(P, ROOT)
+    serve(pool, P)
+    assert pool.drop(prompt.keys[0]) and not pool.drop(prompt.keys[0])
+    found = pool.match(prompt)
+    assert (found.matched, found.missed) == (0, {"tail": 2, "evicted": 12})
+    assert (pool.entries, pool.cached) == (2, 2)
+    lease = admit(pool, P)
+    pool.drop(prompt.keys[0])  # while it is used
+    pool.release(lease)
+    assert pool.free + pool.cached == pool.total
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hashing", ["chained", "direct"])
+def test_21_equal_keys_are_not_equal_tokens(mode, hashing):
+    pool = BlockPool(4, mode=mode, hashing=hashing, hash=lambda data: b"same")
+    first = admit(pool, P[:4])
+    other = pool.read(range(8), ROOT)
+    assert pool.match(other).missed == {"collision": 8}
+    second = admit(pool, range(8))
+    assert second.cached == 0 and not set(first.pages) & set(second.pages)
+    assert match(pool, [*P[:4], 9]).pages == first.pages  # the first entry is kept
+    assert pool.entries == 1
+    pool.release(second)
+    assert pool.free == 2  # what nobody finds is not cached
+    # A root is told from others though all keys are the same.
+    assert match(pool, P[:5], root(salt="x")).matched == 0
+
+
+def test_21_a_parent_is_told_by_what_it_is():
+    """The second block has the tokens and the key that were asked for, behind another parent."""
+    pool = BlockPool(1, mode="full", cap=False, hash=lambda data: data[-4:])
+    admit(pool, [1, 2])
+    assert match(pool, [1, 2]).matched == 2
+    assert match(pool, [3, 2]).missed == {"cold": 1, "evicted": 1}
+    third = admit(pool, [3, 2])
+    assert third.hidden and match(pool, [3, 2]).missed == {"collision": 1}
+
+
+def test_23_of_two_that_compute_the_same_one_is_kept():
+    pool = BlockPool(4, mode="full")
+    prompt = pool.read(P, ROOT)
+    first, second = pool.admit(prompt), pool.admit(prompt)
+    assert second.cached == 0 and not set(first.pages) & set(second.pages)
+    pool.publish(first)
+    twice = second.pages[:3]
+    pool.publish(second)
+    assert second.pages[:3] == first.pages[:3] and refs(first) == [2, 2, 2, 1]
+    assert sorted(pool._free) == sorted(twice) and pool.counts.duplicates == 3
+    pool.release(first)
+    pool.release(second)
+    assert (pool.entries, pool.cached, pool.free) == (3, 3, 5)
+
+
+@pytest.mark.parametrize("mode", ["alias", "rekey"])
+def test_23_of_two_tails_one_is_found(mode):
+    pool = BlockPool(4, mode=mode)
+    prompt = pool.read(P, ROOT)
+    first, second = pool.admit(prompt), pool.admit(prompt)
+    pool.publish(first)
+    pool.publish(second)
+    assert pool.match(prompt).pages == first.pages and second.pages[3] != first.pages[3]
+    for lease in (first, second):
+        for token in (7, 8, 9):  # until the tails are full, and alike again
+            pool.append(lease, token)
+            pool.publish(lease)
+    assert second.pages[:4] == first.pages[:4]
+    pool.release(first)
+    pool.release(second)
+    assert pool.cached == pool.entries - (mode == "alias")  # two keys of one block
+    assert match(pool, P).matched == (14 if mode == "alias" else 12)
+
+
+def test_25_only_what_was_computed_is_left():
+    pool = BlockPool(4, mode="alias")
+    other = admit(pool, P[:4])
+    before = refs(other)
+    lease = admit(pool, P, computed=9)
+    assert match(pool, P).matched == 8
+    pool.release(lease)  # cancelled
+    assert refs(other) == before and (pool.entries, pool.cached) == (2, 1)
+
+
+def test_26_figures_of_two_equal_requests():
+    pool = BlockPool(4, mode="full")
+    serve(pool, P, new=range(30))  # only the first lookup counts
+    serve(pool, P)
+    found = pool.counts.first
+    assert (found.tokens_hit, found.tokens) == (12, 28)
+    assert (found.full_blocks_hit, found.full_blocks) == (3, 6)
+    assert (found.blocks_hit, found.blocks) == (3, 8)
+    assert (found.requests_hit, found.requests) == (1, 2)
+
+
+def test_27_a_request_counts_once():
+    pool = BlockPool(4, total=4, mode="full")
+    first, prompt = admit(pool, P), pool.read([1, *P[1:]], ROOT)
+    for _ in range(5):
+        assert pool.admit(prompt) is None
+    assert pool.counts.first.requests == 1
+    pool.release(first)
+    second = pool.admit(prompt)
+    assert pool.counts.first.requests == 2
+    pool.publish(second)
+    pool.release(second)
+    before = pool.counts.first.tokens_hit
+    pool.release(pool.admit(prompt, resumed=True))
+    assert (pool.counts.first.requests, pool.counts.first.tokens_hit) == (2, before)
+    assert (pool.counts.resumed.requests, pool.counts.resumed.tokens_hit) == (1, 12)
+
+
+@pytest.mark.parametrize(
+    "mode, tokens, missed",
+    [
+        ("full", P, {"tail": 2}),
+        ("full", P[:12], {"last_token": 4}),
+        ("full", [*P[:12], 1, 2, 3, 4, 5], {"cold": 4, "tail": 1}),
+        ("alias", P, {"last_token": 1}),
+        ("alias", P[:13], {"cold": 1}),
+        ("alias", [1, *P[1:]], {"cold": 14}),
+        ("rekey", P, {"last_token": 1}),
+        ("alias", [*range(900, 914), 1], {"evicted": 12, "cold": 3}),
+        ("full", range(900, 914), {"evicted": 12, "tail": 2}),
+    ],
+)
+def test_28_each_token_is_found_or_has_one_reason(mode, tokens, missed):
+    pool = BlockPool(4, mode=mode)
+    serve(pool, range(900, 914))
+    while pool.cached:
+        pool._evict()
+    serve(pool, P)
+    found = match(pool, tokens)
+    assert found.missed == missed
+    assert sum(missed.values()) + found.usable == len(tokens)
+
+
+def test_28_what_was_evicted_long_ago_is_cold():
+    pool = BlockPool(1, capacity=0, mode="full", ghosts=4)
+    for token in range(10):
+        serve(pool, [token])
+    reasons = [next(iter(match(pool, [token]).missed)) for token in range(10)]
+    assert reasons[:6] == ["cold"] * 6 and reasons[8:] == ["evicted"] * 2
+
+
+def test_35_reset_and_double_release():
+    pool = BlockPool(4, total=8)
+    lease = admit(pool, P)
+    assert not pool.reset() and match(pool, P).matched == 14
+    pool.release(lease)
+    with pytest.raises(RuntimeError, match="released before"):
+        pool.release(lease)
+    held = pool.pin(pool.read(P, ROOT))
+    assert not pool.reset()
+    pool.unpin(held)
+    assert pool.reset()
+    assert (pool.free, pool.cached, pool.entries) == (8, 0, 0)
+    assert match(pool, P).missed == {"cold": 14}
+    assert sorted(admit(pool, range(32)).pages) == list(range(8))
+
+
+@pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
+def test_a_pin_holds_its_chain(order):
+    pool = BlockPool(4, total=8, order=order)
+    serve(pool, P)
+    pin = pool.pin(pool.read(P, ROOT))
+    assert len(pin.blocks) == 4
+    for number in range(10):
+        serve(pool, range(100 * number, 100 * number + 16))
+    assert match(pool, P).matched == 14
+    assert pool.admit(pool.read(range(17), ROOT)) is None
+    pool.unpin(pin)
+    assert pool.admit(pool.read(range(5000, 5032), ROOT)) is not None
+
+
+def test_a_lone_request_gets_the_page_of_the_tail_that_it_would_have_copied():
+    pool = BlockPool(4, total=4)
+    serve(pool, P)
+    lease = admit(pool, P)
+    assert lease is not None and lease.cached == 12 and not lease.copies
+    assert pool.counts.first.missed["evicted"] == 2
+
+
+def test_room_is_taken_when_a_request_is_admitted():
+    pool = BlockPool(4, total=6)
+    lease = admit(pool, P, room=10)
+    assert (len(lease.blocks), pool.free) == (6, 0)
+    assert all(pool.append(lease, token) for token in range(10))
+    assert not pool.append(lease, 10) and lease.length == 24
+    assert pool.admit(pool.read(P, ROOT), room=10) is None
+    pool.publish(lease)
+    pool.release(lease)
+    assert pool.cached == 6
+
+
+def test_growth_evicts_what_nobody_uses():
+    pool = BlockPool(4, total=5, mode="full")
+    serve(pool, P[:8])
+    lease = admit(pool, range(12))
+    assert pool.append(lease, 1) and pool.counts.evictions == 1
+    assert match(pool, P).matched == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "half"}, {"order": "random"}, {"hashing": "crc"}, {"total": 0},
+              {"capacity": -1}, {"block": 0}, {"ghosts": 1}],
+)  # fmt: skip
+def test_settings_are_checked(wrong):
+    with pytest.raises(UserError, match="got"):
+        BlockPool(**{"block": 4} | wrong)

@@ -1,0 +1,145 @@
+"""Keys: equal for equal prefixes, and for nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.errors import UserError
+from jaxkv.prefix import BlockPool, Chain, encode, root
+from jaxkv.prefix.keys import sha256
+
+ABOUT = {
+    "policy": "streaming:sinks=4,window=252", "budget": 256, "sinks": 4, "chunk": 128, "seed": 0,
+    "dtype": "float32", "rotary": ("default", 10_000.0), "model": b"\1\2",
+}  # fmt: skip
+
+
+def tokens_found(first, second, tokens=tuple(range(13))):
+    """Tokens of a prompt that a root finds where another one left them."""
+    pool = BlockPool(4, mode="full")
+    lease = pool.admit(pool.read(tokens, first))
+    pool.publish(lease)
+    pool.release(lease)
+    return pool.match(pool.read(tokens, second)).usable
+
+
+def test_salts_keep_apart():
+    """Behaviour 18."""
+    a, b, none = root(salt="a"), root(salt="b"), root()
+    assert tokens_found(a, b) == 0
+    assert tokens_found(a, a) == 12
+    assert tokens_found(none, a) == tokens_found(a, none) == 0
+    for empty in ("", b""):
+        with pytest.raises(UserError, match="salt must not be empty"):
+            root(salt=empty)
+
+
+def test_a_field_is_its_name_type_and_value():
+    """Behaviour 19."""
+    told = [
+        {}, {"adapter": "x"}, {"salt": "x"}, {"salt": None}, {"salt": b"x"},
+        {"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}, {"a": ("ab", "c")}, {"a": ("a", "bc")},
+        {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"a": (1,)}, {"a": ((1,),)}, {"a": ()},
+        {"ab": ""}, {"a": "b"}, {"a": None, "b": None}, {"a": (None, None)},
+    ]  # fmt: skip
+    assert len({root(**fields) for fields in told}) == len(told)
+    assert root(a=1, b="2") == root(b="2", a=np.int64(1))
+    assert root(a=("x", 1)) == root(a=["x", 1])
+    assert len(root()) == 32
+    with pytest.raises(UserError, match="adapter must be made of"):
+        root(adapter={"x": 1})
+
+
+@pytest.mark.parametrize("field", ABOUT)
+def test_whatever_a_cache_depends_on_changes_its_root(field):
+    """Behaviour 20."""
+    value = ABOUT[field]
+    other = value + 1 if isinstance(value, int) else value[:-1]
+    assert tokens_found(root(**ABOUT), root(**ABOUT)) == 12
+    assert tokens_found(root(**ABOUT), root(**ABOUT | {field: other})) == 0
+
+
+def test_tokens_are_numbers_whatever_holds_them():
+    """Behaviour 22: one key for each kind of integer, and equal keys in every process."""
+    tokens = [0, 65_536, 7, 2**31 - 1]
+    kinds = [tokens, tuple(tokens), [np.int64(t) for t in tokens]]
+    kinds += [np.array(tokens, dtype) for dtype in ("i4", "i8", "u4", "u8", ">i8", ">u4")]
+    assert {encode(kind) for kind in kinds} == {b"".join(t.to_bytes(4, "little") for t in tokens)}
+    keys = Chain(2).read(tokens, root()).keys
+    assert all(Chain(2).read(kind, root()).keys == keys for kind in kinds)
+    assert Chain(1).read([65_536], root()).keys != Chain(1).read([0], root()).keys
+    code = ("from jaxkv.prefix import Chain, root; "
+            f"print(Chain(2).read({tokens}, root()).keys[-1].hex())")  # fmt: skip
+    for seed in ("0", "1"):
+        env = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert run.stdout.strip() == keys[-1].hex(), run.stderr
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[-1], [2**32], [1.5], ["a"], np.array([-1]), np.array([2**32]), np.array([1.0]),
+     np.zeros((1, 2), int)],
+)  # fmt: skip
+def test_what_is_no_token_is_refused(tokens):
+    with pytest.raises(UserError, match="tokens must be whole numbers from 0"):
+        encode(tokens)
+
+
+def test_settings_are_checked():
+    for wrong in ({"piece": 0}, {"piece": 4, "hashing": "xor"}):
+        with pytest.raises(UserError, match="got"):
+            Chain(**wrong)
+    with pytest.raises(UserError, match="at least one token"):
+        Chain(4).read([], root())
+
+
+def test_the_index_needs_no_jax():
+    code = "import sys, jaxkv.prefix; print(*{'jax', 'jaxlib', 'flax'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_a_key_covers_all_before_it():
+    for hashing in ("chained", "direct"):
+        chain = Chain(2, hashing)
+        one, other = chain.read([1, 2, 3, 4], root()), chain.read([9, 2, 3, 4], root())
+        assert not set(one.keys) & set(other.keys)
+        longer = chain.read([1, 2, 3, 4, 5], root(), partial=True)
+        assert longer.keys[:2] == one.keys and len(longer.keys) == 3
+        assert chain.read([1, 2, 3, 4, 5], root()).keys == one.keys
+    assert Chain(2).read([1], root(), partial=True).keys != one.keys[:1]
+
+
+def test_the_hash_of_a_chained_key():
+    """What it is made of is part of its meaning: another machine may compute it anew."""
+    (key,) = Chain(2).read([1, 2], root()).keys
+    assert key == sha256(root() + (8).to_bytes(8, "little") + encode([1, 2]))
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(prompts=PROMPTS, block=st.integers(1, 4), mode=st.sampled_from(["full", "alias", "rekey"]),
+       capacity=st.none() | st.integers(0, 6))  # fmt: skip
+def test_direct_and_chained_hashing_find_the_same(prompts, block, mode, capacity):
+    counts = []
+    for hashing in ("chained", "direct"):
+        pool = BlockPool(block, capacity=capacity, mode=mode, hashing=hashing)
+        for number, prompt in enumerate(prompts):
+            lease = pool.admit(pool.read(prompt, root()))
+            pool.publish(lease)
+            for token in range(number % 4):
+                pool.append(lease, token)
+                pool.publish(lease)
+            pool.release(lease)
+        counts.append(pool.counts)
+    assert counts[0] == counts[1]

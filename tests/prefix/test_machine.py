@@ -1,0 +1,321 @@
+"""Whatever is done to a pool in whatever order: behaviours 15, 28 and 34 of the reference.
+
+Pages have contents here: a row is the whole prefix up to its token. Whatever the pool says need
+not be computed must be there, and in full mode all that a naive pool finds must be found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxkv.prefix import BlockPool, Lease, encode, root
+from jaxkv.prefix.keys import TOKEN, sha256
+from tests.prefix.naive import Naive, Table
+
+ROOTS = [root(salt=None), root(salt="a")]
+TOKENS = st.sampled_from([0, 1])
+PICK = st.sampled_from(range(24))
+SALT = st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[0], ROOTS[1]])
+KEEP = st.sampled_from([99, 99, 99, 9, 6, 4, 3])
+MORE = st.sampled_from([0, 0, 1, 2, 5])
+
+
+@dataclass
+class Held:
+    lease: Lease
+    root: bytes
+    tokens: list[int]
+    computed: int
+    naive: Table | None
+
+
+class Machine(RuleBasedStateMachine):
+    """kinds: settings of the pools. forced: blocks are dropped too, so chains may have gaps."""
+
+    modes = ("full", "alias", "rekey")
+    hash = staticmethod(sha256)
+    forced = False
+    steps = 0
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        draw = data.draw
+        self.block = draw(st.sampled_from([1, 2, 3, 4]))
+        about = {
+            "total": draw(st.sampled_from([None, 8, 12, 16, 20])),
+            "capacity": draw(st.sampled_from([None, None, 0, 2, 5])),
+            "cap": draw(st.booleans()),
+        }
+        mode, order = (
+            draw(st.sampled_from(c)) for c in (self.modes, ("linked", "nested", "frequency"))
+        )
+        self.pool = BlockPool(self.block, mode=mode, order=order, hash=self.hash, **about)
+        exact = mode == "full" and self.hash is sha256 and not self.forced
+        self.naive = Naive(self.block, frequency=order == "frequency", **about) if exact else None
+        self.held: list[Held] = []
+        self.pins: list[tuple[Lease, Table | None]] = []
+        self.pages: dict[int, dict[int, tuple]] = {}
+        self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
+        self.queried = 0
+
+    @precondition(lambda self: len(self.held) < 5)
+    @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE, room=MORE, now=st.booleans(), data=st.data())
+    def admit(self, salt, like, keep, more, room, now, data):
+        """A request comes; `now`: its prompt is computed at once."""
+        tokens = [*self.said[like % len(self.said)][:keep]]
+        tokens += data.draw(st.lists(TOKENS, min_size=more, max_size=more))
+        self.said = [*self.said[-6:], tokens]
+        prompt = self.pool.read(tokens, salt)
+        found = self.pool.match(prompt)
+        assert found.usable + sum(found.missed.values()) == len(tokens)
+        assert found.usable <= found.matched <= len(tokens)
+        lease = self.pool.admit(prompt, room)
+        table = self.naive.admit(salt, tokens, room) if self.naive else None
+        if self.naive:
+            assert (lease is None) == (table is None)
+        if lease is None:
+            return
+        self.queried += len(tokens)
+        if self.naive:
+            assert (
+                lease.cached
+                == found.usable
+                == sum(self.block for prefix in table.prefixes if prefix)
+            )
+        if self.pool.cap:
+            assert lease.cached < len(tokens)
+        one = Held(lease, salt, tokens, lease.cached, table)
+        self.copy(lease)
+        for position in range(lease.cached):
+            page, row = lease.pages[position // self.block], position % self.block
+            assert self.pages[page][row] == (salt, *tokens[: position + 1])
+        self.held.append(one)
+        if now:
+            self.read(one, len(tokens))
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK, count=st.sampled_from([1, 2, 3, 99]))
+    def compute(self, pick, count):
+        self.read(self.held[pick % len(self.held)], count)
+
+    def read(self, one, count):
+        for position in range(one.computed, min(one.computed + count, len(one.tokens))):
+            self.write(one, position)
+        self.publish(one)
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK, tokens=st.lists(TOKENS, min_size=1, max_size=6))
+    def generate(self, pick, tokens):
+        one = self.held[pick % len(self.held)]
+        for token in tokens if one.computed == len(one.tokens) else ():
+            done = self.pool.append(one.lease, token)
+            if self.naive:
+                assert self.naive.append(one.naive, token) == done
+            if not done:
+                return
+            self.copy(one.lease)
+            one.tokens = [*one.tokens, token]
+            self.write(one, len(one.tokens) - 1)
+            self.publish(one)
+        self.said = [*self.said[-6:], one.tokens]
+
+    @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE,
+          new=st.lists(TOKENS, max_size=6), data=st.data())  # fmt: skip
+    def serve(self, salt, like, keep, more, new, data):
+        """A request from beginning to end."""
+        before = len(self.held)
+        self.admit(salt, like, keep, more, 0, True, data)
+        if len(self.held) > before:
+            self.generate(before, new)
+            self.release(before)
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK)
+    def release(self, pick):
+        one = self.held.pop(pick % len(self.held))
+        self.pool.release(one.lease)
+        with pytest.raises(RuntimeError):
+            self.pool.release(one.lease)
+        if self.naive:
+            self.naive.release(one.naive)
+
+    @precondition(lambda self: not self.pins and self.pool.entries > 2)
+    @rule(salt=SALT, like=PICK)
+    def pin(self, salt, like):
+        tokens = self.said[like % len(self.said)]
+        lease = self.pool.pin(self.pool.read(tokens, salt))
+        self.pins.append((lease, self.naive.pin(salt, tokens) if self.naive else None))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self):
+        lease, table = self.pins.pop()
+        self.pool.unpin(lease)
+        if self.naive:
+            self.naive.release(table)
+
+    @precondition(lambda self: self.forced)
+    @rule(salt=SALT, like=PICK, number=PICK)
+    def drop(self, salt, like, number):
+        keys = self.pool.read(self.said[like % len(self.said)], salt).keys
+        if keys:
+            self.pool.drop(keys[number % len(keys)])
+
+    @precondition(lambda self: not self.held and not self.pins and self.pool.cached > 4)
+    @rule()
+    def reset(self):
+        assert self.pool.reset()
+        if self.naive:
+            self.naive.entries.clear()
+
+    def copy(self, lease):
+        for source, target, rows in lease.copies:
+            assert source != target
+            kept = self.pages.setdefault(source, {})
+            self.pages[target] = {row: kept.get(row) for row in range(rows)}
+        lease.copies.clear()
+
+    def write(self, one, position):
+        block, row = one.lease.blocks[position // self.block], position % self.block
+        sharers = [other for other in self.held if block in other.lease.blocks]
+        assert sharers == [one], "written where others read"
+        assert not block.keys or row >= len(block.tokens) // TOKEN, "written where others find"
+        prefix = (one.root, *one.tokens[: position + 1])
+        self.pages.setdefault(block.page, {})[row] = prefix
+        one.computed = max(one.computed, position + 1)
+
+    def publish(self, one):
+        self.pool.publish(one.lease, one.computed)
+        if self.naive:
+            self.naive.publish(one.root, one.naive, one.computed)
+
+    @invariant()
+    def add_up(self):
+        type(self).steps += 1
+        pool = self.pool
+        tables = [*(one.lease for one in self.held), *(pin for pin, _ in self.pins)]
+        standing = Counter(block for lease in tables for block in lease.blocks)
+        assert all(block.refs == count for block, count in standing.items())
+        cached = list(pool._order)
+        assert all(not block.refs and block.keys for block in cached)
+        pages = [*pool._free, *(b.page for b in cached), *(b.page for b in standing)]
+        assert sorted(pages) == list(range(pool.total))
+        assert pool.free + pool.active + pool.cached == pool.total
+        assert pool.active == len(standing) and pool.cached == len(cached)
+        assert pool.capacity is None or pool.cached <= pool.capacity
+        found = pool.counts.first
+        assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
+        assert found.blocks_hit <= found.blocks and found.full_blocks_hit <= found.full_blocks
+
+    @invariant()
+    def what_is_found_is_there(self):
+        pool, known = self.pool, {root: (root,) for root in ROOTS}
+        entries = pool._index._entries
+        assert all(key in block.keys for key, block in entries.items())
+        for block in sorted(set(entries.values()), key=lambda block: block.depth):
+            parent = block.parent
+            if not isinstance(parent, bytes) and not parent.keys:
+                assert self.forced, "an orphan"
+                continue
+            if parent not in known:
+                continue  # an orphan's child
+            prefix = known[block] = known[parent] + tuple(
+                int.from_bytes(block.tokens[at : at + TOKEN], "little")
+                for at in range(0, len(block.tokens), TOKEN)
+            )
+            assert block.depth == (len(known[parent]) - 1) // self.block
+            for row in range(len(block.tokens) // TOKEN):
+                begun = len(prefix) - len(block.tokens) // TOKEN
+                assert self.pages[block.page][row] == prefix[: begun + row + 1]
+
+    @invariant()
+    def a_naive_pool_agrees(self):
+        if self.naive is None:
+            return
+        pool, naive = self.pool, self.naive
+        assert (pool.entries, pool.counts.evictions) == (len(naive.entries), naive.evictions)
+        assert [(block.depth + 1) * self.block + 1 for block in pool._order] == list(
+            map(len, naive.cached())
+        )
+
+    @rule(salt=SALT, like=PICK, end=st.sampled_from([99, 7, 5, 4]))
+    def match(self, salt, like, end):
+        """All is found that is there: the longest chain of entries that spell the prompt."""
+        tokens = self.said[like % len(self.said)][:end]
+        found = self.pool.match(self.pool.read(tokens, salt))
+        if self.naive:
+            assert found.usable == self.naive.usable(salt, tokens)
+        if self.hash is not sha256 or self.forced:
+            return
+        spelled, matched = set(), 0
+        for block in set(self.pool._index._entries.values()):
+            chain = [block]
+            while not isinstance(chain[-1].parent, bytes):
+                chain.append(chain[-1].parent)
+            data = b"".join(one.tokens for one in reversed(chain))
+            spelled.add(chain[-1].parent + data)
+            if self.pool.mode == "alias" and len(block.keys) > 1:  # its prompt's tail too
+                sizes = [len(p) for p in self.tails(block, data, chain[-1].parent)]
+                spelled.update(chain[-1].parent + data[:size] for size in sizes)
+        whole = [n for n in range(self.block, len(tokens) + 1, self.block)]
+        for size in whole + ([len(tokens)] if self.pool.mode != "full" else []):
+            if salt + encode(tokens[:size]) not in spelled:
+                break
+            matched = size
+        assert found.matched == matched
+
+    def tails(self, block, data, salt):
+        """The prompts by whose keys a full block is found besides its own."""
+        begin = len(data) - len(block.tokens)
+        for size in range(begin + TOKEN, len(data), TOKEN):
+            count = size // TOKEN
+            tokens = [int.from_bytes(data[4 * n : 4 * n + 4], "little") for n in range(count)]
+            if self.pool.read(tokens, salt).keys[-1] in block.keys:
+                yield data[:size]
+
+
+class Colliding(Machine):
+    """One byte of hash: keys are often those of something else."""
+
+    hash = staticmethod(lambda data: sha256(data)[:1])
+
+
+class Forced(Machine):
+    forced = True
+
+
+@pytest.mark.parametrize("kind, examples", [(Machine, 400), (Colliding, 150), (Forced, 100)])
+def test_whatever_is_done_to_a_pool(kind, examples):
+    """More than 10,000 steps in all, each followed by every check."""
+    run(kind, examples)
+    assert kind.steps >= 30 * examples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
+def test_whatever_is_done_to_a_pool_for_long(kind):
+    run(kind, 1500)
+
+
+def run(kind, examples):
+    kind.steps = 0
+    run_state_machine_as_test(
+        kind,
+        settings=settings(
+            max_examples=examples, stateful_step_count=50, deadline=None, database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip

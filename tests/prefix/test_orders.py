@@ -1,0 +1,130 @@
+"""Eviction orders, alone and in a pool."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+
+from jaxkv.prefix import BlockPool
+from jaxkv.prefix.orders import Frequency, Linked, Nested
+from tests.prefix.prompts import match, serve
+
+
+def drain(order):
+    return [order.pop() for _ in range(len(order))]
+
+
+def fill(order, times):
+    """A of two blocks and B of three, released one after the other, tails first."""
+    for name, blocks in (("A", 2), ("B", 3)):
+        time = next(times)
+        for depth in reversed(range(blocks)):
+            order.add(f"{name}{depth}", time, depth, 1)
+    return order
+
+
+def test_equal_times_tell_heap_from_list():
+    """Behaviour 12, and the trap of the clock."""
+    by_list = ["A1", "A0", "B2", "B1", "B0"]
+    assert drain(fill(Nested(), iter([5, 5]))) == ["B2", "A1", "B1", "A0", "B0"]
+    assert drain(fill(Linked(), iter([5, 5]))) == by_list
+    for order in (Nested, Linked, Frequency):
+        assert drain(fill(order(), count())) == by_list
+
+
+@pytest.mark.parametrize("order", [Linked, Nested, Frequency])
+def test_an_order_holds_what_was_put_in(order):
+    one = fill(order(), count())
+    assert len(one) == 5 and list(one) == ["A1", "A0", "B2", "B1", "B0"]
+    one.remove("A0")
+    with pytest.raises(KeyError):
+        one.remove("A0")
+    assert [one.pop(), len(one), one.pop()] == ["A1", 3, "B2"]
+    one.add("A0", 9, 0, 1)
+    assert list(one) == drain(one) == ["B1", "B0", "A0"]
+    with pytest.raises(LookupError):
+        one.pop()
+
+
+def test_heap_and_list_pop_the_same():
+    """Behaviour 13: over 100,000 operations, each release at a time of its own."""
+    rng, times = random.Random(0), count()
+    heap, linked, inside, free = Nested(), Linked(), set(), list(range(3000))
+    operations = pops = 0
+    while operations < 100_000:
+        kind = rng.random()
+        if kind < 0.3:  # a request is released, its tail first
+            time = next(times)
+            for depth in reversed(range(min(rng.randint(1, 8), len(free)))):
+                item = free.pop()
+                heap.add(item, time, depth, 1)
+                linked.add(item, time, depth, 1)
+                inside.add(item)
+                operations += 1
+        elif inside:
+            if kind < 0.6:  # a block is used again
+                item = inside.pop()
+                heap.remove(item)
+                linked.remove(item)
+            else:
+                item = heap.pop()
+                assert linked.pop() == item
+                inside.remove(item)
+                pops += 1
+            free.append(item)
+            operations += 1
+    assert list(heap) == list(linked) and len(heap) == len(inside)
+    assert pops > 20_000
+
+
+def test_a_heap_does_not_grow_with_what_was_removed():
+    for order in (Nested(), Frequency()):
+        for time in range(10_000):
+            order.add("kept" if not time else "used", time, 0, 1)
+            if time:
+                order.remove("used")
+        heaps = [order._heap] if isinstance(order, Frequency) else order._heaps.values()
+        assert sum(map(len, heaps)) < 200
+        assert drain(order) == ["kept"]
+
+
+def test_inserting_comes_before_evicting():
+    """Behaviour 9, and the second trap: whatever comes first, the head of a chain is left."""
+    for kept in (0, 1, 2, 3):
+        for depths in ([0, 1, 2, 3], [3, 2, 1, 0]):
+            heap = Nested()
+            for depth in depths:
+                heap.add(depth, 7, depth, 1)
+                if len(heap) > kept:
+                    heap.pop()
+            assert sorted(heap) == list(range(kept))
+    late, left = Nested(), []
+    for depth in [0, 1, 2, 3]:  # the other way round cuts chains
+        if len(late) == 2:
+            late.pop()
+        late.add(depth, 7, depth, 1)
+    left = sorted(late)
+    assert left == [0, 3]
+
+
+def test_the_most_used_goes_last():
+    """Behaviour 17: by how often, then how long ago, then how deep."""
+    order = Frequency()
+    for item, time, depth, uses in (("often", 1, 3, 9), ("new", 8, 1, 2), ("deep", 4, 2, 2),
+                                    ("shallow", 4, 1, 2), ("once", 9, 0, 1)):  # fmt: skip
+        order.add(item, time, depth, uses)
+    assert list(order) == drain(order) == ["once", "deep", "shallow", "new", "often"]
+
+
+def test_the_most_used_prefix_stays_in_a_pool():
+    """Behaviour 17: one used often outlives one used lately; a list would keep the latter."""
+    left = {}
+    for order in ("frequency", "linked", "nested"):
+        pool = BlockPool(4, total=4, order=order, cap=False)
+        often, lately, other = (list(range(n, n + 8)) for n in (0, 100, 200))
+        for prompt in (often, often, often, lately, other):
+            serve(pool, prompt)
+        left[order] = [match(pool, prompt).matched for prompt in (often, lately)]
+    assert left == {"frequency": [8, 0], "linked": [0, 8], "nested": [0, 8]}

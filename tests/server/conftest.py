@@ -1,0 +1,138 @@
+"""Servers on real sockets, each in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from jaxkv import server
+from tests.server.fake import FakeEngine, language
+
+ENDLESS = {"model": "bytes", "prompt": "endless", "max_tokens": 90_000, "temperature": 0}
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The one error object, whose message is one line."""
+        assert self.json.keys() == {"error"}
+        error = self.json["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"] and "\n" not in error["message"]
+        assert len(error["message"]) < 400
+        return error
+
+
+class Served(NamedTuple):
+    """A running server: its engine, and ways to ask it."""
+
+    engine: FakeEngine
+    port: int
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """body: bytes as they are, anything else as JSON."""
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if raw is not None:
+            headers = {"content-type": "application/json"} | headers
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request(method, path, raw, headers)
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
+
+    def complete(self, prompt: Any, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
+        body = {"model": "bytes", "prompt": prompt, "max_tokens": 400} | fields
+        return self.ask("POST", "/v1/completions", body, **(headers or {}))
+
+    def chat(self, text: str, **fields: Any) -> Answer:
+        body = {"model": "bytes", "messages": [{"role": "user", "content": text}]} | fields
+        return self.ask("POST", "/v1/chat/completions", body)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """The official client, which asks once. Use it in a `with`."""
+        base = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=base, api_key=key, max_retries=0, timeout=20)
+
+    def connect(self, **options: int) -> socket.socket:
+        """options: of the socket, such as SO_RCVBUF."""
+        connection = socket.socket()
+        for name, value in options.items():
+            connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def send(self, body: Any, key: str = "none", **options: int) -> socket.socket:
+        """Ask for a completion and read nothing yet."""
+        connection, raw = self.connect(**options), json.dumps(body).encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (key.encode(), len(raw), raw)
+        )
+        return connection
+
+    def works(self) -> None:
+        """It goes on serving, and nothing is left of what was asked before."""
+        assert self.complete("|fine", max_tokens=8).json["choices"][0]["text"] == "fine"
+        eventually(lambda: not self.engine.tickets)
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.005)
+
+
+def events(raw: bytes) -> list[Any]:
+    """The objects of a stream that is framed as it must be, and ended."""
+    assert raw.endswith(b"\n\n")
+    *told, done = raw.decode().removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    assert all(event.startswith("data: {") and "\n" not in event for event in told)
+    return [json.loads(event.removeprefix("data: ")) for event in told]
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, words=None, tenants=(), write_seconds=60.0, **terms: Any):
+    words = words or language()
+    listener = server.bind("127.0.0.1", 0, write_seconds)
+    terms = server.Terms(write_seconds=write_seconds, **terms)
+    running = server.server_of(server.application(engine, words, tenants, terms))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    port = listener.getsockname()[1]
+    engine.start()
+    thread.start()
+    try:
+        yield Served(engine, port)
+    finally:
+        running.should_exit = True
+        thread.join(20)
+        engine.stop()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server that many tests share: they must leave nothing behind."""
+    with serving(FakeEngine()) as served:
+        yield served

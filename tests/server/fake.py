@@ -1,0 +1,171 @@
+"""An engine without a model, and a language of bytes: what it answers stands in the prompt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, cycle, pairwise, repeat
+from types import SimpleNamespace
+
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
+from jaxkv.errors import UserError
+from models.chat import Chat
+from models.language import Language
+from models.tokenizer import Tokenizer
+
+BOS, EOS, WIDE, VOCAB = 256, 257, 258, 259
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+)
+
+
+def language(template: str | None = None) -> Language:
+    """Bytes are tokens, and there is a BOS, an EOS, and a token that is a page long."""
+    table = (*(bytes([byte]) for byte in range(256)), b"<s>", b"</s>", b"wide " * 1000)
+
+    def ids_of(text: str) -> list[int]:
+        head = [BOS] if text.startswith("<s>") else []
+        return [*head, *text.removeprefix("<s>").encode()]
+
+    tokenizer = Tokenizer(ids_of, table, frozenset({BOS, EOS}), BOS, (EOS,), (BOS,))
+    chat = Chat(template, (("bos_token", "<s>"),))
+    return Language(SimpleNamespace(tokenizer=tokenizer, chat=chat, eos=(EOS,)), "bytes", 1)
+
+
+def logprob(before: int, token: int) -> float:
+    """What the engine gives a token: a small whole number, so that sums are exact."""
+    return -float(1 + (7 * before + token) % 13)
+
+
+def scored(before: int, token: int, top: int | None) -> Scored:
+    if top is None:
+        return Scored(token)
+    best = sorted(range(WIDE), key=lambda other: -logprob(before, other))[:top]
+    return Scored(token, logprob(before, token), tuple((t, logprob(before, t)) for t in best))
+
+
+def script(request: Request) -> Iterator[int]:
+    """Behind a | in the prompt stands the answer, to be ended by an eos; else it never ends, and
+    says the seed again and again, or one word where it is greedy."""
+    prompt = bytes(token for token in request.tokens if token < 256)
+    _, bar, answer = prompt.partition(b"|")
+    if bar:
+        return chain(answer.removesuffix(b"\n").removesuffix(b"[assistant]"), repeat(EOS))
+    if b"wide" in prompt:
+        return repeat(WIDE)
+    word = "la " if request.sampling.temperature == 0 else f"{request.seed} "
+    return cycle(word.encode())
+
+
+@dataclass(eq=False)
+class Ticket:
+    request: Request
+    listener: Listener
+    tokens: Iterator[int]
+    came: float = field(default_factory=time.monotonic)
+    made: list[int] = field(default_factory=list)
+    cached: int = 0
+    cancelled: bool = False
+
+
+class FakeEngine:
+    """Prompts that hold these words end badly: `!fail`, at the third token; `!full`, at once.
+
+    pause: seconds between steps. ended: the outcomes so far.
+    """
+
+    def __init__(self, slots: int = 4, most: int = 100_000, pause: float = 0.0):
+        self.slots, self.most, self.vocab, self.pause = slots, most, VOCAB, pause
+        self.healthy = True
+        self.tickets: list[Ticket] = []
+        self.requests: list[Request] = []
+        self.ended: list[Outcome] = []
+        self._seen: set[tuple] = set()
+        self._news = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        if len(request.tokens) + request.max_new_tokens > self.most:
+            raise UserError(f"a row holds {self.most} tokens, got more; shorten it")
+        prompt = bytes(token for token in request.tokens if token < 256)
+        if b"!full" in prompt:
+            raise Overloaded("64 requests wait", 7.2)
+        ticket = Ticket(request, listener, script(request))
+        with self._news:
+            key = (request.salt, request.tokens)
+            ticket.cached = len(request.tokens) - 1 if key in self._seen else 0
+            self._seen.add(key)
+            self.tickets.append(ticket)
+            self.requests.append(request)
+            self._news.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._news:
+            ticket.cancelled = True
+            self._news.notify()
+
+    def figures(self) -> dict:
+        return {
+            "running": len(self.tickets), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
+            "snapshot_slots": 8, "snapshot_slots_used": 3, "prefix_queries": 100,
+            "prefix_hits": 40, "evictions": 1, "preemptions": 0, "compilations": 5,
+            "misses": {"cold": 50, "tail": 10}, "steps": 7, "step_tokens": 70,
+        }  # fmt: skip
+
+    def start(self) -> FakeEngine:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+        self._thread.join()
+        for ticket in list(self.tickets):
+            self._end(ticket, "cancelled")
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._stopping or self.tickets)
+                if self._stopping:
+                    return
+                running = self.tickets[: self.slots]
+            for ticket in running:
+                self._write(ticket)
+            time.sleep(self.pause)
+
+    def _write(self, ticket: Ticket) -> None:
+        request, listener = ticket.request, ticket.listener
+        prompt, top = list(request.tokens), request.logprobs
+        if ticket.cancelled:
+            return self._end(ticket, "cancelled")
+        if request.echo and not ticket.made:
+            pairs = pairwise(prompt)
+            listener.prompt([Scored(prompt[0]), *(scored(*pair, top) for pair in pairs)])
+        if len(ticket.made) == request.max_new_tokens:
+            return self._end(ticket, "length")
+        if len(ticket.made) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
+            return self._end(ticket, "error", "the model gives no numbers")
+        token = next(ticket.tokens)
+        before = [*prompt, *ticket.made][-1]
+        ticket.made.append(token)
+        if listener.token(scored(before, token, top)):
+            return self._end(ticket, "stop")
+        if token in request.eos:
+            return self._end(ticket, "eos")
+        if len(ticket.made) == request.max_new_tokens:
+            return self._end(ticket, "length")
+
+    def _end(self, ticket: Ticket, reason: str, error: str = "") -> None:
+        self.tickets.remove(ticket)
+        size, seconds = len(ticket.request.tokens), time.monotonic() - ticket.came
+        first = seconds if ticket.made else None
+        new = len(ticket.made)
+        outcome = Outcome(reason, size, ticket.cached, new, 0.0, first, seconds, error)
+        self.ended.append(outcome)
+        ticket.listener.done(outcome)

@@ -1,0 +1,252 @@
+"""What is answered, in both shapes, whole and streamed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from jaxkv import __version__
+from tests.server.conftest import events, serving
+from tests.server.fake import BOS, EOS, TEMPLATE, FakeEngine, language, logprob
+
+
+def test_a_completion(served):
+    answer = served.complete("Say|hello")
+    assert answer.status == 200 and answer.headers["content-type"] == "application/json"
+    told = answer.json
+    assert told["id"].startswith("cmpl-") and told["object"] == "text_completion"
+    assert told["model"] == "bytes" and told["created"] > 1_700_000_000
+    assert told["choices"] == [
+        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
+    ]
+    # The BOS counts, and so does the eos.
+    usage = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    assert told["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    again = served.complete("Say|hello").json
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
+    assert again["id"] != told["id"]
+
+
+def test_a_chat(served):
+    told = served.chat("Say|hello").json
+    assert told["id"].startswith("chatcmpl-") and told["object"] == "chat.completion"
+    message = {"role": "assistant", "content": "hello", "refusal": None}
+    assert told["choices"] == [
+        {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    ]
+
+
+def test_a_chat_by_template():
+    with serving(FakeEngine(), language(TEMPLATE)) as served:
+        parts = [{"type": "text", "text": text} for text in ("Say", "|hi")]
+        messages = [
+            {"role": "developer", "content": "Be short."},
+            {"role": "user", "content": parts},
+        ]
+        told = served.ask("POST", "/v1/chat/completions", {"model": "bytes", "messages": messages})
+        assert told.json["choices"][0]["message"]["content"] == "hi"
+        (request,) = served.engine.requests
+        spelled = b"[system]Be short.[user]Say|hi[assistant]"
+        assert request.tokens == (BOS, *spelled)  # and no second BOS
+
+
+def test_defaults(served):
+    told = served.complete("endless", max_tokens=None).json
+    assert told["usage"]["completion_tokens"] == 16
+    request = served.engine.requests[-1]
+    assert (request.sampling.temperature, request.sampling.top_p) == (1, 1)
+    assert request.eos == (EOS,) and request.salt is None and request.logprobs is None
+    assert told["choices"][0]["text"].split()[0] == str(request.seed)  # a seed was drawn
+    served.chat("|x")
+    assert served.engine.requests[-1].max_new_tokens == 4096
+
+
+def test_every_setting_reaches_the_engine(served):
+    served.complete(
+        "|x", temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.1, seed=3,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"65": -100, "66": 2.5},
+        ignore_eos=True, cache_salt="pepper", user="me", max_tokens=3, best_of=1,
+    )  # fmt: skip
+    request = served.engine.requests[-1]
+    assert vars(request.sampling) == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1
+    }  # fmt: skip
+    assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
+    assert request.bias == ((65, -100), (66, 2.5))
+    assert (request.seed, request.eos, request.salt) == (3, (), "pepper")
+
+
+@pytest.mark.parametrize(
+    "prompt, texts",
+    [
+        ("a|b", ["b"]),
+        (["a|b", "a|c"], ["b", "c"]),
+        ([*b"a|b"], ["b"]),
+        ([[*b"a|b"], [*b"a|c"]], ["b", "c"]),
+    ],
+)
+def test_kinds_of_prompt(served, prompt, texts):
+    told = served.complete(prompt).json
+    assert [choice["text"] for choice in told["choices"]] == texts
+    assert [choice["index"] for choice in told["choices"]] == list(range(len(texts)))
+
+
+def test_several_answers_to_several_prompts(served):
+    told = served.complete(["one", "two"], n=3, seed=2**32 - 2, max_tokens=11).json
+    first = [choice["text"].split()[0] for choice in told["choices"]]
+    assert first == ["4294967294", "4294967295", "0"] * 2
+    assert [choice["finish_reason"] for choice in told["choices"]] == ["length"] * 6
+    # A prompt is counted once, however many answers it has.
+    assert told["usage"]["prompt_tokens"] == 8 and told["usage"]["completion_tokens"] == 66
+
+
+def test_max_completion_tokens_wins(served):
+    told = served.chat("endless", max_tokens=5, max_completion_tokens=3).json
+    assert told["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(served, stream):
+    """One that comes in pieces, one that begins and does not come, half a character behind it."""
+    stop = ["END", "naïve", "\n\n"]
+    answer = served.complete("|ENnaïf nai\nDénaïve END ✓", stop=stop, stream=stream)
+    told = events(answer.raw) if stream else [answer.json]
+    choices = [event["choices"][0] for event in told]
+    assert "".join(choice["text"] for choice in choices) == "ENnaïf nai\nDé"
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_a_stop_string_that_only_begins(served):
+    assert served.complete("|so E", stop="END").json["choices"][0]["text"] == "so E"
+    cut = served.complete("so E", stop="4x", seed=4, max_tokens=1).json["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == ("4", "length")
+
+
+def test_a_stream_never_splits_a_character(served):
+    text = "Grüße ✓ 🎈 𝒞"
+    answer = served.complete(f"|{text}", stream=True)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    pieces = [event["choices"][0]["text"] for event in events(answer.raw)]
+    assert "".join(pieces) == text and len(pieces) == len(text) + 1
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_half_a_character_at_the_end(served):
+    """An answer that is cut there, and one whose bytes are no UTF-8 at all."""
+    assert served.complete("|✓", max_tokens=2).json["choices"][0]["text"] == "\ufffd"
+    broken = served.complete([ord("|"), 0xFF, ord("x")]).json["choices"][0]["text"]
+    assert broken == "\ufffdx"
+
+
+def test_a_stream_of_a_chat(served):
+    told = events(served.chat("|hi", stream=True, stream_options={"include_usage": True}).raw)
+    first, *_, last, usage = told
+    assert {event["object"] for event in told} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in told}) == 1
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [event["choices"][0]["delta"] for event in told[1:-2]] == [
+        {"content": "h"}, {"content": "i"}
+    ]  # fmt: skip
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
+    assert [event["usage"] for event in told[:-1]] == [None] * (len(told) - 1)
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 3
+
+
+def test_a_stream_without_usage_says_none(served):
+    assert all("usage" not in event for event in events(served.complete("|x", stream=True).raw))
+
+
+def test_a_stream_of_several(served):
+    told = events(served.complete(["a|b", "c|de"], n=2, stream=True).raw)
+    texts = ["", "", "", ""]
+    for event in told:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["b", "b", "de", "de"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Grüße|x", [BOS, *"Grüße|x".encode()]])
+def test_echo(served, prompt, stream):
+    answer = served.complete(prompt, echo=True, stream=stream)
+    told = events(answer.raw) if stream else [answer.json]
+    assert "".join(event["choices"][0]["text"] for event in told) == "Grüße|xx"
+    assert not served.engine.requests[-1].echo  # nothing is to be scored
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(served, stream):
+    answer = served.complete("é|ab", echo=True, logprobs=2, stream=stream)
+    told = events(answer.raw) if stream else [answer.json]
+    parts = [event["choices"][0]["logprobs"] for event in told]
+    logprobs = {
+        name: [item for part in parts if part for item in part[name]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    ids = [BOS, *"é|ab".encode(), *b"ab", EOS]
+    names = ["<s>", "bytes:\\xc3", "bytes:\\xa9", "|", "a", "b", "a", "b", "</s>"]
+    assert logprobs["tokens"] == names
+    values = [logprob(*pair) for pair in pairwise(ids)]
+    assert logprobs["token_logprobs"] == [None, *values]
+    assert logprobs["text_offset"] == [0, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert logprobs["top_logprobs"][0] is None
+    for name, value, top in zip(names[1:], values, logprobs["top_logprobs"][1:], strict=True):
+        assert top[name] == value and max(top.values()) == -1 and len(top) in (2, 3)
+    assert "".join(event["choices"][0]["text"] for event in told) == "é|abab"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(served, stream):
+    answer = served.chat("|✓", logprobs=True, top_logprobs=2, stream=stream)
+    told = events(answer.raw) if stream else [answer.json]
+    parts = [event["choices"][0]["logprobs"] for event in told]
+    content = [item for part in parts if part for item in part["content"]]
+    assert [item["bytes"] for item in content] == [[0xE2], [0x9C], [0x93], [*b"</s>"]]
+    assert content[0]["token"] == "bytes:\\xe2" and content[-1]["token"] == "</s>"
+    assert all(len(item["top_logprobs"]) == 2 for item in content)
+    assert all(item["top_logprobs"][0]["logprob"] == -1 for item in content)
+
+
+def test_logprobs_without_alternatives(served):
+    choice = served.chat("|a", logprobs=True).json["choices"][0]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
+    choice = served.complete("|a", logprobs=0).json["choices"][0]
+    assert list(choice["logprobs"]["top_logprobs"][0]) == ["a"]
+
+
+def test_what_a_stop_string_cut_off_was_drawn(served):
+    """An entry a token of the usage: nothing that was paid for is hidden."""
+    told = served.complete("|a END", stop=" END", logprobs=0).json
+    assert told["choices"][0]["text"] == "a"
+    assert told["choices"][0]["logprobs"]["tokens"] == ["a", " ", "E", "N", "D"]
+    assert told["usage"]["completion_tokens"] == 5
+
+
+def test_only_a_prompt_is_scored(served):
+    choice = served.complete("abc", max_tokens=0, echo=True, logprobs=1).json["choices"][0]
+    assert choice["text"] == "abc" and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "b", "c"]
+
+
+def test_cached_tokens_can_be_kept_secret():
+    with serving(FakeEngine(), tell_cached=False) as served:
+        assert "prompt_tokens_details" not in served.complete("|x").json["usage"]
+
+
+def test_other_routes(served):
+    card = {"id": "bytes", "object": "model", "created": 1, "owned_by": "jaxkv"}
+    assert served.ask("GET", "/v1/models").json["data"] == [card | {"max_model_len": 100_000}]
+    assert served.ask("GET", "/v1/models/bytes").json["id"] == "bytes"
+    assert served.ask("GET", "/v1/models/org/other").error["code"] == "model_not_found"
+    assert served.ask("GET", "/version").json == {"version": __version__}
+    assert served.ask("GET", "/health").status == 200
+
+
+def test_an_engine_that_is_dead():
+    with serving(FakeEngine()) as served:
+        served.engine.healthy = False
+        answer = served.ask("GET", "/health")
+        assert answer.status == 503 and answer.error["type"] == "server_error"
+        answer = served.complete("|x")
+        assert answer.status == 503 and "does not answer" in answer.error["message"]

@@ -1,0 +1,315 @@
+"""Everything a client can get wrong: a status, an error object of one line, and a server that goes
+on serving."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.conftest import serving
+from tests.server.fake import FakeEngine
+
+GOOD = {"model": "bytes", "prompt": "|x"}
+TALK = {"model": "bytes", "messages": [{"role": "user", "content": "|x"}]}
+HUGE = 10**30
+
+# A body as it is sent, and what the message says.
+BODIES = {
+    "no JSON": (b"{model:", "must be JSON"),
+    "nothing": (b"", "must be JSON"),
+    "two values": (b"{} {}", "must be JSON"),
+    "no object": (b"[1]", "must be a JSON object", "[1]"),
+    "a number": (b"7", "must be a JSON object"),
+    "not UTF-8": (b'{"model": "\xff"}', "must be UTF-8", "byte 11"),
+    "UTF-16": (json.dumps(GOOD).encode("utf-16"), "must be UTF-8"),
+    "a BOM": (b"\xef\xbb\xbf{}", "must be JSON"),
+    "NaN": (b'{"model": "bytes", "prompt": "x", "temperature": NaN}', "no NaN"),
+    "Infinity": (b'{"model": "bytes", "prompt": "x", "temperature": -Infinity}', "no -Infinity"),
+    "beyond doubles": (b'{"model": "bytes", "prompt": "x", "temperature": 1e999}', "got inf"),
+    "digits": (b'{"seed": 1%b}' % (b"0" * 5000), "too many digits"),
+    "nested": (b'{"model": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+    "nested and valid": (
+        b'{"model": "bytes", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}", "prompt must be a text"
+    ),
+    "a name twice": (b'{"prompt": "a", "model": "bytes", "prompt": "b"}', "'prompt' is given"),
+    "a name twice within": (
+        b'{"model": "bytes", "prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "'1' is given twice"
+    ),
+    "a long name": (b'{"%b": 1}' % (b"x" * 100_000), "unknown or unsupported", "..."),
+    "a line end": (b'{"a\\nb\\ud800": 1}', r"'a\nb\ud800'"),
+    "half a pair": (b'{"model": "bytes", "prompt": "\\ud800"}', "lone surrogate"),
+    "half a pair in a stop": (
+        b'{"model": "bytes", "prompt": "|x", "stop": [1, "\\ud800"]}', "stop must be a text"
+    ),
+}  # fmt: skip
+
+# Fields of a completion, and what the message says; the first word is `param`, too.
+COMPLETIONS = {
+    "unknown": ({"tempreature": 1}, "tempreature", "unknown or unsupported field 'tempreature'"),
+    "of chats": ({"messages": []}, "messages", "unknown or unsupported"),
+    "no prompt": ({"prompt": None}, "prompt", "missing"),
+    "a number for a prompt": ({"prompt": 5}, "prompt", "a text, a list of token ids"),
+    "no prompts": ({"prompt": []}, "prompt", "got []"),
+    "an empty prompt": ({"prompt": [[]]}, "prompt", "got [[]]"),
+    "a mixture": ({"prompt": ["a", [1]]}, "prompt", "a list of either"),
+    "booleans for ids": ({"prompt": [True, False]}, "prompt", "got [True, False]"),
+    "fractions for ids": ({"prompt": [1.5]}, "prompt", "got [1.5]"),
+    "an id too large": ({"prompt": [1, 259]}, "prompt", "from 0 to 258"),
+    "an id below 0": ({"prompt": [[-1]]}, "prompt", "from 0 to 258"),
+    "a huge id": ({"prompt": [HUGE]}, "prompt", "from 0 to 258"),
+    "tokens below 0": ({"max_tokens": -1}, "max_tokens", "from 0 to", "got -1"),
+    "many tokens": ({"max_tokens": HUGE}, "max_tokens", "from 0 to 2147483647"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens", "whole number"),
+    "a text for a number": ({"max_tokens": "5"}, "max_tokens", "whole number", "'5'"),
+    "true for a number": ({"max_tokens": True}, "max_tokens", "whole number", "True"),
+    "below freezing": ({"temperature": -0.1}, "temperature", "from 0 to 2"),
+    "too hot": ({"temperature": HUGE}, "temperature", "from 0 to 2"),
+    "no mass": ({"top_p": 0}, "top_p", "above 0"),
+    "too much mass": ({"top_p": 1.1}, "top_p", "at most 1"),
+    "top_k": ({"top_k": -1}, "top_k", "whole number"),
+    "min_p": ({"min_p": 2}, "min_p", "from 0 to 1"),
+    "repetition": ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    "presence": ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+    "frequency": ({"frequency_penalty": "1"}, "frequency_penalty", "a number"),
+    "no answers": ({"n": 0}, "n", "from 1 to 128"),
+    "answers": ({"n": 129}, "n", "from 1 to 128"),
+    "seed below 0": ({"seed": -1}, "seed", "from 0 to 4294967295"),
+    "seed": ({"seed": HUGE}, "seed", "from 0 to 4294967295"),
+    "stops": ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    "an empty stop": ({"stop": ""}, "stop", "1 to 200 characters"),
+    "a long stop": ({"stop": "x" * 201}, "stop", "1 to 200 characters"),
+    "a stop of numbers": ({"stop": [1]}, "stop", "a text of"),
+    "stream": ({"stream": "yes"}, "stream", "true or false"),
+    "options without a stream": ({"stream_options": {}}, "stream_options", "stream=false"),
+    "options": ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "include_usage"),
+    "logprobs": ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+    "a flag for logprobs": ({"logprobs": True}, "logprobs", "whole number"),
+    "echo": ({"echo": 1}, "echo", "true or false"),
+    "best_of": ({"best_of": 2}, "best_of", "1, the only value"),
+    "suffix": ({"suffix": "x"}, "suffix", "the only value"),
+    "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    "bias of no number": ({"logit_bias": {"1": "x"}}, "logit_bias", "from -100 to 100"),
+    "bias below 0": ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
+    "much bias": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    "bias of a huge id": ({"logit_bias": {str(HUGE): 1}}, "logit_bias", "token ids"),
+    "bias of no such token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
+    "biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "at most 300"),
+    "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
+    "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
+    "user": ({"user": {}}, "user", "a text"),
+    "no model": ({"model": None}, "model", "missing"),
+    "model": ({"model": 5}, "model", "a text"),
+}  # fmt: skip
+
+CHATS = {
+    "of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
+    "tools": ({"tools": []}, "tools", "unknown or unsupported"),
+    "echo": ({"echo": True}, "echo", "unknown or unsupported"),
+    "no messages": ({"messages": []}, "messages", "at least one"),
+    "a text": ({"messages": "hi"}, "messages", "at least one"),
+    "a message that is none": ({"messages": ["hi"]}, "messages[0]", '"role" and "content"'),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "role"),
+    "null for content": (
+        {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a text"
+    ),
+    "a role": ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "one of system"),
+    "a role that is a list": (
+        {"messages": [{"role": [], "content": ""}]}, "messages[0].role", "one of"
+    ),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content", "parts of type text",
+    ),
+    "a name": (
+        {"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0]", "nothing else"
+    ),
+    "no new tokens": ({"max_tokens": 0}, "max_tokens", "from 1"),
+    "nor so": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    "logprobs": ({"logprobs": 1}, "logprobs", "true or false"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "logprobs=false"),
+    "format": ({"response_format": {"type": "json_object"}}, "response_format", "only value"),
+    "store": ({"store": True}, "store", "False, the only value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_bodies(served, case):
+    body, *words = BODIES[case]
+    answer = served.ask("POST", "/v1/completions", body)
+    refused(answer, 400, words)
+    served.works()
+
+
+@pytest.mark.parametrize("case", COMPLETIONS)
+def test_fields_of_completions(served, case):
+    fields, param, *words = COMPLETIONS[case]
+    answer = served.ask("POST", "/v1/completions", GOOD | fields)
+    refused(answer, 400, words)
+    assert answer.error["param"] == param
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_fields_of_chats(served, case):
+    fields, param, *words = CHATS[case]
+    answer = served.ask("POST", "/v1/chat/completions", TALK | fields)
+    refused(answer, 400, words)
+    assert answer.error["param"] == param
+
+
+def refused(answer, status, words, kind="invalid_request_error"):
+    assert answer.status == status, answer
+    error = answer.error
+    assert error["type"] == kind
+    for word in words:
+        assert word in error["message"], error
+
+
+def test_another_model(served):
+    answer = served.complete("|x", model="gpt-\ud800")
+    assert answer.status == 404
+    assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+    assert "'bytes'" in answer.error["message"]
+
+
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", "/v1/completion", 404),
+    ("GET", "/", 404),
+    ("POST", "/v1/embeddings", 404),
+    ("GET", "/v1/completions", 405),
+    ("PUT", "/v1/chat/completions", 405),
+    ("POST", "/metrics", 405),
+    ("DELETE", "/v1/models/bytes", 405),
+])  # fmt: skip
+def test_routes_that_are_none(served, method, path, status):
+    answer = served.ask(method, path, None if method == "GET" else {})
+    refused(answer, status, [method, path])
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_in_a_browser_cannot_ask(served, kind):
+    """It may send these to any site without being given leave."""
+    answer = served.ask("POST", "/v1/completions", GOOD, content_type=kind)
+    refused(answer, 415, ["application/json"])
+
+
+def test_prompts_beyond_the_room():
+    with serving(FakeEngine(most=20)) as served:
+        for fields in ({}, {"max_tokens": 12}, {"echo": True, "logprobs": 1, "max_tokens": 100}):
+            answer = served.complete("12345678" if "max_tokens" in fields else "x" * 20, **fields)
+            refused(answer, 400, ["may have 20 tokens together"])
+            assert answer.error["code"] == "context_length_exceeded"
+        answer = served.chat("y" * 40)
+        assert (answer.error["code"], answer.error["param"]) == (
+            "context_length_exceeded", "messages"
+        )  # fmt: skip
+        # What fits is answered, and left open there is as much as fits.
+        assert served.complete("12345678", max_tokens=11).status == 200
+        told = served.complete("12345678", max_tokens=None, ignore_eos=True).json
+        assert told["usage"]["completion_tokens"] == 11
+        served.works()
+
+
+def test_bodies_beyond_the_limit():
+    """Said in the header, or found out while it comes in pieces of unknown number."""
+    with serving(FakeEngine(), body=10_000) as served:
+        answer = served.complete("x" * 20_000)
+        refused(answer, 413, ["at most 10000 bytes"])
+        with served.connect() as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n"
+            )
+            for _ in range(11):
+                connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+            assert b" 413 " in connection.recv(1000)
+        served.works()
+
+
+def test_a_header_that_promises_much(served):
+    with served.connect() as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99999999999999\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")  # and no 100 before it
+    served.works()
+
+
+def test_a_body_that_does_not_come():
+    with serving(FakeEngine(), read_seconds=0.2) as served, served.connect() as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        told = b"".join(iter(lambda: connection.recv(1000), b""))  # it closes, too
+        assert b" 408 " in told and b"within 0.2 s" in told
+        served.works()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"b" * 100_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(served, raw):
+    with served.connect() as connection:
+        connection.sendall(raw)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    served.works()
+
+
+def test_too_many_answers():
+    with serving(FakeEngine(), answers=8) as served:
+        refused(served.complete(["x"] * 9), 400, ["8 answers", "9 prompts"])
+        refused(served.complete(["x"] * 3, n=3), 400, ["n=3"])
+        assert served.complete(["|x"] * 4, n=2).status == 200
+
+
+def test_an_engine_that_is_full(served):
+    """Also where it took some of the answers already."""
+    for prompt in ("!full", ["endless", "endless", "!full"]):
+        answer = served.complete(prompt, max_tokens=50_000)
+        refused(answer, 503, ["64 requests wait"], "server_error")
+        assert answer.headers["retry-after"] == "8"
+        served.works()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_engine_that_fails(served, chat, caplog):
+    ask = served.chat if chat else served.complete
+    refused(ask("!fail"), 500, ["the engine failed"], "server_error")
+    assert "the model gives no numbers" in caplog.text
+    served.works()
+
+
+def test_an_engine_that_fails_in_a_stream(served, caplog):
+    raw = served.complete("!fail", stream=True, temperature=0).raw
+    *_, last, done = raw.decode().removesuffix("\n\n").split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and done == "data: [DONE]"
+    served.works()
+
+
+def test_a_bug_of_ours(served, monkeypatch, caplog):
+    """It is told as one, in whole, in a stream, and by other routes."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(type(served.engine), "submit", fail)
+    refused(served.complete("|x"), 500, ["the server failed"], "server_error")
+    monkeypatch.undo()
+    monkeypatch.setattr("jaxkv.server.choices.Reader.read", fail)
+    refused(served.complete("|x"), 500, ["the server failed"], "server_error")
+    assert "the server failed" in served.complete("|x", stream=True).raw.decode()
+    assert caplog.text.count("RuntimeError: a bug") >= 3
+    monkeypatch.undo()
+    served.works()

@@ -1,0 +1,99 @@
+"""The official client, as its users call it."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from jaxkv.server import read_keys
+from tests.server.conftest import serving
+from tests.server.fake import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with served.client() as client:
+        yield client
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["bytes"]
+    assert client.models.retrieve("bytes").owned_by == "jaxkv"
+
+
+def test_completions(client):
+    told = client.completions.create(model="bytes", prompt="Say|Grüße ✓", max_tokens=50)
+    assert told.choices[0].text == "Grüße ✓" and told.choices[0].finish_reason == "stop"
+    assert told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
+    assert told.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_chat(client):
+    told = client.chat.completions.create(
+        model="bytes", messages=[{"role": "user", "content": "Say|hi"}], logprobs=True
+    )
+    assert told.choices[0].message.content == "hi"
+    assert [one.token for one in told.choices[0].logprobs.content] == ["h", "i", "</s>"]
+
+
+def test_streams(client):
+    text = "one ✓ two"
+    with client.completions.create(
+        model="bytes", prompt=f"|{text}", max_tokens=50, stream=True
+    ) as stream:
+        assert "".join(event.choices[0].text for event in stream) == text
+    with client.chat.completions.create(
+        model="bytes", messages=[{"role": "user", "content": f"|{text}"}], stream=True,
+        stream_options={"include_usage": True}, n=2,
+    ) as stream:  # fmt: skip
+        told = list(stream)
+    assert told[0].choices[0].delta.role == "assistant"
+    assert told[-1].usage.completion_tokens == 2 * 12
+    texts = ["", ""]
+    for event in told[:-1]:
+        (choice,) = event.choices
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == [text, text]
+
+
+def test_extensions(client, served):
+    extra = {"top_k": 5, "cache_salt": "pepper"}
+    client.completions.create(model="bytes", prompt="|x", extra_body=extra)
+    assert served.engine.requests[-1].sampling.top_k == 5
+
+
+def test_its_exceptions(client):
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        client.completions.create(model="gpt", prompt="|x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="bytes", prompt="|x", temperature=3)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(model="bytes", messages=[], tools=[])
+    with pytest.raises(openai.InternalServerError, match="64 requests wait"):
+        client.completions.create(model="bytes", prompt="!full")
+
+
+def test_an_error_in_a_stream(client, caplog):
+    with (
+        client.completions.create(model="bytes", prompt="!fail", stream=True) as stream,
+        pytest.raises(openai.APIError, match="the engine failed"),
+    ):
+        list(stream)
+
+
+def test_it_waits_as_long_as_it_is_told(served):
+    """With its retries on: Retry-After is one that it heeds."""
+    with pytest.raises(openai.InternalServerError) as caught, served.client() as client:
+        client.completions.create(model="bytes", prompt="!full")
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+
+
+def test_keys():
+    tenants = read_keys("first\n", "keys")
+    with serving(FakeEngine(), tenants=tenants, each=0) as served:
+        with served.client("second") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with served.client("first") as client:
+            assert client.models.list().data
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(model="bytes", prompt="|x")

@@ -1,0 +1,123 @@
+"""Who may ask, and what they learn of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxkv import UserError
+from jaxkv.server import read_keys
+from tests.server.conftest import ENDLESS, eventually, serving
+from tests.server.fake import FakeEngine
+
+FILE = """\
+# who        salt
+first
+second
+ours-1       ours
+ours-2       ours
+imitator     first
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with serving(FakeEngine(), tenants=read_keys(FILE, "keys"), each=2) as served:
+        yield served
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("given", [
+    {}, bearer(""), bearer("third"), bearer("firs"), bearer("first2"), bearer("first second"),
+    bearer("FIRST"), bearer("ours"), {"authorization": "first"}, {"authorization": "Basic first"},
+    {"authorization": "Bearer \xe9"}, {"x_api_key": "first"},
+])  # fmt: skip
+def test_who_may_not(guarded, given):
+    for method, path in [
+        ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
+        ("GET", "/v1/models/bytes"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/nowhere"),
+    ]:  # fmt: skip
+        answer = guarded.ask(method, path, b"{" if method == "POST" else None, **given)
+        assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.error["code"] == "invalid_api_key"
+        assert "third" not in answer.error["message"]
+    assert guarded.ask("GET", "/health", **given).status == 200
+
+
+def test_who_may(guarded):
+    assert guarded.complete("|x", bearer("first")).status == 200
+    assert guarded.complete("|x", {"authorization": "bearer  second "}).status == 200
+    assert guarded.ask("GET", "/metrics", **bearer("ours-1")).status == 200
+
+
+def cached(served, prompt: str, key: str, salt: str | None = None) -> int:
+    answer = served.complete(prompt, bearer(key), cache_salt=salt)
+    return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_prefix_is_shared_with_those_of_ones_salt_alone(guarded):
+    prompt = "what only some should know|x"
+    assert cached(guarded, prompt, "ours-1") == 0
+    assert cached(guarded, prompt, "ours-2") > 0
+    assert cached(guarded, prompt, "ours-2", "mine") == 0
+    assert cached(guarded, prompt, "ours-1", "mine") > 0
+    assert cached(guarded, prompt, "first") == 0
+    assert cached(guarded, prompt, "first") > 0
+
+
+@pytest.mark.parametrize("key, salt, others", [
+    ("first", None, ["first", "key first", "salt first", "null", '["key first", null]']),
+    ("ours-1", None, ["ours", "salt ours", '["salt ours", null]']),
+    ("ours-1", "mine", ["mine", "ours", '["salt ours", "mine"]', 'mine"]', "salt ours mine"]),
+])  # fmt: skip
+def test_naming_the_salt_of_another_gains_nothing(guarded, key, salt, others):
+    """Whatever the key of another is called, and however its salt is put into the request."""
+    prompt = f"a secret of {key} {salt}|x"
+    assert cached(guarded, prompt, key, salt) == 0
+    scope = next(r.salt for r in guarded.engine.requests[::-1])
+    for thief in ("second", "imitator"):
+        assert cached(guarded, prompt, thief) == 0
+        for named in {*others, scope}:
+            assert cached(guarded, prompt, thief, named) == 0
+
+
+def test_a_key_has_so_many_requests_at_a_time(guarded):
+    guarded.engine.pause = 0.01
+    going = [guarded.send(ENDLESS, "first") for _ in range(2)]
+    eventually(lambda: len(guarded.engine.tickets) == 2)
+    answer = guarded.complete("|x", bearer("first"))
+    assert answer.status == 429 and answer.error["code"] == "rate_limit_exceeded"
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert guarded.complete("|x", bearer("second")).status == 200
+    for connection in going:
+        connection.close()
+    guarded.engine.pause = 0
+    eventually(lambda: guarded.complete("|x", bearer("first")).status == 200)
+
+
+def test_all_together_have_so_many():
+    with serving(FakeEngine(), in_hand=0) as served:
+        answer = served.complete("|x")
+        assert answer.status == 503 and answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("content, words", [
+    ("", ["at least one key"]),
+    ("# nothing\n\n", ["at least one key"]),
+    ("a b c\n", ["line 1", "3 words"]),
+    ("good\nschlüssel\n", ["line 2", "ASCII"]),
+    ("good\nother\ngood salt\n", ["line 3", "there already"]),
+])  # fmt: skip
+def test_files_of_keys_that_are_wrong(content, words):
+    with pytest.raises(UserError) as caught:
+        read_keys(content, "keys.txt")
+    message = str(caught.value)
+    assert message.startswith("keys.txt") and all(word in message for word in words)
+    assert "good" not in message  # a key is never quoted
+
+
+def test_without_keys_a_salt_is_taken_as_it_is(served):
+    served.complete("|x", cache_salt="pepper")
+    assert served.engine.requests[-1].salt == "pepper"

@@ -1,0 +1,143 @@
+"""Clients that leave, or stop reading: the engine is freed, and others do not notice."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from tests.server.conftest import ENDLESS, eventually, serving
+from tests.server.fake import FakeEngine
+
+WIDE = ENDLESS | {"prompt": "wide", "stream": True}  # pages: they soon fill what the kernel keeps
+
+
+@pytest.fixture(scope="module")
+def slow():
+    with serving(FakeEngine(pause=0.002)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("abruptly", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves(slow, stream, abruptly, n):
+    before = len(slow.engine.ended)
+    connection = slow.send(ENDLESS | {"stream": stream, "n": n})
+    if stream:
+        assert connection.recv(100)
+    eventually(lambda: len(slow.engine.tickets) == n)
+    if abruptly:  # a reset, and no end of its part
+        linger = struct.pack("ii", 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
+    eventually(lambda: not slow.engine.tickets, 2)
+    assert {outcome.reason for outcome in slow.engine.ended[before:]} == {"cancelled"}
+    slow.works()
+
+
+def test_a_client_that_leaves_while_it_waits_for_a_slot(slow):
+    others = [slow.send(ENDLESS) for _ in range(slow.engine.slots)]
+    eventually(lambda: len(slow.engine.tickets) == slow.engine.slots)
+    waiting = slow.send(ENDLESS | {"stream": True})
+    eventually(lambda: len(slow.engine.tickets) == slow.engine.slots + 1)
+    ticket = slow.engine.tickets[-1]
+    waiting.close()
+    eventually(lambda: ticket.cancelled, 2)
+    for other in others:
+        other.close()
+    eventually(lambda: not slow.engine.tickets, 2)
+    slow.works()
+
+
+def test_a_client_that_leaves_midway_through_its_body(slow):
+    with slow.connect() as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+    slow.works()
+
+
+def test_a_client_that_stops_reading():
+    """It is given up after so many seconds, its connection with it; others are served meanwhile."""
+    with serving(FakeEngine(), write_seconds=0.5, unread=10**9) as served:
+        stuck = served.send(WIDE, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.tickets)
+        begun = time.monotonic()
+        assert served.complete("|fine").json["choices"][0]["text"] == "fine"
+        assert time.monotonic() - begun < 0.4
+        eventually(lambda: served.engine.ended, 8)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # nor is what it did not read kept
+            time.sleep(1.2)
+            with pytest.raises(ConnectionError):
+                while stuck.recv(1 << 16):
+                    pass
+                raise ConnectionError("what was sent has all been read, and it closed")
+        stuck.close()
+        served.works()
+
+
+def test_a_client_that_reads_too_slowly():
+    """So many events may lie unread, then its answer is ended and it is told why."""
+    with serving(FakeEngine(), unread=50) as served:
+        stuck = served.send(WIDE, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.ended)
+        assert served.engine.ended[0].reason == "stop"  # the engine is told to stop it
+        assert served.engine.ended[0].new_tokens < 90_000
+        served.works()
+        raw = b""
+        while not raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            more = stuck.recv(1 << 16)
+            assert more
+            raw = raw[-1000:] + more
+        assert b"read too slowly" in raw
+        stuck.close()
+
+
+def test_many_at_once():
+    """Each gets its own answer, whole or streamed, whatever the others do."""
+    with serving(FakeEngine(slots=8)) as served:
+        wrong = []
+
+        def ask(number: int) -> None:
+            answer = served.complete(f"|answer {number} ✓", stream=number % 2 == 0)
+            if number % 2:
+                text = answer.json["choices"][0]["text"]
+            else:
+                told = answer.raw.decode().split("\n\n")[:-2]
+                choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
+                text = "".join(choice["text"] for choice in choices)
+            if text != f"answer {number} ✓":
+                wrong.append((number, text))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        leaving = [served.send(ENDLESS | {"stream": True}) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for connection in leaving:
+            connection.close()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        served.works()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends(stream, monkeypatch):
+    """What can end in time does; the rest is told that the server stops."""
+    monkeypatch.setattr("jaxkv.server.listen.GRACE", 0.3)
+    with serving(FakeEngine(pause=0.002)) as served:
+        connection = served.send(ENDLESS | {"stream": stream})
+        eventually(lambda: served.engine.tickets)
+        if stream:
+            assert connection.recv(10)
+    raw = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    connection.close()
+    assert b"the server is stopping" in raw
+    assert (b"data: [DONE]" in raw) == stream and (b" 503 " in raw) != stream
+    assert served.engine.ended[-1].reason == "cancelled"

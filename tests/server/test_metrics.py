@@ -1,0 +1,70 @@
+"""What /metrics tells."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import serving
+from tests.server.fake import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def told():
+    with serving(FakeEngine()) as served:
+        served.complete("|four")
+        served.complete("|four")
+        served.complete("endless", max_tokens=7)
+        served.complete("x" * 200_000)
+        answer = served.ask("GET", "/metrics")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(answer.raw.decode()))
+    assert all(family.name.startswith("jaxkv:") and family.documentation for family in families)
+    return {
+        (sample.name.removeprefix("jaxkv:"), *sorted(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_the_engine_is_asked(told):
+    assert told["num_requests_running",] == 0 and told["num_requests_waiting",] == 0
+    assert told["kv_cache_usage_perc",] == 0.25
+    assert (told["prefix_cache_queries_total",], told["prefix_cache_hits_total",]) == (100, 40)
+    assert told["prefix_cache_misses_total", "cold"] == 50
+    assert (told["prefix_snapshot_slots",], told["prefix_snapshot_slots_used",]) == (8, 3)
+    assert told["compilations_total",] == 5 and told["num_preemptions_total",] == 0
+    assert told["iteration_tokens_total_count",] == 7
+    assert told["iteration_tokens_total_sum",] == 70
+
+
+def test_answers_are_counted(told):
+    assert told["prompt_tokens_total",] == 6 + 6 + 8
+    assert told["prompt_tokens_by_source_total", "local_compute"] == 6 + 1 + 8
+    assert told["prompt_tokens_by_source_total", "local_cache_hit"] == 5
+    assert told["generation_tokens_total",] == 5 + 5 + 7
+    assert told["request_success_total", "stop"] == 2
+    assert told["request_success_total", "length"] == 1
+
+
+@pytest.mark.parametrize("name, count", [
+    ("time_to_first_token_seconds", 3),
+    ("e2e_request_latency_seconds", 3),
+    ("request_queue_time_seconds", 3),
+    ("request_prefill_time_seconds", 3),
+    ("request_decode_time_seconds", 3),
+    ("request_prompt_tokens", 3),
+    ("request_generation_tokens", 3),
+    ("inter_token_latency_seconds", 4 + 4 + 6),
+])  # fmt: skip
+def test_times_and_sizes(told, name, count):
+    assert told[f"{name}_count",] == count
+    assert told[f"{name}_bucket", "+Inf"] == count
+    assert told[f"{name}_sum",] >= 0
+
+
+def test_two_servers_count_by_themselves(served):
+    served.complete("|x")
+    with serving(FakeEngine()) as other:
+        raw = other.ask("GET", "/metrics").raw.decode()
+    assert "jaxkv:prompt_tokens_total 0.0" in raw
