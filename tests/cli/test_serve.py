@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 
@@ -110,19 +111,19 @@ def test_a_prefix_is_found_again(client):
     assert told[-1].usage.prompt_tokens_details.cached_tokens >= 32
 
 
-def test_scores_add_up(client):
-    """Of a prompt alone, of the same with one token more, and where it is cached by then."""
-    told = [
-        client.completions.create(
+def test_scores_are_those_of_the_model(client, model):
+    """Also where the text is cached by then, and with a token more or none."""
+    llm = models.load(model)
+    text = "Some forty characters to be scored, twice"
+    losses = np.concatenate([*models.losses(llm, llm.tokenizer.encode(text), POLICY, chunk=16)])
+    for count in (0, 1):
+        told = client.completions.create(
             model="tiny", prompt=text, max_tokens=count, echo=True, logprobs=1, temperature=0
-        ).choices[0].logprobs
-        for text, count in (("Some forty characters to be scored, twice", 0),
-                            ("Some forty characters to be scored, twice", 1))
-    ]  # fmt: skip
-    first, second = (one.token_logprobs for one in told)
-    assert first[0] is None and len(second) == len(first) + 1
-    assert second[1:-1] == pytest.approx(first[1:], abs=1e-4)
-    assert all(value <= 0 for value in first[1:])
+        )
+        assert told.choices[0].text.startswith(text)
+        first, *others = told.choices[0].logprobs.token_logprobs
+        assert first is None and len(others) == len(losses) + count
+        assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")

@@ -113,11 +113,11 @@ def events(raw: bytes) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine, words=None, tenants=(), write_seconds=60.0, **terms: Any):
+def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **terms: Any):
+    """kernel_seconds: after which a connection is dropped; terms: of the application."""
     words = words or language()
-    listener = server.bind("127.0.0.1", 0, write_seconds)
-    terms = server.Terms(write_seconds=write_seconds, **terms)
-    running = server.server_of(server.application(engine, words, tenants, terms))
+    listener = server.bind("127.0.0.1", 0, kernel_seconds)
+    running = server.server_of(server.application(engine, words, tenants, server.Terms(**terms)))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]
     engine.start()

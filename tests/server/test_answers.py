@@ -220,6 +220,7 @@ def test_what_a_stop_string_cut_off_was_drawn(served):
     told = served.complete("|a END", stop=" END", logprobs=0).json
     assert told["choices"][0]["text"] == "a"
     assert told["choices"][0]["logprobs"]["tokens"] == ["a", " ", "E", "N", "D"]
+    assert told["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
     assert told["usage"]["completion_tokens"] == 5
 
 

@@ -16,6 +16,7 @@ second
 ours-1       ours
 ours-2       ours
 imitator     first
+shorter      our
 """
 
 
@@ -69,15 +70,15 @@ def test_a_prefix_is_shared_with_those_of_ones_salt_alone(guarded):
 
 @pytest.mark.parametrize("key, salt, others", [
     ("first", None, ["first", "key first", "salt first", "null", '["key first", null]']),
-    ("ours-1", None, ["ours", "salt ours", '["salt ours", null]']),
-    ("ours-1", "mine", ["mine", "ours", '["salt ours", "mine"]', 'mine"]', "salt ours mine"]),
+    ("ours-1", None, ["s", "ours", "salt ours", '["salt ours", null]']),
+    ("ours-1", "mine", ["smine", "mine", '["salt ours", "mine"]', 'mine"]', "salt ours mine"]),
 ])  # fmt: skip
 def test_naming_the_salt_of_another_gains_nothing(guarded, key, salt, others):
     """Whatever the key of another is called, and however its salt is put into the request."""
     prompt = f"a secret of {key} {salt}|x"
     assert cached(guarded, prompt, key, salt) == 0
     scope = next(r.salt for r in guarded.engine.requests[::-1])
-    for thief in ("second", "imitator"):
+    for thief in ("second", "imitator", "shorter"):
         assert cached(guarded, prompt, thief) == 0
         for named in {*others, scope}:
             assert cached(guarded, prompt, thief, named) == 0
