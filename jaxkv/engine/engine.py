@@ -113,8 +113,10 @@ class Engine:
         size = len(request.tokens)
         with self._news:
             if not self.healthy:
-                raise Overloaded(f"the engine does not answer: {self.failure or 'it stops'}", 60.0)
-            full = len(self._waiting) >= self._queue
+                why = self.failure.splitlines()[-1] if self.failure else "it stops"
+                raise Overloaded(f"the engine does not answer: {why}", 60.0)
+            free = self.slots - self.running  # those who will take one do not wait
+            full = len(self._waiting) >= self._queue + free
             if self._waiting and (full or self._waiting_tokens + size > self._queue_tokens):
                 raise Overloaded(
                     f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
@@ -141,7 +143,8 @@ class Engine:
             "waiting_tokens": self._waiting_tokens,
             "cache_usage": sum(owner is not None for owner in self._owners) / self.slots,
             "prompt_tokens": counts.prompts, "generation_tokens": counts.written,
-            "ended": dict(counts.ended), "preemptions": 0, "compilations": self.compilations,
+            "ended": dict(counts.ended), "preemptions": 0,
+            "steps": counts.turns, "step_tokens": counts.turned, "compilations": self.compilations,
             **(NO_STORE if store is None else store.figures()),
         }  # fmt: skip
 
@@ -184,6 +187,7 @@ class Engine:
             return False
         try:
             self._leave()
+            self._counts.turns += 1
             old = len(self._flights)
             self._write()
             self._read()
@@ -235,6 +239,7 @@ class Engine:
         self._slots, told = self._programs.decode(
             self._programs.weights, self._slots, active, np.bool_(scored)
         )
+        self._counts.turned += len(rows)
         for _, owner in rows:
             owner.sent += 1
         self._flights.append(Flight(told, rows))
@@ -281,6 +286,7 @@ class Engine:
         if echo:
             self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
         at += count
+        self._counts.turned += count
         if reading.hit is not None:
             self._store.save(reading.hit, lane, at)
         if at < len(tokens):

@@ -318,7 +318,7 @@ class BlockPool:
     def _publish_part(self, lease: Lease, end: int) -> None:
         """Make findable what the first `end` tokens leave in a block that they do not fill."""
         number, rows = divmod(end, self.block)
-        if lease.hidden or not rows or number != lease.published:
+        if not rows or number != lease.published:  # hidden, or full by now
             return
         block, begin = lease.blocks[number], number * self.block * TOKEN
         key = self._key(lease, number, end * TOKEN)

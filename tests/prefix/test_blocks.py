@@ -243,19 +243,21 @@ def test_23_of_two_that_compute_the_same_one_is_kept():
     assert (pool.entries, pool.cached, pool.free) == (3, 3, 5)
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("mode", ["alias", "rekey"])
-def test_23_of_two_tails_one_is_found(mode):
+def test_23_of_two_tails_one_is_found(mode, later):
     pool = BlockPool(4, mode=mode)
     prompt = pool.read(P, ROOT)
     first, second = pool.admit(prompt), pool.admit(prompt)
     pool.publish(first)
     pool.publish(second)
     assert pool.match(prompt).pages == first.pages and second.pages[3] != first.pages[3]
-    for lease in (first, second):
+    for lease in (second, first) if later else (first, second):
         for token in (7, 8, 9):  # until the tails are full, and alike again
             pool.append(lease, token)
             pool.publish(lease)
     assert second.pages[:4] == first.pages[:4]
+    assert match(pool, P).matched == (14 if mode == "alias" else 12)
     pool.release(first)
     pool.release(second)
     assert pool.cached == pool.entries - (mode == "alias")  # two keys of one block
@@ -347,6 +349,37 @@ def test_35_reset_and_double_release():
     assert (pool.free, pool.cached, pool.entries) == (8, 0, 0)
     assert match(pool, P).missed == {"cold": 14}
     assert sorted(admit(pool, range(32)).pages) == list(range(8))
+
+
+@pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
+def test_a_tail_that_was_copied_was_used(order):
+    pool = BlockPool(4, order=order)
+    first = admit(pool, P)
+    pool.release(first)
+    other = admit(pool, range(12))
+    pool.release(other)
+    serve(pool, P)
+    assert cached(pool) == other.pages[::-1] + first.pages[::-1]
+
+
+def test_what_is_copied_and_then_shared_counts_once():
+    """Else the last block would be used more often than those that lead to it, and outlive them."""
+    pool = BlockPool(4, order="frequency")
+    for _ in range(4):
+        serve(pool, P[:12])
+    for left in (8, 4, 0):
+        pool._evict()
+        assert match(pool, P[:12]).matched == left
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_publishing_less_than_before_changes_nothing(mode):
+    pool = BlockPool(4, mode=mode)
+    lease = admit(pool, P)
+    before = pool.entries, match(pool, P).matched
+    for computed in (9, 0, None, 99):
+        pool.publish(lease, computed)
+        assert (pool.entries, match(pool, P).matched) == before
 
 
 @pytest.mark.parametrize("order", ["linked", "nested", "frequency"])

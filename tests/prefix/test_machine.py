@@ -29,8 +29,8 @@ ROOTS = [root(salt=None), root(salt="a")]
 TOKENS = st.sampled_from([0, 1])
 PICK = st.sampled_from(range(24))
 SALT = st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[0], ROOTS[1]])
-KEEP = st.sampled_from([99, 99, 99, 9, 6, 4, 3])
-MORE = st.sampled_from([0, 0, 1, 2, 5])
+KEEP = st.sampled_from([99, 99, 99, 99, 9, 6, 4, 3])
+MORE = st.sampled_from([0, 0, 0, 1, 2, 5])
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """kinds: settings of the pools. forced: blocks are dropped too, so chains may have gaps."""
+    """hash: of the keys. forced: blocks are dropped too, so chains may have gaps."""
 
     modes = ("full", "alias", "rekey")
     hash = staticmethod(sha256)
@@ -288,16 +288,16 @@ class Machine(RuleBasedStateMachine):
 
 
 class Colliding(Machine):
-    """One byte of hash: keys are often those of something else."""
+    """Sixteen keys in all: they are often those of something else."""
 
-    hash = staticmethod(lambda data: sha256(data)[:1])
+    hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
 
 
 class Forced(Machine):
     forced = True
 
 
-@pytest.mark.parametrize("kind, examples", [(Machine, 400), (Colliding, 150), (Forced, 100)])
+@pytest.mark.parametrize("kind, examples", [(Machine, 300), (Colliding, 150), (Forced, 50)])
 def test_whatever_is_done_to_a_pool(kind, examples):
     """More than 10,000 steps in all, each followed by every check."""
     run(kind, examples)

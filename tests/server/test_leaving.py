@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 
 import pytest
 
@@ -65,14 +64,12 @@ def test_a_client_that_leaves_midway_through_its_body(slow):
 
 def test_a_client_that_stops_reading():
     """It is given up after so many seconds, and others are served meanwhile."""
-    with serving(FakeEngine(), write_seconds=0.5, unread=10**9) as served:
+    with serving(FakeEngine(pause=0.0005), write_seconds=1.0, unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.tickets)
-        begun = time.monotonic()
         assert served.complete("|fine").json["choices"][0]["text"] == "fine"
-        assert time.monotonic() - begun < 0.4
-        eventually(lambda: served.engine.ended, 8)
-        assert {outcome.reason for outcome in served.engine.ended} == {"eos", "cancelled"}
+        eventually(lambda: len(served.engine.ended) == 2)
+        assert [outcome.reason for outcome in served.engine.ended] == ["eos", "cancelled"]
         stuck.close()
         served.works()
 
@@ -80,7 +77,7 @@ def test_a_client_that_stops_reading():
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
 def test_what_nobody_reads_is_not_kept():
     """The connection is dropped, and with it what was written to it."""
-    with serving(FakeEngine(), kernel_seconds=0.5, unread=10**9) as served:
+    with serving(FakeEngine(pause=0.0005), kernel_seconds=0.5, unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.ended)
         with pytest.raises(ConnectionResetError):
