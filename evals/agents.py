@@ -3,8 +3,8 @@
 Every turn of a session sends all before it once more; the sessions take turns side by side. A full
 cache keeps pages of a chunk and forgets nothing: it saves the most that can be saved on the grid,
 in a memory that grows with the text. Bounded caches keep whole states, so many as are given room.
-Bytes are those of the default model, and counted where they are most. `engine` sends the turns of
-some sessions through the engine, with prefixes kept and without.
+Bytes are those of the default model, and counted where they are most. (evals.prefix_engine sends
+such turns through the engine.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -21,14 +20,12 @@ import jaxkv
 import models
 from evals import prefix_traces
 from evals.prefix_traces import Asked
-from evals.record import Record, spread
-from evals.timing import ratio, rounds
+from evals.record import Record
 from jaxkv import rows
-from jaxkv.engine import Prefixes, Request, answer, pool
+from jaxkv.engine import pool
 from jaxkv.prefix import BlockPool, Snapshots, root
 from jaxkv.stack import by_layer, state_bytes
 from models import Llm
-from models.serving import engine_of
 
 TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip
@@ -45,20 +42,13 @@ def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m evals.agents", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
-    ask.add_argument("--turns", type=int, default=60, help="that go through the engine")
-    ask.add_argument("--rounds", type=int, default=3, help="of each time")
     ask.add_argument("--quick", action="store_true", help="few turns, into out/")
     given = ask.parse_args()
-    if min(given.turns, given.rounds) < 1:
-        ask.error(f"--turns and --rounds must be at least 1, got {given.turns}, {given.rounds}")
     if not given.trace.is_file():
         ask.error(f"--trace must be a file of sessions, got {given.trace}")
     record = Record("agents", [given.trace], [0], given.quick)
     llm, turns = models.load(), prefix_traces.read(given.trace).asked
-    turns = turns[:40] if given.quick else turns
-    results = measure(llm, turns) | {
-        "engine": engine(llm, turns[: given.turns], 1 if given.quick else given.rounds)
-    }
+    results = measure(llm, turns[:40] if given.quick else turns)
     for policy, found in results["policies"].items():
         most = found["slots"][max(found["slots"])]
         memory = most["bytes"] / 2**20, results["full"]["bytes"] / 2**20
@@ -133,39 +123,6 @@ def pages_of(policy: jaxkv.Policy, prompt: Any, at: int) -> Iterator[tuple]:
     for number, last in enumerate(policy.settled(at) if hasattr(policy, "settled") else ()):
         boundary = -(-last // CHUNK)
         yield (prompt.keys[boundary - 1] if boundary else prompt.root, last, number)
-
-
-def engine(llm: Llm, turns: list[Asked], count: int) -> dict[str, Any]:
-    """Turns a second through the engine, an answer of 8 tokens each, and what was cached."""
-    found: dict[str, Any] = {}
-    requests = [Request(tuple(map(int, turn.keys)), 8) for turn in turns]
-    for policy in POLICIES:
-        engines = {
-            name: engine_of(llm, policy, slots=4, chunk=CHUNK, queue=len(requests),
-                            queue_tokens=2**40, prefixes=prefixes)
-            for name, prefixes in (("none", None), ("kept", Prefixes(128)))
-        }  # fmt: skip
-        cached: list[int] = []
-
-        def run(name: str, engines: dict = engines, cached: list = cached) -> float:
-            engines[name].forget()
-            begun = perf_counter()
-            told = answer(engines[name], requests)
-            seconds = perf_counter() - begun
-            if name == "kept":
-                cached[:] = [one.outcome.cached_tokens for one in told]
-            return seconds
-
-        variants = {name: lambda name=name, run=run: run(name) for name in engines}
-        seconds = rounds(variants, count, f"sessions, {policy}")
-        found[policy] = {
-            "turns": len(turns), "cached": sum(cached), "tokens": sum(t.tokens for t in turns),
-            "turns_per_second": {
-                name: spread([len(turns) / one for one in took]) for name, took in seconds.items()
-            },
-            "times_faster": ratio(seconds["none"], seconds["kept"]),
-        }  # fmt: skip
-    return found
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 The default model and books. Everything that is compared takes turns in one process. `throughput`:
 answers a second with 64 requests at a time, and one at a time by an engine of one slot and by the
 same engine. `first`: seconds to the first token of a prompt of 4,096 tokens that is new, and of one
-that was read before. `cost`: prompts that are all new, with prefixes kept and without. `report`:
-the experiment of the hash-table report with real tokens, by the share of frequent prompts.
+that was read before. `cost`: prompts that are all new, with prefixes kept and without.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,10 @@ from models import Llm
 from models.serving import engine_of
 
 BOOKS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "books" / "valid"
-PARTS = ("throughput", "first", "cost", "report")
+PARTS = ("throughput", "first", "cost")
 POLICIES = ("streaming:sinks=4,window=252", "full")
 AT_ONCE, LONG = 64, 4096
 FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # at least, at most, at most
-REPORTED, FREQUENT, SHORT = 1000, 10, 15  # requests, frequent ones, tokens of one
 
 
 def main() -> None:
@@ -173,64 +170,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
     return results
 
 
-def report(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
-    """Items a second by the share of frequent prompts, with prefixes kept and without."""
-    size = 50 if quick else REPORTED
-    chunk = 8  # its prompts of 15 tokens fill one such block
-    engines = {
-        name: engine_of(llm, "full", slots=16, room=256, chunk=chunk, queue=REPORTED,
-                        prefixes=prefixes)
-        for name, prefixes in (("none", None), ("kept", Prefixes(4096)))
-    }  # fmt: skip
-    shares: dict[str, Any] = {}
-    for p in (0.1, 0.5, 1.0) if quick else np.linspace(0.1, 1.0, 10):
-        asked = of_report(llm, size, float(p))
-        hits: list[float] = []
-
-        def all_of_them(name: str, asked: list[Request] = asked, hits: list = hits) -> float:
-            engine = engines[name]
-            engine.forget()
-            begun = perf_counter()
-            told = answer(engine, asked)
-            seconds = perf_counter() - begun
-            if name == "kept":
-                hits.append(sum(one.outcome.cached_tokens for one in told)
-                            / sum(one.outcome.prompt_tokens for one in told))  # fmt: skip
-            return seconds
-
-        seconds = rounds(
-            {name: lambda name=name: all_of_them(name) for name in engines},
-            1 if quick else max(1, count // 2), f"the report, p = {p:.1f}",
-        )  # fmt: skip
-        shares[f"{p:.1f}"] = {
-            "hit_rate_tokens": float(np.mean(hits)),
-            "items_per_second": {
-                name: spread(size / np.asarray(taken)) for name, taken in seconds.items()
-            },
-            "gain": ratio(seconds["none"], seconds["kept"]),
-        }
-    return {"requests": size, "block": chunk, "slots": 16, "shares": shares}
-
-
-def of_report(llm: Llm, count: int, share: float) -> list[Request]:
-    """The report's generator: frequent prompts with this probability, else random ones."""
-    rng = np.random.default_rng(0)
-    vocab = llm.config.vocab
-
-    def prompt() -> tuple[int, ...]:
-        return tuple(rng.integers(2, vocab, SHORT).tolist())
-
-    frequent = [prompt() for _ in range(FREQUENT)]
-    return [
-        Request(
-            frequent[int(rng.integers(FREQUENT))] if rng.random() < share else prompt(),
-            int(rng.integers(32, 193)), seed=number,
-        )
-        for number in range(count)
-    ]  # fmt: skip
-
-
-PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost, "report": report}
+PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost}
 
 if __name__ == "__main__":
     main()

@@ -73,8 +73,7 @@ class Engine:
         if prefixes is not None:
             self._store = store_of(prefixes, model, self._programs, chunk, seed)
         self.compilations = self._programs.made
-        self.bytes = self._programs.slot_bytes * slots + self._programs.lane_bytes
-        self.bytes += 0 if self._store is None else self._store.bytes
+        self.bytes_of_prefixes = 0 if self._store is None else self._store.bytes
         self._owners: list[Ticket | None] = [None] * slots
         self._reading: Reading | None = None
         self._flights: deque[Flight] = deque()

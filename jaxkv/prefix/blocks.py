@@ -204,7 +204,7 @@ class BlockPool:
         for block in found:
             self._hold(block)
         matched = min(len(found) * self.block, len(prompt))
-        return Lease(prompt, found, matched, matched, bytearray(), [], hidden=True)
+        return Lease(prompt, found, matched, matched, bytearray(), [])
 
     def unpin(self, lease: Lease) -> None:
         """Let go of what `pin` holds."""
@@ -287,7 +287,7 @@ class BlockPool:
         """Make findable the full blocks of a lease up to number `stop`."""
         enter, blocks, size = self._index.enter, lease.blocks, self.block * TOKEN
         keys, known, rekey = lease.keys, len(lease.prompt) // self.block, self.mode == "rekey"
-        for number in range(lease.published, 0 if lease.hidden else stop):
+        for number in range(lease.published, stop):
             block, end = blocks[number], (number + 1) * size
             if rekey:
                 self._index.remove(block)
@@ -295,8 +295,7 @@ class BlockPool:
             parent = blocks[number - 1] if number else lease.prompt.root
             key = keys[number] if number < known else self._key(lease, number, end)
             held = enter(block, key, parent, own)
-            if held is None:
-                lease.hidden = True  # what lies behind it could not be found either
+            if held is None:  # and what lies behind it could not be found either
                 return
             if held is not block:
                 self._go_on_with(lease, number, held)
@@ -318,7 +317,7 @@ class BlockPool:
     def _publish_part(self, lease: Lease, end: int) -> None:
         """Make findable what the first `end` tokens leave in a block that they do not fill."""
         number, rows = divmod(end, self.block)
-        if not rows or number != lease.published:  # hidden, or full by now
+        if not rows or number != lease.published:  # full by now, or behind a collision
             return
         block, begin = lease.blocks[number], number * self.block * TOKEN
         key = self._key(lease, number, end * TOKEN)

@@ -53,8 +53,8 @@ class Lease:
 
     length: tokens that it holds. cached: those at its beginning that need not be computed. copies:
     what must be copied before anything is written, oldest first; whoever does so clears the list.
-    published: full blocks that were made findable. hidden: nothing more will be, since another
-    prefix has the key of one of its blocks.
+    published: full blocks that were made findable; no more are while another prefix has the key of
+    the next one.
     """
 
     prompt: Prompt
@@ -65,7 +65,6 @@ class Lease:
     keys: list[bytes]
     copies: list[Copy] = field(default_factory=list)
     published: int = 0
-    hidden: bool = False
     tail_published: bool = False
     released: bool = False
 

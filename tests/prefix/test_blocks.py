@@ -221,11 +221,17 @@ def test_21_equal_keys_are_not_equal_tokens(mode, hashing):
 def test_21_a_parent_is_told_by_what_it_is():
     """The second block has the tokens and the key that were asked for, behind another parent."""
     pool = BlockPool(1, mode="full", cap=False, hash=lambda data: data[-4:])
-    admit(pool, [1, 2])
+    first = admit(pool, [1, 2])
     assert match(pool, [1, 2]).matched == 2
     assert match(pool, [3, 2]).missed == {"cold": 1, "evicted": 1}
     third = admit(pool, [3, 2])
-    assert third.hidden and match(pool, [3, 2]).missed == {"collision": 1}
+    assert third.published == 1 and match(pool, [3, 2]).missed == {"collision": 1}
+    pool.publish(third)
+    assert third.published == 1
+    pool.release(first)
+    pool._evict()  # the other one with this key is gone
+    pool.publish(third)
+    assert match(pool, [3, 2]).matched == 2
 
 
 def test_23_of_two_that_compute_the_same_one_is_kept():
