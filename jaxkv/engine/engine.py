@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv import memory
@@ -155,7 +156,9 @@ class Engine:
         return self._store is None or self._store.index.reset()
 
     def start(self) -> None:
-        """Take turns in a thread of its own until `stop`."""
+        """Take turns in a thread of its own until `stop`. Raises RuntimeError the second time."""
+        if self.started or self._stopping:
+            raise RuntimeError("an engine starts once; make another one")
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
@@ -245,6 +248,9 @@ class Engine:
 
     def _read(self) -> None:
         """Send a turn's worth of prompt tokens, of the oldest first."""
+        if self._reading is not None:
+            # Not further ahead of the device than a turn, or nobody could be cancelled.
+            jax.block_until_ready(self._reading.lane.logits)
         left = self._turn
         while left > 0:
             if self._reading is None and not self._begin():
