@@ -22,7 +22,7 @@ from jaxkv import memory, rows
 from jaxkv.engine import pool
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
-from jaxkv.errors import whole
+from jaxkv.errors import UserError, whole
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.keys import Prompt, root
@@ -78,8 +78,16 @@ class Store(Protocol):
 
 
 def store_of(how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int) -> Store:
-    """The store that suits a model's policies."""
+    """The store that suits a model's policies.
+
+    Raises UserError for what it has not, such as pages in the memory of the host.
+    """
     paged = all(hasattr(policy, "appends") for policy in model.policies)
+    if paged and how.host_slots:
+        raise UserError(
+            f"host_slots are for states of caches that forget, got {how.host_slots} for pages of "
+            f"{spell(model.policies)}; leave them out"
+        )
     return (Pages if paged else States)(how, model, programs, chunk, seed)
 
 

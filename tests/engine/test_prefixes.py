@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv.engine import Engine, Prefixes, Request
 from jaxkv.engine.store import root_of
+from jaxkv.errors import UserError
 from jaxkv.rotary import rotary
 from tests.engine.plain import HEAD_DIM, SPEC, VOCAB, Ear, ask, finish, plain
 from tests.seldom import seldom
@@ -204,3 +205,8 @@ def test_a_snapshot_is_not_changed_by_a_hit():
     assert ear.outcome.cached_tokens == usable(200)
     for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_pages_are_not_kept_on_the_host():
+    with pytest.raises(UserError, match="host_slots are for states"):
+        Engine(plain("full"), slots=1, chunk=CHUNK, prefixes=Prefixes(8, host_slots=4))
