@@ -28,10 +28,10 @@ class BlockPool:
     that stay when nobody uses them (the report's K), None for as many as there are pages. mode:
     what of a prompt's tail is found: `full` nothing; `alias` its tokens as they stood in the
     prompt, of which a reader takes a copy; `rekey` (the report) what it holds by now, so the
-    prompt's own no more once a token was written. order: of eviction, in orders.py. cap: leave at
-    least a prompt's last token to be computed, as whoever wants its logits must. clock: tells the
-    time of a release, another one each time unless given. ghosts: keys of what was evicted that
-    are remembered, to tell why something was missed.
+    prompt's own no more once a token was written. order: of eviction, in orders.py. hashing,
+    hash: of keys, in keys.py. cap: leave at least a prompt's last token to be computed, as whoever
+    wants its logits must. clock: tells the time of a release, another one each time unless given.
+    ghosts: keys of what was evicted that are remembered, to tell why something was missed.
     Raises UserError for a mode, order or hashing that does not exist, and sizes below 1.
     """
 
@@ -285,21 +285,25 @@ class BlockPool:
 
     def _publish_full(self, lease: Lease, stop: int) -> None:
         """Make findable the full blocks of a lease up to number `stop`."""
-        enter, blocks, size = self._index.enter, lease.blocks, self.block * TOKEN
-        keys, known, rekey = lease.keys, len(lease.prompt) // self.block, self.mode == "rekey"
+        prompt, blocks, rekey = lease.prompt, lease.blocks, self.mode == "rekey"
+        enter, size, known = self._index.enter, self.block * TOKEN, len(prompt) // self.block
+        parent = blocks[lease.published - 1] if lease.published else prompt.root
         for number in range(lease.published, stop):
-            block, end = blocks[number], (number + 1) * size
+            if number < known:
+                key, own = prompt.keys[number], prompt.pieces[number]
+            else:
+                end = (number + 1) * size
+                key, own = self._key(lease, number, end), bytes(lease.data[end - size : end])
+            block = blocks[number]
             if rekey:
                 self._index.remove(block)
-            own = bytes(lease.data[end - size : end])
-            parent = blocks[number - 1] if number else lease.prompt.root
-            key = keys[number] if number < known else self._key(lease, number, end)
             held = enter(block, key, parent, own)
             if held is None:  # and what lies behind it could not be found either
                 return
             if held is not block:
                 self._go_on_with(lease, number, held)
             lease.published = number + 1
+            parent = held
 
     def _go_on_with(self, lease: Lease, number: int, held: Block) -> None:
         """Put a block that holds the same into the place of one of a lease's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxkv.prefix.keys import TOKEN, Prompt
+from jaxkv.prefix.keys import Prompt
 from jaxkv.prefix.lease import Block
 from jaxkv.prefix.recent import Recent
 
@@ -29,18 +29,17 @@ class Index:
 
     def walk(self, prompt: Prompt) -> tuple[list[Block], bool]:
         """The blocks that hold a prompt's beginning; whether another prefix ended the walk."""
-        entries, same, data = self._entries, self._same, prompt.data
-        size, begin = self._block * TOKEN, 0
+        entries, same = self._entries, self._same
         found: list[Block] = []
         parent: Block | bytes = prompt.root
-        for key in prompt.keys:
+        for key, tokens in zip(prompt.keys, prompt.pieces, strict=True):
             block = entries.get(key)
             if block is None:
                 return found, False
-            if block.parent != parent or not same(block.tokens, data[begin : begin + size]):
+            if block.parent != parent or not same(block.tokens, tokens):
                 return found, True
             found.append(block)
-            parent, begin = block, begin + size
+            parent = block
         return found, False
 
     def missed(self, prompt: Prompt, found: int, usable: int, collided: bool) -> dict[str, int]:

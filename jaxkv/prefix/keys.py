@@ -5,10 +5,10 @@ Equal keys mean equal caches up to there, so whatever a cache depends on goes in
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256 as openssl
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ LENGTH = struct.Struct("<Q")
 
 
 def sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return openssl(data).digest()
 
 
 def root(**fields: Any) -> bytes:
@@ -95,13 +95,14 @@ def _odd(tokens: Tokens) -> str:
 
 
 class Prompt(NamedTuple):
-    """Tokens with the keys of their pieces, made once however often they are looked up.
+    """Tokens in pieces with their keys, made once however often they are looked up.
 
-    data: the tokens as encoded. keys: of each piece in turn.
+    data: the tokens as encoded. pieces: those of each piece. keys: of each piece, in turn.
     """
 
     root: bytes
     data: bytes
+    pieces: list[bytes]
     keys: list[bytes]
 
     def __len__(self) -> int:
@@ -136,18 +137,15 @@ class Chain:
         if not data:
             raise UserError("a prompt must hold at least one token, got none; give some")
         end = len(data) if partial else len(data) - len(data) % size
+        pieces = [data[begin : begin + size] for begin in range(0, end, size)]
         if self.hashing == "direct":
-            return Prompt(root, data, [
-                self.key(root, root, data, begin, min(begin + size, end))
-                for begin in range(0, end, size)
-            ])  # fmt: skip
+            keys = [self.hash(root + data[: begin + size]) for begin in range(0, end, size)]
+            return Prompt(root, data, pieces, keys)
         keys, key, hash, full = [], root, self.hash, LENGTH.pack(size)
-        for begin in range(0, end - end % size, size):
-            key = hash(key + full + data[begin : begin + size])
+        for own in pieces:
+            key = hash(key + (full if len(own) == size else LENGTH.pack(len(own))) + own)
             keys.append(key)
-        if end % size:
-            keys.append(self.key(root, key, data, end - end % size, end))
-        return Prompt(root, data, keys)
+        return Prompt(root, data, pieces, keys)
 
     def key(
         self, root: bytes, parent: bytes, data: bytes | bytearray, begin: int, end: int
