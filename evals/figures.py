@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from evals import prefix_figures
 from evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
@@ -28,6 +29,8 @@ LEGENDS = {
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
+    **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
+    "prefix_items": "upper left",
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
@@ -317,6 +320,9 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "tune_lsh": ("tune_lsh", tune_lsh),
     "sparse": ("sparse", sparse),
     "sparse_recall": ("sparse", sparse_recall),
+    "prefix_report": ("prefix_replay", prefix_figures.report),
+    "prefix_snapshots": ("prefix_replay", prefix_figures.snapshots),
+    "prefix_items": ("prefix_engine", prefix_figures.items),
 }
 
 

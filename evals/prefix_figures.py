@@ -36,3 +36,17 @@ def snapshots(axes: Any, results: dict[str, Any]) -> None:
         axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
     axes.set_xticks(range(len(row)), row)
     axes.set(xlabel="slots", ylabel="tokens found (%)", ylim=(0, None))
+
+
+def items(axes: Any, results: dict[str, Any]) -> None:
+    """The report's Figure 2: answers a second through the engine, least to most of the rounds."""
+    shares = results["report"]["shares"]
+    at = [100 * float(p) for p in shares]
+    for name, label, colour in (("none", "nothing kept", COLOURS["full"]),
+                                ("kept", "prefixes kept", COLOURS["streaming"])):  # fmt: skip
+        found = {end: np.array([one["items_per_second"][name][end] for one in shares.values()])
+                 for end in ("median", "min", "max")}  # fmt: skip
+        axes.plot(at, found["median"], "o-", markersize=3, color=colour, label=label)
+        axes.fill_between(at, found["min"], found["max"], color=colour, alpha=0.15, lw=0)
+    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers a second",
+             ylim=(0, None))  # fmt: skip

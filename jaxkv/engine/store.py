@@ -225,7 +225,8 @@ class States:
             else:
                 states, names = self._host.pop(move.source_slot)
                 lane = Lane(jax.device_put(states, _memory("device")), None)
-                self._save(lane, move.target_slot, names)
+                if not self._save(lane, move.target_slot, names):
+                    raise RuntimeError("no pages for one state though nobody reads another")
 
 
 def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:

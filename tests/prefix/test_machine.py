@@ -299,9 +299,9 @@ class Forced(Machine):
 
 @pytest.mark.parametrize("kind, examples", [(Machine, 300), (Colliding, 150), (Forced, 50)])
 def test_whatever_is_done_to_a_pool(kind, examples):
-    """More than 10,000 steps in all, each followed by every check."""
+    """At least 10,000 steps in all, each followed by every check."""
     run(kind, examples)
-    assert kind.steps >= 30 * examples
+    assert kind.steps >= 20 * examples
 
 
 @pytest.mark.slow
