@@ -27,9 +27,7 @@ FORGETTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positi
               "stratified:sinks=2,window=6,sample=8",
               "balance-stream:sinks=2,window=6,levels=2,block=4",
               "0=full;*=streaming:sinks=2,window=14")  # fmt: skip
-OFTEN = {"full", "snapkv:capacity=8,window=4", "streaming:sinks=2,window=14",
-         "balance-stream:sinks=2,window=6,levels=2,block=4",
-         "0=full;*=streaming:sinks=2,window=14"}  # fmt: skip
+OFTEN = {"full", "streaming:sinks=2,window=14"}
 
 
 def branches(lengths=(10, 16, 31, 32, 33, 48, 90, 130)):
@@ -114,7 +112,7 @@ def test_levels_are_shared_and_room_is_made():
     assert again.outcome.cached_tokens == usable(90)
 
 
-@pytest.mark.parametrize("policy", [FORGETTING[0], FORGETTING[6]])
+@pytest.mark.parametrize("policy", [FORGETTING[0], seldom(FORGETTING[6])])
 def test_states_go_to_the_host_when_pages_run_out(policy):
     how = Prefixes(3, where="every=1", host_slots=100)
     engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=how)
