@@ -114,7 +114,7 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
     size = 512 if quick else LONG
     results: dict[str, Any] = {"prompt_tokens": size, "policies": {}, "bars": []}
     for policy in POLICIES:
-        engine = engine_of(llm, policy, slots=2, room=2 * LONG, prefixes=Prefixes(64))
+        engine = engine_of(llm, policy, slots=2, room=2 * LONG, prefixes=Prefixes(256))
         new, held = passages(texts, 1), next(passages(texts, 2))[:size]
         answer(engine, [Request(held, 1)])
 

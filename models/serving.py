@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, Prefixes
+from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 from models.decoder import Decoder, Weights
 from models.llm import Llm
@@ -16,7 +17,12 @@ from models.streams import DEFAULT_POLICY
 
 
 def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
-    """The engine's view of a loaded model under a cache policy."""
+    """The engine's view of a loaded model under a cache policy.
+
+    Raises UserError for a model over a mesh.
+    """
+    if llm.mesh is not None:
+        raise UserError("the engine runs on one device, got a model over a mesh; load it without")
     policies = llm.policies(policy)
 
     def forward(

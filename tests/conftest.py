@@ -133,6 +133,20 @@ def room_for_compiled_code():
 
 
 @pytest.fixture
+def unchecked():
+    """For a test of what users get for a wrong type: without it the checks of tests come first."""
+    if not find_spec("jaxtyping"):
+        yield
+        return
+    from jaxtyping import config
+
+    before = config.jaxtyping_disable
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 

@@ -40,10 +40,15 @@ def answer(engine: Engine, requests: Iterable[Request]) -> list[Collected]:
 
     Raises what `Engine.submit` does.
     """
-    collected = []
-    for request in requests:
-        collected.append(Collected())
-        engine.submit(request, collected[-1])
+    collected, tickets = [], []
+    try:
+        for request in requests:
+            collected.append(Collected())
+            tickets.append(engine.submit(request, collected[-1]))
+    except Exception:
+        for ticket in tickets:
+            engine.cancel(ticket)
+        raise
     if engine.started:
         for one in collected:
             one.over.wait()

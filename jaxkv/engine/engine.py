@@ -28,14 +28,14 @@ NO_STORE = {
     "prefix_queries": 0, "prefix_hits": 0, "snapshot_slots": 0, "snapshot_slots_used": 0,
     "misses": {}, "evictions": 0,
 }  # fmt: skip
-ENDLESS = 2**31 - 1  # tokens of a row where no policy grows
+SMALL = 32  # tokens of prompt that beginning and placing one take as long as
 
 
 class Engine:
     """Slots that write, a lane that reads, and a queue.
 
-    model: what runs. slots: rows that write at once. room: tokens of a row, prompt and answer,
-    where a policy grows with them; other rows have no end. chunk: tokens of a prompt read at a
+    model: what runs. slots: rows that write at once. room: tokens of a row, prompt and answer; only
+    where a policy grows do they take memory. chunk: tokens of a prompt read at a
     time, the grid on which prefixes can be taken up. turn: prompt tokens read in a turn, at least
     a chunk. queue, queue_tokens: how many requests and tokens of prompts may wait.
     prefixes: what is kept of prompts that were read, None for nothing. seed: of what policies draw,
@@ -59,8 +59,7 @@ class Engine:
                             ("queue", queue), ("queue_tokens", queue_tokens)):  # fmt: skip
             whole(name, value)
         self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
-        grows = any(hasattr(policy, "reserve") for policy in model.policies)
-        self.most = room if grows else ENDLESS
+        self.most = room
         self._counts = Figures()
         self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
         self._seed = seed
@@ -79,6 +78,7 @@ class Engine:
         self._reading: Reading | None = None
         self._flights: deque[Flight] = deque()
         self._waiting: deque[Ticket] = deque()
+        self._live: dict[Ticket, None] = {}  # all that are not over, wherever they are
         self._waiting_tokens = self._count = 0
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -120,11 +120,12 @@ class Engine:
             if self._waiting and (full or self._waiting_tokens + size > self._queue_tokens):
                 raise Overloaded(
                     f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
-                    self._counts.seconds_for(self._waiting_tokens),
+                    self._counts.seconds_for(self._waiting_tokens, self.slots),
                 )
             self._count += 1
             ticket = Ticket(self._count, request, listener, time.monotonic())
             self._waiting.append(ticket)
+            self._live[ticket] = None
             self._waiting_tokens += size
             self._news.notify()
         return ticket
@@ -153,7 +154,7 @@ class Engine:
 
         Call it from the engine's thread, or while that does not run.
         """
-        return self._store is None or self._store.index.reset()
+        return self._store is None or self._store.reset()
 
     def start(self) -> None:
         """Take turns in a thread of its own until `stop`. Raises RuntimeError the second time."""
@@ -278,7 +279,7 @@ class Engine:
         return True
 
     def _read_chunk(self, reading: Reading) -> int:
-        """The next piece of a prompt, up to the grid; how many tokens it is."""
+        """The next piece of a prompt, up to the grid; its width as it is computed."""
         ticket, at = reading.ticket, reading.at
         tokens, echo = ticket.request.tokens, ticket.request.echo
         count = min(self.chunk, len(tokens) - at)
@@ -296,11 +297,11 @@ class Engine:
             self._store.save(reading.hit, lane, at)
         if at < len(tokens):
             self._reading = Reading(ticket, lane, at, reading.hit)
-            return count
+            return width
         self._reading = None
         self._release(reading.hit)
         self._place(ticket, lane)
-        return count
+        return width + SMALL
 
     def _place(self, ticket: Ticket, lane: Lane) -> None:
         request = ticket.request
@@ -342,6 +343,8 @@ class Engine:
         if ticket.first is None:
             ticket.first = now - ticket.came
             self._tell_prompt(ticket)
+            if ticket.over:
+                return
         stop = self._call(ticket, ticket.listener.token, scored)
         if ticket.over:
             return
@@ -368,6 +371,8 @@ class Engine:
         if ticket.over:
             return
         ticket.over = True
+        with self._news:
+            self._live.pop(ticket, None)
         if self._reading is not None and self._reading.ticket is ticket:
             self._release(self._reading.hit)
             self._reading = None
@@ -386,11 +391,9 @@ class Engine:
 
     def _give_up(self, reason: str, error: str = "") -> None:
         with self._news:
-            waiting = list(self._waiting)
+            live = list(self._live)
             self._waiting.clear()
             self._waiting_tokens = 0
-        reading = [] if self._reading is None else [self._reading.ticket]
-        flying = [ticket for flight in self._flights for _, ticket in flight.tickets]
         self._flights.clear()
-        for ticket in dict.fromkeys([*reading, *filter(None, self._owners), *flying, *waiting]):
+        for ticket in live:
             self._end(ticket, reason, error)

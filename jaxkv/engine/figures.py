@@ -28,9 +28,10 @@ class Figures:
         """Count an answer that is over."""
         self.ended[outcome.reason] += 1
         self.prompts += outcome.prompt_tokens
-        self.seconds += outcome.ended - (outcome.begun or 0.0)
+        if outcome.begun is not None:
+            self.seconds += outcome.ended - outcome.begun
 
-    def seconds_for(self, tokens: int) -> float:
+    def seconds_for(self, tokens: int, slots: int) -> float:
         """About how long so many tokens of prompts will wait, by what was seen so far."""
-        each = self.seconds / max(1, self.prompts)
+        each = self.seconds / max(1, self.prompts) / slots
         return min(max(SECONDS[0], tokens * each), SECONDS[1])

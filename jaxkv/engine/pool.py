@@ -55,7 +55,7 @@ def appending(policies: tuple[Policy, ...], states: States, page: int) -> Layout
 def settling(policies: tuple[Policy, ...]) -> Layout:
     """Pages of what these policies rewrite seldom; none where they differ in it."""
     first = getattr(policies[0], "settling", None)
-    if first is None or len(set(policies)) > 1:
+    if first is None or len(set(policies)) > 1 or not policies[0].settled(0):
         return Layout(_axes(policies, [()] * len(policies)), 0, 0, 0)
     axes = _axes(policies, [first.leaves] * len(policies))
     return Layout(axes, first.first, first.page, len(policies[0].settled(0)))

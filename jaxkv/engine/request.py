@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxkv.errors import UserError
@@ -51,6 +52,12 @@ class Request:
     echo: bool = False
 
     def __post_init__(self) -> None:
+        whole = all(isinstance(n, Integral) for n in (self.max_new_tokens, self.seed, *self.tokens))
+        if not whole:
+            raise UserError(
+                "token ids, max_new_tokens and seed must be whole numbers, got "
+                f"{self.max_new_tokens!r}, {self.seed!r} and {self.tokens!r:.60}; give ints"
+            )
         if not self.tokens:
             raise UserError("a prompt must hold at least one token, got none; give some text")
         if self.max_new_tokens < 0:
@@ -65,8 +72,15 @@ class Request:
         for name, value in numbers:
             if not abs(value) <= MOST:
                 raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
-        if self.salt == "":
-            raise UserError("a salt must not be empty, got ''; leave it out for none")
+        if self.salt is not None and not (isinstance(self.salt, str) and is_text(self.salt)):
+            raise UserError(
+                f"a salt must be some Unicode text, got {self.salt!r:.60}; leave it out for none"
+            )
+
+
+def is_text(value: str) -> bool:
+    """Whether it is not empty and can be written as UTF-8: a lone surrogate cannot."""
+    return bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.keys import Prompt, root
 from jaxkv.prefix.lease import Lease
-from jaxkv.prefix.snapshots import Snapshots, Visit
+from jaxkv.prefix.orders import ORDERS
+from jaxkv.prefix.snapshots import Snapshots, Visit, rules
 from jaxkv.stack import spell
-
-SHARED = 0.5  # pages for a state, of as many as it has: the others are those of another one
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,11 @@ class Prefixes:
 
     def __post_init__(self) -> None:
         whole("slots", self.slots)
+        if self.host_slots:
+            whole("host_slots", self.host_slots)
+        if self.order not in ORDERS:
+            raise UserError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        rules(self.where)
 
 
 class Hit(NamedTuple):
@@ -73,6 +77,8 @@ class Store(Protocol):
     def save(self, hit: Hit, lane: Lane, at: int) -> None: ...
 
     def release(self, hit: Hit) -> None: ...
+
+    def reset(self) -> bool: ...
 
     def figures(self) -> dict[str, Any]: ...
 
@@ -115,8 +121,10 @@ class Pages:
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         """A prompt's pages, held until `release`; None where there are not enough for it."""
+        # A tail that fills no page is kept by nobody, nor what is beyond all the pages there are.
+        tokens = tokens[: self._slots * self._chunk + 1]
         prompt = self.index.read(tokens, self._root(salt))
-        lease = self.index.admit(prompt)
+        lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk))
         return None if lease is None else Hit(lease.cached, lease)
 
     def load(self, hit: Hit) -> Lane:
@@ -125,7 +133,7 @@ class Pages:
 
     def save(self, hit: Hit, lane: Lane, at: int) -> None:
         """Keep the page that a lane has filled, unless another request did so first."""
-        if at % self._chunk or at // self._chunk > self._layout.most:
+        if at % self._chunk or at // self._chunk > min(self._layout.most, len(hit.held.blocks)):
             return
         number = at // self._chunk - 1
         page = hit.held.pages[number]
@@ -136,6 +144,9 @@ class Pages:
     def release(self, hit: Hit) -> None:
         self.index.release(hit.held)
 
+    def reset(self) -> bool:
+        return self.index.reset()
+
     def figures(self) -> dict[str, Any]:
         return _figures(self.index.counts, self._slots, self._slots - self.index.free)
 
@@ -143,8 +154,7 @@ class Pages:
 class States:
     """States at few of the boundaries that were passed, some of them in the host's memory.
 
-    On the device they share the pages of what is rewritten seldom. There are `shared` of these for
-    every state, fewer than it has; where they run out, the oldest states make room.
+    On the device they share the pages of what is rewritten seldom.
     """
 
     def __init__(
@@ -154,10 +164,13 @@ class States:
         self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
         self._chunk, self._settled = chunk, getattr(model.policies[0], "settled", None)
         layout = pool.settling(model.policies)
-        count = max(layout.most, round(SHARED * layout.most * how.slots))
+        count = layout.most * how.slots
         self._device = Device(layout, programs, model.vocab, count, how.slots)
-        self._pages = SharedPages(count, layout.most)
+        self._pages = SharedPages(count)
         self._host: dict[int, Any] = {}
+        if how.host_slots:
+            what = f"{how.host_slots} states in the memory of the host"
+            memory.check(how.host_slots * programs.lane_bytes, what, host=True)
         self._far = _memory("pinned_host") if how.host_slots else None
         self.bytes, self.made = self._device.bytes, self._device.made
 
@@ -177,10 +190,8 @@ class States:
         if snapshot is None:
             return
         self._move()
-        if self._save(lane, snapshot.slot, self._names(hit.held.prompt, at)):
-            self.index.publish(snapshot)
-        else:
-            self.index.abandon(snapshot)
+        self._save(lane, snapshot.slot, self._names(hit.held.prompt, at))
+        self.index.publish(snapshot)
 
     def _names(self, prompt: Prompt, at: int) -> list[Hashable]:
         """What each page of a state after `at` tokens of a prompt is known by: the tokens up to the
@@ -196,21 +207,22 @@ class States:
     def _load(self, slot: int) -> Lane:
         return self._device.load(self._pages.of(slot), slot)
 
-    def _save(self, lane: Lane, slot: int, names: list[Hashable]) -> bool:
-        """Write a state into a slot; False where there are not enough pages."""
+    def _save(self, lane: Lane, slot: int, names: list[Hashable]) -> None:
+        """Write a state into a slot, and those of its pages that no other state has."""
         self._pages.release(slot)
-        while (taken := self._pages.take(slot, names)) is None:
-            if (freed := self.index.shed(slot)) is None:
-                return False
-            self._move()
-            self._pages.release(freed)
-        for number, page in taken:
+        for number, page in self._pages.take(slot, names):
             self._device.save(lane, number, page, NOWHERE)
         self._device.save(lane, 0, NOWHERE, slot)
-        return True
 
     def release(self, hit: Hit) -> None:
         self.index.leave(hit.held)
+
+    def reset(self) -> bool:
+        if not self.index.reset():
+            return False
+        self._pages.clear()
+        self._host.clear()
+        return True
 
     def figures(self) -> dict[str, Any]:
         return _figures(self.index.counts, self._slots, self.index.taken)
@@ -225,8 +237,7 @@ class States:
             else:
                 states, names = self._host.pop(move.source_slot)
                 lane = Lane(jax.device_put(states, _memory("device")), None)
-                if not self._save(lane, move.target_slot, names):
-                    raise RuntimeError("no pages for one state though nobody reads another")
+                self._save(lane, move.target_slot, names)
 
 
 def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
@@ -240,11 +251,16 @@ def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
 class SharedPages:
     """Which pages the state in a slot is made of: those with one name are one.
 
-    count: pages that there are. each: pages of a state.
+    count: pages that there are, enough for every slot to have its own.
     """
 
-    def __init__(self, count: int, each: int) -> None:
-        self._free = list(reversed(range(count))) if each else []
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.clear()
+
+    def clear(self) -> None:
+        """Give up all of them."""
+        self._free = list(reversed(range(self._count)))
         self._by_name: dict[Hashable, int] = {}
         self._readers: Counter[Hashable] = Counter()
         self._tables: dict[int, list[Hashable]] = {}
@@ -260,12 +276,9 @@ class SharedPages:
     def names(self, slot: int) -> list[Hashable]:
         return self._tables.get(slot, [])
 
-    def take(self, slot: int, names: list[Hashable]) -> list[tuple[int, int]] | None:
-        """Make up a slot of these pages; which of them are new, as (number, page). None, and
-        nothing is done, where there are too few."""
+    def take(self, slot: int, names: list[Hashable]) -> list[tuple[int, int]]:
+        """Make up a slot of these pages; which of them are new, as (number, page)."""
         new = [number for number, name in enumerate(names) if name not in self._by_name]
-        if len(new) > len(self._free):
-            return None
         for number in new:
             self._by_name[names[number]] = self._free.pop()
         self._readers.update(names)
@@ -282,7 +295,7 @@ class SharedPages:
 
 
 def _memory(kind: str) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
 
 
 class Device:

@@ -181,17 +181,6 @@ class Snapshots:
             raise RuntimeError("a published snapshot cannot be abandoned; drop it")
         self._remove(snapshot)
 
-    def shed(self, keep: int) -> int | None:
-        """Free the slot that was used least recently, other than `keep`, and say which; None where
-        all are in use. Mind `moves`."""
-        oldest = self._device.oldest(keep)
-        if oldest is None:
-            return None
-        slot = oldest.slot
-        self._demote(oldest)
-        self._device.give(slot)
-        return slot
-
     def drop(self, key: bytes) -> bool:
         """Forget a snapshot by force; False where there is none or somebody reads or writes it."""
         snapshot = self._index.get(key)

@@ -45,10 +45,9 @@ class Tier:
         """Take back a slot."""
         self._free.append(slot)
 
-    def oldest(self, keep: int | None = None) -> Snapshot | None:
-        """The snapshot that was used least recently, that nobody reads and that is not in slot
-        `keep`; None without one."""
-        return next((one for one in self.used if not one.holds and one.slot != keep), None)
+    def oldest(self) -> Snapshot | None:
+        """The snapshot that was used least recently and that nobody reads; None without one."""
+        return next((snapshot for snapshot in self.used if not snapshot.holds), None)
 
     @property
     def taken(self) -> int:

@@ -91,8 +91,8 @@ class Choice:
         text = self._row.end(outcome.reason)
         ended = "stop" if self._row.reason == "stop" else outcome.reason
         reason = "behind" if self._behind else ended
-        self._metrics.add(outcome, FINISHED.get(reason, reason))
         self._mailbox.put(End(self._index, text, reason, outcome))
+        self._metrics.add(outcome, FINISHED.get(reason, reason))
 
 
 class Told(NamedTuple):

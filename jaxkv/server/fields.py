@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxkv.engine.request import is_text
 from jaxkv.server.faults import Fault, shown
 
 WHOLE = 2**31 - 1
@@ -65,6 +66,13 @@ def flag(name: str, value: Any) -> bool:
 def text(name: str, value: Any, most: int = TEXT) -> str:
     if type(value) is not str or not 0 < len(value) <= most:
         raise wrong(name, f"a text of 1 to {most} characters", value)
+    return value
+
+
+def salt(name: str, value: Any) -> str:
+    """A text that can be hashed, as one with half a letter cannot."""
+    if not is_text(text(name, value)):
+        raise wrong(name, "valid Unicode", value)
     return value
 
 
@@ -167,7 +175,7 @@ SHARED = {
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),
     "stream_options": Field(stream_options),
-    "cache_salt": Field(text),
+    "cache_salt": Field(salt),
     "user": Field(text),  # for the provider's records, which we keep none of
 }
 FIELDS: dict[str, dict[str, Field]] = {

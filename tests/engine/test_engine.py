@@ -169,6 +169,13 @@ def test_a_full_queue_says_when_to_come_again():
         {"seed": -1},
         {"seed": 2**32},
         {"salt": ""},
+        {"salt": "\ud800"},
+        {"salt": 5},
+        {"tokens": (1.5,)},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": float("nan")},
+        {"max_new_tokens": 5000},
+        {"seed": 0.5},
         {"logprobs": 21},
         {"logprobs": -1},
         {"bias": ((VOCAB, 1.0),)},
@@ -176,7 +183,7 @@ def test_a_full_queue_says_when_to_come_again():
         {"presence_penalty": float("inf")},
     ],
 )
-def test_what_can_be_no_request(engine, fields):
+def test_what_can_be_no_request(engine, unchecked, fields):
     with pytest.raises(UserError):
         engine.submit(Request(**{"tokens": (1,), **fields}), Ear())
 
@@ -210,7 +217,7 @@ def test_no_numbers_end_one_answer_and_no_other():
 
 
 def test_in_a_thread_of_its_own():
-    engine = Engine(plain(), slots=3, chunk=16)
+    engine = Engine(plain(), slots=3, room=2**31 - 1, chunk=16)
     asked = requests(10, 4)
     alone = [ear.tokens for ear in ask(engine, *asked)]
     engine.start()
@@ -230,3 +237,47 @@ def test_in_a_thread_of_its_own():
     assert last.outcome.reason == "cancelled"
     with pytest.raises(Overloaded):
         engine.submit(Request((1,), 1), Ear())
+    with pytest.raises(RuntimeError, match="starts once"):
+        engine.start()
+
+
+@pytest.mark.parametrize("broken", ["begin", "read", "place", "decode", "tell"])
+def test_a_failure_ends_every_answer_once(monkeypatch, broken):
+    engine = Engine(plain(), slots=2, chunk=16)
+
+    def fail(*given):
+        raise RuntimeError("the device is gone")
+
+    programs = engine._programs
+    if broken == "read":
+        monkeypatch.setattr(programs, "reads", dict.fromkeys(programs.reads, fail))
+    elif broken == "tell":
+        monkeypatch.setattr(engine, "_tell", fail)
+    else:
+        monkeypatch.setattr(programs, broken, fail)
+    ears = [Ear() for _ in range(5)]
+    for number, ear in enumerate(ears):
+        engine.submit(Request((1, 2, 3), number, echo=True), ear)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        finish(engine)
+    assert {ear.outcome.reason for ear in ears} <= {"error", "length"}
+    assert not engine.healthy and engine.running == engine.waiting == 0
+    with pytest.raises(Overloaded, match="the device is gone"):
+        engine.submit(Request((1,), 1), Ear())
+
+
+def test_many_small_prompts_do_not_hold_up_a_stream():
+    engine = Engine(plain(), slots=64, chunk=16, turn=128)
+    ear = Ear()
+    engine.submit(Request((1,), 200), ear)
+    for _ in range(3):
+        engine.step()
+    for number in range(100):
+        engine.submit(Request((1,), 0, seed=number), Ear())
+    turns, before = 0, len(ear.tokens)
+    while engine.waiting:
+        engine.step()
+        turns += 1
+    assert turns >= 100 * (16 + 32) / (128 + 48), "each is charged for what it takes"
+    assert len(ear.tokens) - before >= turns - 1
+    finish(engine)

@@ -37,7 +37,7 @@ def test_prompts_that_are_none(tiny, prompt):
         {"warmth": 1.0},
     ],
 )
-def test_arguments_of_the_wrong_kind(tiny, fields):
+def test_arguments_of_the_wrong_kind(tiny, unchecked, fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         models.generate(tiny, "a", **({"max_new_tokens": 2} | fields))
 

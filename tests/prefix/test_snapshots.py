@@ -231,20 +231,6 @@ def test_a_host_of_one_slot_gives_way():
     assert at(index, range(5)) == 0
 
 
-def test_shedding():
-    index = Snapshots(3, 4, "last", host_slots=1)
-    for n in (0, 10, 20):
-        read(index, range(n, n + 5))
-    reader = index.visit(index.read(range(5), ROOT))
-    assert reader.snapshot.slot == 0
-    assert index.shed(1) == 2  # 0 is read, 1 is asked to stay
-    assert index.moves == [Move("device", 2, "host", 0)] and at(index, range(20, 25)) == 4
-    assert index.shed(1) is None and (index.taken, index.host_taken) == (2, 1)
-    index.leave(reader)
-    assert index.shed(0) == 1 and at(index, range(20, 25)) == 0  # the host had one slot
-    assert index.claim(index.read(range(30, 35), ROOT), 4).slot in (1, 2)
-
-
 def test_settings_are_checked():
     for wrong in ({"slots": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"memory": 1},
                   {"where": "every=0"}, {"where": "every"}, {"host_slots": -1}):  # fmt: skip

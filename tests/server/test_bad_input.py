@@ -97,6 +97,7 @@ COMPLETIONS = {
     "biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "at most 300"),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
+    "a salt of half a letter": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
     "user": ({"user": {}}, "user", "a text"),
     "no model": ({"model": None}, "model", "missing"),
     "model": ({"model": 5}, "model", "a text"),
