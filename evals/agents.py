@@ -3,7 +3,8 @@
 Every turn of a session sends all before it once more; the sessions take turns side by side. A full
 cache keeps pages of a chunk and forgets nothing: it saves the most that can be saved on the grid,
 in a memory that grows with the text. Bounded caches keep whole states, so many as are given room.
-Bytes are those of the default model, and counted where they are most. (evals.prefix_engine sends
+Bytes are those of the default model, of all the states held at most; `distinct` leaves out pages
+that states share, for which the engine keeps room all the same. (evals.prefix_engine sends
 such turns through the engine.)
 """
 
@@ -82,10 +83,7 @@ def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
 
 
 def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str, Any]:
-    """So many states of a bounded cache: what they save, and the bytes of those held at most.
-
-    A page that states share (`policy.settling`) counts once.
-    """
+    """So many states of a bounded cache: what they save, and the bytes of those held at most."""
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
@@ -103,10 +101,7 @@ def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str
         if index.taken * record + held * page > most:
             most, pages = index.taken * record + held * page, held
     each = state_bytes(layers, llm.spec, 1)
-    return {
-        "saved": saved, "bytes": most, "bytes_of_a_state": each, "pages": pages,
-        "of_copies": most / max(1, index.taken * each),
-    }  # fmt: skip
+    return {"saved": saved, "bytes": index.taken * each, "distinct": most, "pages": pages}
 
 
 def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """What the engine makes of a model: many at once, prefixes taken up again, and what that costs.
 
 The default model and books. Everything that is compared takes turns in one process. `throughput`:
-answers a second with 64 requests at a time, and one at a time by an engine of one slot and by the
-same engine. `first`: seconds to the first token of a prompt of 4,096 tokens that is new, and of one
-that was read before. `cost`: prompts that are all new, with prefixes kept and without.
+answers a second with 64 requests at a time, and one at a time by models.generate, by an engine of
+one slot and by the same engine. `first`: seconds to the first token of a prompt of 4,096 tokens
+that is new, and of one that was read before. `cost`: prompts that are all new, with prefixes kept
+and without.
 """
 
 from __future__ import annotations
@@ -85,8 +86,13 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
         for request in alone:
             answer(engine, [request])
 
+    def generated() -> None:
+        for one in alone:
+            models.generate(llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True)
+
     seconds = rounds(
         {
+            "alone, models.generate": timed(generated),
             "together": timed(lambda: answer(many, asked)),
             "alone, an engine of one slot": timed(lambda: one_by_one(one)),
             "alone, the same engine": timed(lambda: one_by_one(many)),

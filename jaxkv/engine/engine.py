@@ -18,11 +18,20 @@ import numpy as np
 
 from jaxkv import memory
 from jaxkv.engine.figures import Figures
-from jaxkv.engine.programs import TOP, Lane, Model, Programs, Told
+from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Hit, Prefixes, Store, store_of
-from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, salt_of, scored_of, widths
-from jaxkv.errors import UserError, whole
+from jaxkv.engine.ticket import (
+    Flight,
+    Reading,
+    Ticket,
+    asked_of,
+    check,
+    salt_of,
+    scored_of,
+    widths,
+)
+from jaxkv.errors import whole
 
 NO_STORE = {
     "prefix_queries": 0, "prefix_hits": 0, "snapshot_slots": 0, "snapshot_slots_used": 0,
@@ -72,7 +81,7 @@ class Engine:
         self._store: Store | None = None
         if prefixes is not None:
             self._store = store_of(prefixes, model, self._programs, chunk, seed)
-        self.compilations = self._programs.made
+        self._compiled = compilations()["all"]
         self.bytes_of_prefixes = 0 if self._store is None else self._store.bytes
         self._owners: list[Ticket | None] = [None] * slots
         self._reading: Reading | None = None
@@ -89,6 +98,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether it answers."""
         return not self.failure and not self._stopping
+
+    @property
+    def compilations(self) -> int:
+        """Programs it was made with, and whatever the process compiled since: nothing, of ours."""
+        return self._programs.made + compilations()["all"] - self._compiled
 
     @property
     def started(self) -> bool:
@@ -109,7 +123,7 @@ class Engine:
 
         Raises UserError for what no slot can hold, Overloaded where the queue is full.
         """
-        self._check(request)
+        check(request, self.most, self.vocab)
         size = len(request.tokens)
         with self._news:
             if not self.healthy:
@@ -202,20 +216,6 @@ class Engine:
             self._give_up("error", self.failure.splitlines()[-1])
             raise
         return True
-
-    def _check(self, request: Request) -> None:
-        size, new = len(request.tokens), request.max_new_tokens
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self.vocab:
-            raise UserError(f"token ids must be from 0 to {self.vocab - 1}: give the model's own")
-        if size + new > self.most:
-            raise UserError(
-                f"a row holds {self.most} tokens, and {size} of prompt and {new} new ones were "
-                "asked for; shorten one of them"
-            )
-        if request.logprobs is not None and not 0 <= request.logprobs <= min(TOP, self.vocab):
-            raise UserError(f"logprobs must be from 0 to {TOP}, got {request.logprobs}")
-        if not all(0 <= token < self.vocab for token, _ in request.bias):
-            raise UserError(f"biased tokens must be from 0 to {self.vocab - 1}")
 
     def _leave(self) -> None:
         """Whoever cancelled is out."""

@@ -7,6 +7,8 @@ few are in use, so that a row's bits do not depend on who else is there.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -232,6 +234,19 @@ def _tell(
     nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(look))
     own, top, best = jax.lax.cond(scored, look, lambda: nothing)
     return Told(token, own, top, best, jnp.isfinite(jnp.max(logits, axis=1)))
+
+
+@functools.cache
+def compilations() -> Counter[str]:
+    """How often this process has compiled anything since it was first asked."""
+    counted: Counter[str] = Counter()
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            counted["all"] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return counted
 
 
 class Programs:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.engine.programs import Asked, Lane, Told
+from jaxkv.engine.programs import TOP, Asked, Lane, Told
 from jaxkv.engine.request import Listener, Request, Scored
 from jaxkv.engine.store import Hit
+from jaxkv.errors import UserError
 from jaxkv.sampling import Knobs, knobs_of_row
 
 
@@ -52,6 +53,22 @@ class Flight(NamedTuple):
     told: Told
     tickets: Sequence[tuple[int, Ticket]]
     prompt: int | None = None
+
+
+def check(request: Request, most: int, vocab: int) -> None:
+    """Raise UserError for what no slot of so many tokens can hold, and ids beyond the vocabulary."""
+    size, new = len(request.tokens), request.max_new_tokens
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
+        raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
+    if size + new > most:
+        raise UserError(
+            f"a row holds {most} tokens, and {size} of prompt and {new} new ones were "
+            "asked for; shorten one of them"
+        )
+    if request.logprobs is not None and not 0 <= request.logprobs <= min(TOP, vocab):
+        raise UserError(f"logprobs must be from 0 to {TOP}, got {request.logprobs}")
+    if not all(0 <= token < vocab for token, _ in request.bias):
+        raise UserError(f"biased tokens must be from 0 to {vocab - 1}")
 
 
 def widths(chunk: int) -> tuple[int, ...]:
