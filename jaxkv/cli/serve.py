@@ -21,7 +21,7 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.engine import Engine
+    from jaxkv.engine import Engine, Prefixes
     from jaxkv.server import Terms
     from models import Llm
 
@@ -37,8 +37,8 @@ FLAGS = (
      "some share prefixes; without it nobody needs a key"),
     ("callers", "per-key", COUNT, None, "N", "requests of one key at a time; by default no limit"),
     ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
-    ("engine", "max-len", COUNT, 4096, "N", "tokens of a prompt and its answer, where the policy's "
-     "cache grows with them"),
+    ("engine", "max-len", COUNT, 4096, "N", "tokens of a prompt and its answer; they take memory "
+     "where the policy's cache grows with them"),
     ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
      "prefixes are shared"),
     ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
-    keys = read_keys(args.api_key_file)
+    keys, kept = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.read_keys(*keys) if keys else ()
     if args.per_key is not None and not tenants:
         raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
                 stacklevel=2,
             )
         llm = flags.load_model(args, args.policy)
-        engine = make(args, llm)
+        engine = make(args, llm, kept)
         from models.language import Language
 
         language = Language(llm, args.name or name_of(args, llm))
@@ -134,15 +134,20 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
     return args.model
 
 
-def make(args: argparse.Namespace, llm: Llm) -> Engine:
+def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
+    """What is kept of prompts; checked before a model is loaded."""
+    from jaxkv.engine import Prefixes
+
+    if not args.prefix_slots:
+        return None
+    return Prefixes(args.prefix_slots, where=args.prefix_where, host_slots=args.prefix_host_slots)
+
+
+def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
-        from jaxkv.engine import Prefixes
         from models.serving import engine_of
 
-        kept = Prefixes(
-            args.prefix_slots, where=args.prefix_where, host_slots=args.prefix_host_slots
-        ) if args.prefix_slots else None  # fmt: skip
         return engine_of(
             llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,
             queue=args.queue, queue_tokens=args.queue_tokens, prefixes=kept, seed=args.seed,

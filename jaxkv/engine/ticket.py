@@ -56,7 +56,7 @@ class Flight(NamedTuple):
 
 
 def check(request: Request, most: int, vocab: int) -> None:
-    """Raise UserError for what no slot of so many tokens can hold, and ids beyond the vocabulary."""
+    """Raise UserError for what no slot of so many tokens holds, and ids beyond the vocabulary."""
     size, new = len(request.tokens), request.max_new_tokens
     if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
         raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")

@@ -41,6 +41,7 @@ def test_a_port_in_use(run):
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--api-key-file", "absent"], ["no such key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
+    (["--prefix-where", "nonsense"], ["junction", "nonsense"]),
 ])  # fmt: skip
 def test_flags(run, words, told):
     refused(run("serve", *NO_MODEL, "--port", "0", *words), *told)
@@ -69,7 +70,8 @@ def process(model, tmp_path_factory):
     """A server with a key, and where it is."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("secret team\n")
-    words = ["--model", model, "--port", "0", "--slots", "2", "--chunk", "16", "--policy", POLICY]
+    words = ["--model", model, "--port", "0", "--slots", "2", "--chunk", "16", "--policy", POLICY,
+             "--max-len", "2000000"]  # fmt: skip
     command = [sys.executable, "-m", "jaxkv.cli", "serve", *words, "--api-key-file", str(keys)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
