@@ -69,7 +69,7 @@ class Sampling:
         return Knobs(
             np.float32(temperature),
             np.int32(min(self.top_k, 2**31 - 1)),
-            np.float32(self.top_p),
+            max(np.float32(self.top_p), np.finfo(np.float32).tiny),  # the first token always stays
             np.float32(self.min_p),
             np.float32(self.repetition_penalty),
         )

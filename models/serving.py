@@ -14,6 +14,7 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 from models.decoder import Decoder, Weights
 from models.llm import Llm
 from models.streams import DEFAULT_POLICY
+from models.text import warn_beyond_context
 
 
 def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
@@ -58,6 +59,7 @@ def engine_of(
 ) -> Engine:
     """An engine over a loaded model, compiled and ready; the arguments are those of `Engine`."""
     model = model_of(llm, policy)
+    warn_beyond_context(llm, model.policies, room)
     return Engine(
         model, slots, room, chunk, queue=queue, queue_tokens=queue_tokens, prefixes=prefixes,
         seed=seed,

@@ -48,7 +48,7 @@ FLAGS = (
     ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "states in the memory of the host "
      "besides"),
     ("prefixes", "prefix-where", str, "last+junction", "W", "which states are kept: last, "
-     "junction, every=N, joined by +"),
+     "junction, every=N (chunks), joined by +"),
 )  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 
-from jaxkv.engine.engine import Engine
-from jaxkv.engine.request import Outcome, Request, Scored
+from jaxkv.engine.engine import Engine, Ticket
+from jaxkv.engine.request import Outcome, Overloaded, Request, Scored
 
 
 class Collected:
@@ -36,23 +37,37 @@ class Collected:
 
 
 def answer(engine: Engine, requests: Iterable[Request]) -> list[Collected]:
-    """All of these at once, answered to the end; in turns of ours where the engine has no thread.
+    """All of these, answered to the end: as many at once as the engine's queue takes.
 
-    Raises what `Engine.submit` does.
+    Takes turns itself where the engine has no thread. Raises what `Engine.submit` does, but that
+    the queue is full, and then those that were submitted are cancelled.
     """
     collected, tickets = [], []
     try:
         for request in requests:
             collected.append(Collected())
-            tickets.append(engine.submit(request, collected[-1]))
-    except Exception:
+            tickets.append(_submit(engine, request, collected[-1]))
+    except BaseException:
         for ticket in tickets:
             engine.cancel(ticket)
         raise
-    if engine.started:
-        for one in collected:
-            one.over.wait()
-    else:
-        while engine.step():
-            pass
+    while not all(one.over.is_set() for one in collected):
+        _go_on(engine)
     return collected
+
+
+def _submit(engine: Engine, request: Request, listener: Collected) -> Ticket:
+    while True:
+        try:
+            return engine.submit(request, listener)
+        except Overloaded:
+            if not engine.healthy:
+                raise
+            _go_on(engine)
+
+
+def _go_on(engine: Engine) -> None:
+    if engine.started:
+        time.sleep(0.001)
+    else:
+        engine.step()

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv import memory
-from jaxkv.engine.figures import Figures
+from jaxkv.engine.figures import NO_STORE, Figures
 from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Hit, Prefixes, Store, store_of
@@ -31,12 +30,9 @@ from jaxkv.engine.ticket import (
     scored_of,
     widths,
 )
-from jaxkv.errors import whole
+from jaxkv.errors import UserError, whole
 
-NO_STORE = {
-    "prefix_queries": 0, "prefix_hits": 0, "snapshot_slots": 0, "snapshot_slots_used": 0,
-    "misses": {}, "evictions": 0,
-}  # fmt: skip
+LONGEST = 4096  # tokens of a chunk: all of one are computed where one is more than a width
 SMALL = 32  # tokens of prompt that beginning and placing one take as long as
 
 
@@ -67,16 +63,14 @@ class Engine:
         for name, value in (("slots", slots), ("room", room), ("chunk", chunk), ("turn", turn),
                             ("queue", queue), ("queue_tokens", queue_tokens)):  # fmt: skip
             whole(name, value)
+        if chunk > LONGEST:
+            raise UserError(f"chunk must be at most {LONGEST}, got {chunk}; try 128")
         self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
         self.most = room
         self._counts = Figures()
         self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
         self._seed = seed
         self._programs = Programs(model, slots, room, widths(chunk))
-        memory.check(
-            self._programs.slot_bytes * slots + self._programs.lane_bytes,
-            f"{slots} slots and a lane for {room} tokens",
-        )
         self._slots = self._programs.empty()
         self._store: Store | None = None
         if prefixes is not None:
@@ -178,7 +172,12 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End everything that is on its way as cancelled, and the thread."""
+        """End everything that is on its way as cancelled, and the thread.
+
+        Raises RuntimeError where a listener calls it: the thread cannot wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a listener cannot stop the engine that calls it; let another do so")
         with self._news:
             self._stopping = True
             self._news.notify()

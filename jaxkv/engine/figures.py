@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from jaxkv.engine.request import Outcome
 
+NO_STORE = {  # what is told where no prefixes are kept
+    "prefix_queries": 0, "prefix_hits": 0, "snapshot_slots": 0, "snapshot_slots_used": 0,
+    "misses": {}, "evictions": 0,
+}  # fmt: skip
 SECONDS = (1.0, 60.0)  # a client is told to wait between these
 
 

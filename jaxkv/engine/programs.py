@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import rows
+from jaxkv import memory, rows
 from jaxkv.carry import share
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.sampling import Knobs, draw_each
@@ -253,7 +253,7 @@ class Programs:
     """Every program of one engine, compiled for its shapes; what is not among them cannot run.
 
     room: tokens of a row, prompt and answer. chunks: widths a piece of prompt is padded to, the
-    last of them the grid. made: their number.
+    last of them the grid. made: their number. Raises UserError where slots do not fit into memory.
     """
 
     def __init__(self, model: Model, count: int, room: int, chunks: Sequence[int]) -> None:
@@ -269,6 +269,10 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.lane, self.made = lane, 0
+        self.lane_bytes, self.slot_bytes = rows.nbytes(lane), rows.nbytes(slots) // count
+        memory.check(  # before minutes of compiling
+            rows.nbytes(slots) + self.lane_bytes, f"{count} slots and a lane for {room} tokens"
+        )
         self.empty = self.compile(lambda: empty(model, count, room))
         self.begin = self.compile(partial(begin, model, room), np.uint32(0))
         self.reads = {
@@ -283,7 +287,6 @@ class Programs:
             partial(decode, model), model.weights, slots, np.zeros(count, bool), np.bool_(False),
             donate=1,
         )  # fmt: skip
-        self.lane_bytes, self.slot_bytes = rows.nbytes(lane), rows.nbytes(slots) // count
 
     def compile(self, function: Callable, *shapes: Any, donate: int | None = None) -> Callable:
         """One more program, for arguments of these shapes; donate: the one that it may use up."""

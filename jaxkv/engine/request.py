@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxkv.errors import UserError
@@ -52,12 +52,7 @@ class Request:
     echo: bool = False
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(n, Integral) for n in (self.max_new_tokens, self.seed, *self.tokens))
-        if not whole:
-            raise UserError(
-                "token ids, max_new_tokens and seed must be whole numbers, got "
-                f"{self.max_new_tokens!r}, {self.seed!r} and {self.tokens!r:.60}; give ints"
-            )
+        _check_types(self)
         if not self.tokens:
             raise UserError("a prompt must hold at least one token, got none; give some text")
         if self.max_new_tokens < 0:
@@ -72,10 +67,34 @@ class Request:
         for name, value in numbers:
             if not abs(value) <= MOST:
                 raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
-        if self.salt is not None and not (isinstance(self.salt, str) and is_text(self.salt)):
+        if self.salt is not None and not is_text(self.salt):
             raise UserError(
                 f"a salt must be some Unicode text, got {self.salt!r:.60}; leave it out for none"
             )
+
+
+def _check_types(request: Request) -> None:
+    """Raise UserError for what would otherwise fail in the engine, where others wait."""
+    rules = (
+        ("tokens", _are(request.tokens, Integral), "a tuple of whole numbers"),
+        ("eos", _are(request.eos, Integral), "a tuple of whole numbers"),
+        ("max_new_tokens", isinstance(request.max_new_tokens, Integral), "a whole number"),
+        ("seed", isinstance(request.seed, Integral), "a whole number"),
+        ("logprobs", isinstance(request.logprobs, Integral | None), "a whole number or None"),
+        ("sampling", isinstance(request.sampling, Sampling), "a Sampling"),
+        ("salt", isinstance(request.salt, str | None), "a text or None"),
+        ("bias", isinstance(request.bias, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Integral)
+            and isinstance(pair[1], Real) for pair in request.bias
+        ), "a tuple of (token, number)"),
+    )  # fmt: skip
+    for name, holds, rule in rules:
+        if not holds:
+            raise UserError(f"{name} must be {rule}, got {getattr(request, name)!r:.60}; give one")
+
+
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
 
 
 def is_text(value: str) -> bool:

@@ -73,7 +73,7 @@ def check(request: Request, most: int, vocab: int) -> None:
 
 def widths(chunk: int) -> tuple[int, ...]:
     """What a piece of prompt is padded to: few lengths, so that few are compiled."""
-    return (*(width for width in (16, 64, 256) if width < chunk), chunk)
+    return (*(width for width in (16, 64, 256, 1024) if width < chunk), chunk)
 
 
 def salt_of(seed: int, salt: str | None) -> np.uint32:

@@ -49,12 +49,21 @@ class Answers:
     door: Door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, receive, noted)
         except Gone:
             pass
         except (asyncio.CancelledError, Exception) as error:
-            raise fault_of(error) from None
+            fault = fault_of(error)
+            if not begun:  # else it has been told in the stream, as far as anyone listens
+                raise fault from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, terms = scope["state"]["tenant"], self.terms

@@ -128,6 +128,7 @@ def _is_ids(value: list[Any]) -> bool:
     return set(map(type, value)) == {int}
 
 
+MESSAGE = {"role", "content"}
 ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 
 
@@ -139,7 +140,9 @@ def messages(name: str, value: Any) -> list[dict[str, str]]:
 
 
 def _message(name: str, value: Any) -> dict[str, str]:
-    if type(value) is not dict or value.keys() != {"role", "content"}:
+    # An answer's message may be sent back as it came: what it holds besides is null.
+    extra = type(value) is dict and any(value[key] is not None for key in value.keys() - MESSAGE)
+    if type(value) is not dict or extra or not value.keys() >= MESSAGE:
         raise wrong(name, 'an object with "role" and "content" and nothing else', value)
     role, content = value["role"], value["content"]
     if type(role) is not str or role not in ROLES:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Overloaded, Request
+from jaxkv.engine import Engine, Overloaded, Request, answer
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling
 from tests.engine.plain import VOCAB, Ear, ask, finish, plain, prompts
@@ -281,3 +281,41 @@ def test_many_small_prompts_do_not_hold_up_a_stream():
     assert turns >= 100 * (16 + 32) / (128 + 48), "each is charged for what it takes"
     assert len(ear.tokens) - before >= turns - 1
     finish(engine)
+
+
+def test_more_at_once_than_the_queue_takes():
+    engine = Engine(plain(), slots=2, chunk=16, queue=3)
+    asked = requests(12, 8)
+    alone = [ask(engine, request)[0].tokens for request in asked]
+    assert [one.tokens for one in answer(engine, asked)] == alone
+    with pytest.raises(UserError):
+        answer(engine, [*asked[:2], Request((VOCAB,), 1)])
+    finish(engine)
+    assert engine.running == engine.waiting == 0
+    assert answer(engine, []) == []
+
+
+def test_a_listener_cannot_stop_the_engine_that_calls_it():
+    engine = Engine(plain(), slots=1, chunk=16)
+
+    class Stops(Ear):
+        def token(self, scored):
+            engine.stop()
+            return super().token(scored)
+
+    engine.start()
+    ear = Stops()
+    engine.submit(Request((1,), 3), ear)
+    deadline = time.monotonic() + 60
+    while not ear.outcomes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (ear.outcome.reason, engine.healthy) == ("error", True)
+    engine.stop()
+    with pytest.raises(RuntimeError, match="starts once"):
+        engine.start()
+
+
+def test_a_chunk_that_would_compute_padding_for_minutes_is_refused():
+    with pytest.raises(UserError, match="at most 4096"):
+        Engine(plain(), chunk=10**6)

@@ -34,6 +34,8 @@ def test_chat(client):
     )
     assert told.choices[0].message.content == "hi"
     assert [one.token for one in told.choices[0].logprobs.content] == ["h", "i", "</s>"]
+    said = [{"role": "user", "content": "Say|hi"}, told.choices[0].message]
+    client.chat.completions.create(model="bytes", messages=said)  # as it came
 
 
 def test_streams(client):
