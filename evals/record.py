@@ -42,12 +42,9 @@ class Record:
         changed = [line[3:] for line in _git("status", "--porcelain", "--", *CODE).splitlines()]
         device = jax.devices()[0]
         self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
-        try:  # now, not after hours
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SystemExit(f"records go to {self.file.parent}: {error.strerror}") from None
-        if not os.access(self.file.parent, os.W_OK):
-            raise SystemExit(f"records go to {self.file.parent}, which cannot be written")
+        there = next(folder for folder in self.file.parents if folder.exists())
+        if not os.access(there, os.W_OK):  # now, not after hours
+            raise SystemExit(f"records go to {self.file.parent}: {there} cannot be written")
         self.about: dict[str, Any] = {
             "name": name,
             "command": command(),
@@ -67,6 +64,7 @@ class Record:
         """Write the record in one move; a reader sees the old file or the new one."""
         self.about["cpu"]["load_at_end"] = _load()
         text = json.dumps(self.about | {"results": plain(results)}, indent=1, allow_nan=False)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         files.write({self.file: (text + "\n").encode()})
         return self.file
 
