@@ -11,7 +11,6 @@ such turns through the engine.)
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from evals.prefix_traces import Asked
 from evals.record import Record
 from jaxkv import rows
 from jaxkv.engine import pool
+from jaxkv.engine.store import page_names
 from jaxkv.prefix import BlockPool, Snapshots, root
 from jaxkv.stack import by_layer, state_bytes
 from models import Llm
@@ -87,6 +87,7 @@ def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
+    settles = layers[0] if pool.settling(layers).most else None
     named: dict[int, set] = {}
     most = saved = pages = 0
     for turn in turns:
@@ -96,7 +97,7 @@ def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str
         for boundary in visit.save:
             snapshot = index.claim(visit.prompt, boundary)
             index.publish(snapshot)
-            named[snapshot.slot] = set(pages_of(layers[0], visit.prompt, boundary))
+            named[snapshot.slot] = set(page_names(settles, CHUNK, visit.prompt, boundary))
         held = len(set().union(*named.values()))
         if index.taken * record + held * page > most:
             most, pages = index.taken * record + held * page, held
@@ -111,13 +112,6 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
     )
     kept = jax.eval_shape(lambda: pool.empty(pool.settling(layers), states, 1, 1))
     return rows.nbytes(kept.records), rows.nbytes(kept.pages)
-
-
-def pages_of(policy: jaxkv.Policy, prompt: Any, at: int) -> Iterator[tuple]:
-    """What tells the pages of a state apart: as the engine has it."""
-    for number, last in enumerate(policy.settled(at) if hasattr(policy, "settled") else ()):
-        boundary = -(-last // CHUNK)
-        yield (prompt.keys[boundary - 1] if boundary else prompt.root, last, number)
 
 
 if __name__ == "__main__":

@@ -132,19 +132,11 @@ def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
 
 def report(llm: Llm, share: float, count: int, block: int = 8) -> Load:
     """The report's generator: prompts of 15 tokens, which fill one block of 8."""
-    setting = prefix_report.Setting()
-    rng = np.random.default_rng(0)
-
-    def prompt() -> tuple[int, ...]:
-        return tuple(rng.integers(FIRST_ID, llm.config.vocab, setting.length).tolist())
-
-    frequent = [prompt() for _ in range(setting.frequent)]
-    made = []
-    for number in range(count):
-        tokens = frequent[int(rng.integers(len(frequent)))] if rng.random() < share else prompt()
-        new = int(rng.integers(setting.outputs[0], setting.outputs[1] + 1))
-        made.append(Request(tokens, new, seed=number))
-    return Load(made, block)
+    setting, rng = prefix_report.Setting(p=share, requests=count), np.random.default_rng(0)
+    prompts = prefix_report.draw_prompts(setting, rng, (FIRST_ID, llm.config.vocab))
+    new = rng.integers(setting.outputs[0], setting.outputs[1] + 1, count).tolist()
+    each = enumerate(zip(prompts, new, strict=True))
+    return Load([Request(tuple(tokens), more, seed=n) for n, (tokens, more) in each], block)
 
 
 def run(

@@ -117,13 +117,15 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
     return pool.counts, seconds
 
 
-def draw_prompts(setting: Setting, rng: np.random.Generator) -> list[list[int]]:
-    """All prompts in the order in which they come."""
+def draw_prompts(
+    setting: Setting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
+) -> list[list[int]]:
+    """All prompts in the order in which they come. ids: the first, and the one behind the last."""
     shape = (setting.frequent, setting.length)
-    frequent = rng.integers(0, VOCABULARY, shape).tolist()
+    frequent = rng.integers(*ids, shape).tolist()
     often = rng.random(setting.requests) < setting.p
     which = rng.integers(0, setting.frequent, setting.requests)
-    others = rng.integers(0, VOCABULARY, (setting.requests, setting.length)).tolist()
+    others = rng.integers(*ids, (setting.requests, setting.length)).tolist()
     return [frequent[which[n]] if often[n] else others[n] for n in range(setting.requests)]
 
 

@@ -65,8 +65,7 @@ class Engine:
             whole(name, value)
         if chunk > LONGEST:
             raise UserError(f"chunk must be at most {LONGEST}, got {chunk}; try 128")
-        self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
-        self.most = room
+        self.slots, self.most, self.chunk, self.vocab = slots, room, chunk, model.vocab
         self._counts = Figures()
         self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
         self._seed = seed
@@ -82,7 +81,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._waiting: deque[Ticket] = deque()
         self._live: dict[Ticket, None] = {}  # all that are not over, wherever they are
-        self._waiting_tokens = self._count = 0
+        self._waiting_tokens = 0
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -130,8 +129,7 @@ class Engine:
                     f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
                     self._counts.seconds_for(self._waiting_tokens, self.slots),
                 )
-            self._count += 1
-            ticket = Ticket(self._count, request, listener, time.monotonic())
+            ticket = Ticket(request, listener, time.monotonic())
             self._waiting.append(ticket)
             self._live[ticket] = None
             self._waiting_tokens += size
@@ -274,7 +272,6 @@ class Engine:
         ticket.cached = 0 if hit is None else hit.at
         lane = self._store.load(hit) if ticket.cached else self._programs.begin(salt)
         self._reading = Reading(ticket, lane, ticket.cached, hit)
-        self._counts.cached += ticket.cached
         return True
 
     def _read_chunk(self, reading: Reading) -> int:

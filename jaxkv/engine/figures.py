@@ -16,12 +16,11 @@ SECONDS = (1.0, 60.0)  # a client is told to wait between these
 
 @dataclass
 class Figures:
-    """prompts, cached, written: tokens that were asked for, of those the ones not computed anew,
-    and new ones. turns, turned: turns of the engine, and the tokens read and written in them.
-    ended: answers by reason. seconds: that answers took from where they began."""
+    """prompts, written: tokens that were asked for, and new ones. turns, turned: turns of the
+    engine, and the tokens read and written in them. ended: answers by reason. seconds: that
+    answers took from where they began."""
 
     prompts: int = 0
-    cached: int = 0
     written: int = 0
     turns: int = 0
     turned: int = 0

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import memory, rows
+from jaxkv.contract import Policy
 from jaxkv.engine import pool
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
@@ -65,10 +66,9 @@ class Hit(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """What the engine asks of either. bytes: on the device; made: programs compiled."""
+    """What the engine asks of either. bytes: on the device."""
 
     bytes: int
-    made: int
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None: ...
 
@@ -114,10 +114,9 @@ class Pages:
         self.index = BlockPool(chunk, how.slots, mode="full", order=how.order)
         self._root = partial(root_of, model, chunk, seed)
         self._chunk, self._slots = chunk, how.slots
-        lane = programs.lane
-        self._layout = pool.appending(model.policies, lane.states, chunk)
-        self._device = Device(self._layout, programs, model.vocab, how.slots, how.slots)
-        self.bytes, self.made = self._device.bytes, self._device.made
+        layout = pool.appending(model.policies, programs.lane.states, chunk)
+        self._device = Device(layout, programs, model.vocab, how.slots, how.slots)
+        self.bytes = self._device.bytes
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         """A prompt's pages, held until `release`; None where there are not enough for it."""
@@ -133,7 +132,8 @@ class Pages:
 
     def save(self, hit: Hit, lane: Lane, at: int) -> None:
         """Keep the page that a lane has filled, unless another request did so first."""
-        if at % self._chunk or at // self._chunk > min(self._layout.most, len(hit.held.blocks)):
+        most = min(self._device.layout.most, len(hit.held.blocks))
+        if at % self._chunk or at // self._chunk > most:
             return
         number = at // self._chunk - 1
         page = hit.held.pages[number]
@@ -162,8 +162,8 @@ class States:
     ) -> None:
         self.index = Snapshots(how.slots, chunk, how.where, how.host_slots)
         self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
-        self._chunk, self._settled = chunk, getattr(model.policies[0], "settled", None)
         layout = pool.settling(model.policies)
+        self._names = partial(page_names, model.policies[0] if layout.most else None, chunk)
         count = layout.most * how.slots
         self._device = Device(layout, programs, model.vocab, count, how.slots)
         self._pages = SharedPages(count)
@@ -172,7 +172,7 @@ class States:
             what = f"{how.host_slots} states in the memory of the host"
             memory.check(how.host_slots * programs.lane_bytes, what, host=True)
         self._far = _memory("pinned_host") if how.host_slots else None
-        self.bytes, self.made = self._device.bytes, self._device.made
+        self.bytes = self._device.bytes
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         visit = self.index.visit(self.index.read(tokens, self._root(salt)))
@@ -192,17 +192,6 @@ class States:
         self._move()
         self._save(lane, snapshot.slot, self._names(hit.held.prompt, at))
         self.index.publish(snapshot)
-
-    def _names(self, prompt: Prompt, at: int) -> list[Hashable]:
-        """What each page of a state after `at` tokens of a prompt is known by: the tokens up to the
-        boundary behind which it was not written, and with which token it was."""
-        names: list[Hashable] = []
-        for number in range(self._device.layout.most):
-            last = self._settled(at)[number]
-            boundary = -(-last // self._chunk)
-            tokens = prompt.keys[boundary - 1] if boundary else prompt.root
-            names.append((tokens, last, number))
-        return names
 
     def _load(self, slot: int) -> Lane:
         return self._device.load(self._pages.of(slot), slot)
@@ -246,6 +235,16 @@ def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
         "snapshot_slots": slots, "snapshot_slots_used": used,
         "misses": dict(counts.first.missed), "evictions": counts.evictions,
     }  # fmt: skip
+
+
+def page_names(policy: Policy | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:
+    """What each page of a state after `at` tokens of a prompt is known by: the tokens up to the
+    boundary behind which it was not written, and with which token it was. policy: None has none."""
+    names: list[Hashable] = []
+    for number, last in enumerate(policy.settled(at) if policy is not None else ()):
+        boundary = -(-last // chunk)
+        names.append((prompt.keys[boundary - 1] if boundary else prompt.root, last, number))
+    return names
 
 
 class SharedPages:
@@ -314,13 +313,12 @@ class Device:
             return Lane(made, jnp.zeros((1, vocab), jnp.float32))
 
         table = np.zeros(max(1, layout.most), np.int32)
-        before = programs.made
         self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
         self._save = programs.compile(
             partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
         )
         self._load = programs.compile(load, shape, table, zero, zero)
-        self._table, self.made, self.layout = table, programs.made - before, layout
+        self._table, self.layout = table, layout
 
     def save(self, lane: Lane, number: int, page: int, record: int) -> None:
         """Keep page `number` of a lane as `page`, and what lies in none as `record`."""

@@ -20,7 +20,6 @@ from jaxkv.sampling import Knobs, knobs_of_row
 class Ticket:
     """One request on its way. begun, first: seconds since it came."""
 
-    number: int
     request: Request
     listener: Listener
     came: float

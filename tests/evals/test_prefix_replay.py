@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,18 +15,8 @@ RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
          "microseconds_per_block")  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def unchecked():
-    """The types of millions of calls would take most of the time; tests/prefix checks them."""
-    if find_spec("jaxtyping") is None:
-        yield
-        return
-    from jaxtyping import config
-
-    before = config.jaxtyping_disable
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", before)
+# The types of millions of calls would take most of the time; tests/prefix checks them.
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def ten_seeds(slots):
