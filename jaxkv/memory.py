@@ -69,13 +69,13 @@ def check(needed: int, what: str, device: jax.Device | None = None, host: bool =
         )
 
 
-def check_host(device: jax.Device | None = None) -> None:
-    """Raise UserError where a device cannot reach the memory of the host."""
+def check_host(what: str, device: jax.Device | None = None) -> None:
+    """Raise UserError for what a user chose where a device cannot reach the host's memory."""
     device = device or jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise UserError(
-            f"memory=host wants a platform with pinned host memory, and {device.platform} has "
+            f"{what} wants a platform with pinned host memory, and {device.platform} has "
             f"{', '.join(kinds)}; leave it out"
         )
 

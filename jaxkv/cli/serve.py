@@ -45,8 +45,11 @@ FLAGS = (
     ("engine", "queue-tokens", COUNT, 2**20, "N", "tokens of prompts that may wait"),
     ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "chunks or states of prompts that are "
      "kept for others that begin alike; 0 keeps none"),
-    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "states in the memory of the host "
-     "besides"),
+    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "chunks or states in the memory of "
+     "the host besides"),
+    ("prefixes", "prefix-order", str, "linked", "O", "in which chunks of a cache that grows are "
+     "given up: linked (the least recently used), nested (among those of one time the deepest) or "
+     "frequency (the least often used)"),
     ("prefixes", "prefix-where", str, "last+junction", "W", "which states are kept: last, "
      "junction, every=N (chunks), joined by +"),
 )  # fmt: skip
@@ -140,7 +143,7 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
 
     if not args.prefix_slots:
         return None
-    return Prefixes(args.prefix_slots, where=args.prefix_where, host_slots=args.prefix_host_slots)
+    return Prefixes(args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
 
 
 def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxkv.engine.figures import NO_STORE, Figures
 from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
+from jaxkv.engine.queue import Queue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Hit, Prefixes, Store, store_of
 from jaxkv.engine.ticket import (
@@ -67,8 +68,8 @@ class Engine:
             raise UserError(f"chunk must be at most {LONGEST}, got {chunk}; try 128")
         self.slots, self.most, self.chunk, self.vocab = slots, room, chunk, model.vocab
         self._counts = Figures()
-        self._turn, self._queue, self._queue_tokens = max(turn, chunk), queue, queue_tokens
-        self._seed = seed
+        self._turn, self._seed = max(turn, chunk), seed
+        self._queue = Queue(queue, queue_tokens)
         self._programs = Programs(model, slots, room, widths(chunk))
         self._slots = self._programs.empty()
         self._store: Store | None = None
@@ -79,9 +80,7 @@ class Engine:
         self._owners: list[Ticket | None] = [None] * slots
         self._reading: Reading | None = None
         self._flights: deque[Flight] = deque()
-        self._waiting: deque[Ticket] = deque()
         self._live: dict[Ticket, None] = {}  # all that are not over, wherever they are
-        self._waiting_tokens = 0
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -109,7 +108,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Put a request into the queue; from any thread.
@@ -117,22 +116,20 @@ class Engine:
         Raises UserError for what no slot can hold, Overloaded where the queue is full.
         """
         check(request, self.most, self.vocab)
-        size = len(request.tokens)
         with self._news:
             if not self.healthy:
                 why = self.failure.splitlines()[-1] if self.failure else "it stops"
                 raise Overloaded(f"the engine does not answer: {why}", 60.0)
             free = self.slots - self.running  # those who will take one do not wait
-            full = len(self._waiting) >= self._queue + free
-            if self._waiting and (full or self._waiting_tokens + size > self._queue_tokens):
+            if self._queue.is_full(len(request.tokens), free):
+                waiting = self._queue.tokens
                 raise Overloaded(
-                    f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait",
-                    self._counts.seconds_for(self._waiting_tokens, self.slots),
+                    f"{len(self._queue)} requests with {waiting} tokens wait",
+                    self._counts.seconds_for(waiting, self.slots),
                 )
             ticket = Ticket(request, listener, time.monotonic())
-            self._waiting.append(ticket)
+            self._queue.put(ticket)
             self._live[ticket] = None
-            self._waiting_tokens += size
             self._news.notify()
         return ticket
 
@@ -147,7 +144,7 @@ class Engine:
         store, counts = self._store, self._counts
         return {
             "running": self.running, "waiting": self.waiting,
-            "waiting_tokens": self._waiting_tokens,
+            "waiting_tokens": self._queue.tokens,
             "cache_usage": sum(owner is not None for owner in self._owners) / self.slots,
             "prompt_tokens": counts.prompts, "generation_tokens": counts.written,
             "ended": dict(counts.ended), "preemptions": 0,
@@ -161,6 +158,17 @@ class Engine:
         Call it from the engine's thread, or while that does not run.
         """
         return self._store is None or self._store.reset()
+
+    def pin(self, tokens: tuple[int, ...], salt: str | None = None) -> Hit | None:
+        """Keep what there is of a prompt from being evicted, until `unpin`; its `at` is how much.
+
+        None where no prefixes are kept. Call it as `forget`, which does nothing meanwhile.
+        """
+        return None if self._store is None else self._store.pin(tokens, salt)
+
+    def unpin(self, hit: Hit | None) -> None:
+        """Let go of what `pin` keeps. Raises RuntimeError the second time."""
+        self._release(hit)
 
     def start(self) -> None:
         """Take turns in a thread of its own until `stop`. Raises RuntimeError the second time."""
@@ -193,7 +201,7 @@ class Engine:
             self.step()
 
     def _busy(self) -> bool:
-        return bool(self._waiting or self._flights or self._reading or any(self._owners))
+        return bool(self._queue or self._flights or self._reading or any(self._owners))
 
     def step(self) -> bool:
         """Take a turn; whether there was anything to do."""
@@ -217,10 +225,7 @@ class Engine:
     def _leave(self) -> None:
         """Whoever cancelled is out."""
         with self._news:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-                self._waiting_tokens -= len(ticket.request.tokens)
+            gone = self._queue.drop_cancelled()
         for ticket in [*gone, *self._owners, self._reading and self._reading.ticket]:
             if ticket is not None and ticket.cancelled and not ticket.over:
                 self._end(ticket, "cancelled")
@@ -259,10 +264,9 @@ class Engine:
         """Take up the oldest who waits, where a slot is free."""
         free = next((slot for slot, owner in enumerate(self._owners) if owner is None), None)
         with self._news:
-            if free is None or not self._waiting:
+            if free is None or not self._queue:
                 return False
-            ticket = self._waiting.popleft()
-            self._waiting_tokens -= len(ticket.request.tokens)
+            ticket = self._queue.take()
         request = ticket.request
         ticket.slot, ticket.begun = free, time.monotonic() - ticket.came
         salt = salt_of(self._seed, request.salt)
@@ -388,8 +392,7 @@ class Engine:
     def _give_up(self, reason: str, error: str = "") -> None:
         with self._news:
             live = list(self._live)
-            self._waiting.clear()
-            self._waiting_tokens = 0
+            self._queue.clear()
         self._flights.clear()
         for ticket in live:
             self._end(ticket, reason, error)

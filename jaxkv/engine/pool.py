@@ -128,6 +128,18 @@ def load(
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def take(kept: Pool, page: Int32[Array, ""], record: Int32[Array, ""]) -> Pool:
+    """One page and one record out of a pool."""
+    return Pool([leaf[page] for leaf in kept.pages], [leaf[record] for leaf in kept.records])
+
+
+def put(kept: Pool, taken: Pool, page: Int32[Array, ""], record: Int32[Array, ""]) -> Pool:
+    """The pool with what `take` took, in its pages and records again."""
+    pages = [leaf.at[page].set(one) for leaf, one in zip(kept.pages, taken.pages, strict=True)]
+    pairs = zip(kept.records, taken.records, strict=True)
+    return Pool(pages, [leaf.at[record].set(one) for leaf, one in pairs])
+
+
 def _axes(policies: tuple[Policy, ...], names: list[tuple[str, ...]]) -> tuple[int | None, ...]:
     """Of each leaf of all layers the axis of its slots, where its layer names it."""
     axes: list[int | None] = []

@@ -21,6 +21,7 @@ import numpy as np
 from jaxkv import memory, rows
 from jaxkv.contract import Policy
 from jaxkv.engine import pool
+from jaxkv.engine.host import Host, move
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
 from jaxkv.errors import UserError, whole
@@ -40,7 +41,8 @@ class Prefixes:
     slots: pages of one chunk each, or states, on the device. order: in which pages that nobody
     reads are evicted: linked, nested or frequency. where: at which chunks of a prompt states are
     kept: `last` the deepest that it could be taken up at again, `junction` the deepest up to which
-    it is like one before, `every=N`; joined by +. host_slots: states in the memory of the host.
+    it is like one before, `every=N`; joined by +. host_slots: pages or states in the memory of the
+    host, for what the device has no more room for.
     """
 
     slots: int = 256
@@ -78,6 +80,8 @@ class Store(Protocol):
 
     def release(self, hit: Hit) -> None: ...
 
+    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit: ...
+
     def reset(self) -> bool: ...
 
     def figures(self) -> dict[str, Any]: ...
@@ -86,22 +90,17 @@ class Store(Protocol):
 def store_of(how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int) -> Store:
     """The store that suits a model's policies.
 
-    Raises UserError for what it has not, such as pages in the memory of the host.
+    Raises UserError where it does not fit into memory.
     """
     paged = all(hasattr(policy, "appends") for policy in model.policies)
-    if paged and how.host_slots:
-        raise UserError(
-            f"host_slots are for states of caches that forget, got {how.host_slots} for pages of "
-            f"{spell(model.policies)}; leave them out"
-        )
     return (Pages if paged else States)(how, model, programs, chunk, seed)
 
 
 def root_of(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
     """What the keys of a salt begin from: all that a cache depends on besides its tokens."""
     return root(
-        policy=spell(model.policies), model=model.identity, dtype=model.spec.dtype, chunk=chunk,
-        encoding=repr(model.spec.encoding), seed=seed, salt=salt,
+        policy=spell(model.policies), model=model.identity, spec=repr(model.spec), chunk=chunk,
+        seed=seed, salt=salt,
     )  # fmt: skip
 
 
@@ -111,12 +110,14 @@ class Pages:
     def __init__(
         self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        self.index = BlockPool(chunk, how.slots, mode="full", order=how.order)
+        self.index = BlockPool(chunk, how.slots, mode="full", order=how.order, host=how.host_slots)
         self._root = partial(root_of, model, chunk, seed)
         self._chunk, self._slots = chunk, how.slots
         layout = pool.appending(model.policies, programs.lane.states, chunk)
-        self._device = Device(layout, programs, model.vocab, how.slots, how.slots)
+        far = how.host_slots > 0
+        self._device = Device(layout, programs, model.vocab, how.slots, how.slots, movable=far)
         self.bytes = self._device.bytes
+        self._host = Host(how.host_slots, self.bytes // how.slots)
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         """A prompt's pages, held until `release`; None where there are not enough for it."""
@@ -124,6 +125,7 @@ class Pages:
         tokens = tokens[: self._slots * self._chunk + 1]
         prompt = self.index.read(tokens, self._root(salt))
         lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk))
+        move(self.index.moves, self._host, self._device.take, self._device.put)
         return None if lease is None else Hit(lease.cached, lease)
 
     def load(self, hit: Hit) -> Lane:
@@ -144,8 +146,16 @@ class Pages:
     def release(self, hit: Hit) -> None:
         self.index.release(hit.held)
 
+    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
+        """Hold what is there of a prompt until `release`."""
+        lease = self.index.pin(self.index.read(tokens, self._root(salt)))
+        return Hit(lease.cached, lease)
+
     def reset(self) -> bool:
-        return self.index.reset()
+        if not self.index.reset():
+            return False
+        self._host.clear()
+        return True
 
     def figures(self) -> dict[str, Any]:
         return _figures(self.index.counts, self._slots, self._slots - self.index.free)
@@ -167,16 +177,12 @@ class States:
         count = layout.most * how.slots
         self._device = Device(layout, programs, model.vocab, count, how.slots)
         self._pages = SharedPages(count)
-        self._host: dict[int, Any] = {}
-        if how.host_slots:
-            what = f"{how.host_slots} states in the memory of the host"
-            memory.check(how.host_slots * programs.lane_bytes, what, host=True)
-        self._far = _memory("pinned_host") if how.host_slots else None
+        self._host = Host(how.host_slots, programs.lane_bytes)
         self.bytes = self._device.bytes
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         visit = self.index.visit(self.index.read(tokens, self._root(salt)))
-        self._move()
+        move(self.index.moves, self._host, self._take, self._put)
         return Hit(visit.at, visit)
 
     def load(self, hit: Hit) -> Lane:
@@ -189,7 +195,7 @@ class States:
         snapshot = self.index.claim(hit.held.prompt, at)
         if snapshot is None:
             return
-        self._move()
+        move(self.index.moves, self._host, self._take, self._put)
         self._save(lane, snapshot.slot, self._names(hit.held.prompt, at))
         self.index.publish(snapshot)
 
@@ -206,6 +212,11 @@ class States:
     def release(self, hit: Hit) -> None:
         self.index.leave(hit.held)
 
+    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
+        """Hold the deepest state that there is of a prompt until `release`."""
+        visit = self.index.hold(self.index.read(tokens, self._root(salt)))
+        return Hit(visit.at, visit)
+
     def reset(self) -> bool:
         if not self.index.reset():
             return False
@@ -216,17 +227,11 @@ class States:
     def figures(self) -> dict[str, Any]:
         return _figures(self.index.counts, self._slots, self.index.taken)
 
-    def _move(self) -> None:
-        """Do what the index has decided: states between the device and the host."""
-        while self.index.moves:
-            move = self.index.moves.pop(0)
-            if move.source == "device":
-                states = jax.device_put(self._load(move.source_slot).states, self._far)
-                self._host[move.target_slot] = states, self._pages.names(move.source_slot)
-            else:
-                states, names = self._host.pop(move.source_slot)
-                lane = Lane(jax.device_put(states, _memory("device")), None)
-                self._save(lane, move.target_slot, names)
+    def _take(self, slot: int) -> tuple[pool.States, list[Hashable]]:
+        return self._load(slot).states, self._pages.names(slot)
+
+    def _put(self, slot: int, states: pool.States, names: list[Hashable]) -> None:
+        self._save(Lane(states, None), slot, names)
 
 
 def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
@@ -293,16 +298,16 @@ class SharedPages:
                 self._free.append(self._by_name.pop(name))
 
 
-def _memory(kind: str) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
-
-
 class Device:
-    """A pool with its programs: to keep something of a lane, and to make a lane of what is kept."""
+    """A pool with its programs: to keep something of a lane, and to make a lane of what is kept.
+
+    movable: `take` and `put` are wanted, of pages and records of one number.
+    """
 
     def __init__(
-        self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int
-    ) -> None:
+        self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int,
+        movable: bool = False,
+    ) -> None:  # fmt: skip
         states, zero = programs.lane.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
         self.bytes = rows.nbytes(shape)
@@ -318,6 +323,10 @@ class Device:
             partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
         )
         self._load = programs.compile(load, shape, table, zero, zero)
+        if movable:
+            piece = jax.eval_shape(pool.take, shape, zero, zero)
+            self._take = programs.compile(pool.take, shape, zero, zero)
+            self._put = programs.compile(pool.put, shape, piece, zero, zero, donate=0)
         self._table, self.layout = table, layout
 
     def save(self, lane: Lane, number: int, page: int, record: int) -> None:
@@ -331,3 +340,11 @@ class Device:
         table = self._table.copy()
         table[: len(pages)] = pages
         return self._load(self._pool, table, np.int32(len(pages)), np.int32(record))
+
+    def take(self, page: int) -> tuple[Pool, None]:
+        """A page and the record beside it, of the same number, for `put`."""
+        return self._take(self._pool, np.int32(page), np.int32(page)), None
+
+    def put(self, page: int, taken: Pool, _: None = None) -> None:
+        """A page and the record beside it, as they were."""
+        self._pool = self._put(self._pool, taken, np.int32(page), np.int32(page))

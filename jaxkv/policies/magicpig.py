@@ -117,7 +117,7 @@ class MagicPIG:
 
     def init(self, spec: Spec, rows: int, key: jax.Array) -> Hashed:
         if self.memory == "host":
-            memory.check_host()
+            memory.check_host("memory=host")
         return hashed.init(spec, rows, key, self.start)
 
     def reserve(self, spec: Spec, state: Hashed, tokens: int) -> Hashed:

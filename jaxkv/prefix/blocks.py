@@ -1,18 +1,20 @@
 """A pool of equal blocks that requests with one beginning share.
 
 A page is free, active (it stands in a table) or cached (findable, and in no table). What is cached
-is taken when a page is needed and none is free, in the order that was chosen. Nothing here touches
-a device: pages are numbers.
+is taken when a page is needed and none is free, in the order that was chosen; it may go on to a
+page of the host, and come back once it is asked for. Nothing here touches a device: pages are
+numbers, and `moves` says what to copy before anything is written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import count
+from itertools import count, takewhile
 
 from jaxkv.errors import UserError
 from jaxkv.prefix.counts import Counts
+from jaxkv.prefix.host import HostPages
 from jaxkv.prefix.index import Index
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
 from jaxkv.prefix.lease import Block, Copy, Lease, Match
@@ -31,8 +33,10 @@ class BlockPool:
     prompt's own no more once a token was written. order: of eviction, in orders.py. hashing,
     hash: of keys, in keys.py. cap: leave at least a prompt's last token to be computed, as whoever
     wants its logits must. clock: tells the time of a release, another one each time unless given.
-    ghosts: keys of what was evicted that are remembered, to tell why something was missed.
-    Raises UserError for a mode, order or hashing that does not exist, and sizes below 1.
+    ghosts: keys of what was evicted that are remembered, to tell why something was missed. host:
+    pages of the host's memory, behind the others; the least recently evicted leaves them first.
+    Raises UserError for a mode, order or hashing that does not exist, sizes below 1, and pages of
+    the host in a mode that shares parts of a block.
     """
 
     def __init__(
@@ -47,15 +51,18 @@ class BlockPool:
         clock: Callable[[], int] | None = None,
         ghosts: int = 2**16,
         hash: Hash = sha256,
+        host: int = 0,
     ) -> None:
         for name, value, known in (("mode", mode, MODES), ("order", order, ORDERS)):
             if value not in known:
                 raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}; "
                                 "choose one")  # fmt: skip
         for name, value, least in (("total", total, 1), ("capacity", capacity, 0),
-                                   ("ghosts", ghosts, 2)):  # fmt: skip
+                                   ("ghosts", ghosts, 2), ("host", host, 0)):  # fmt: skip
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}; give more")
+        if host and mode != "full":
+            raise UserError(f"mode must be full for pages of the host, got {mode!r}; choose it")
         self.chain = Chain(block, hashing, hash)
         self.block, self.capacity, self.mode, self.cap = block, capacity, mode, cap
         self.counts = Counts()
@@ -66,6 +73,8 @@ class BlockPool:
         self._order_name = order
         self._order: Order = ORDERS[order]()
         self._clock = clock or count().__next__
+        self._host = HostPages(host)
+        self.moves = self._host.moves
 
     @property
     def total(self) -> int:
@@ -85,6 +94,10 @@ class BlockPool:
         return self._made - len(self._free) - len(self._order)
 
     @property
+    def host_taken(self) -> int:
+        return self._host.taken
+
+    @property
     def entries(self) -> int:
         """Keys by which something can be found."""
         return len(self._index)
@@ -97,7 +110,7 @@ class BlockPool:
         """What is there of a prompt; nothing is changed or counted."""
         found, collided = self._index.walk(prompt)
         matched, usable = self._extent(prompt, found)
-        pages = [block.page for block in found]
+        pages = [block.page for block in _near(found)]
         missed = self._index.missed(prompt, len(found), usable, collided)
         return Match(pages, matched, usable, missed)
 
@@ -106,6 +119,7 @@ class BlockPool:
 
         room: tokens that will be appended, for which blocks are taken now. resumed: it was
         admitted before; its figures are counted apart. A call that gives None counts nothing.
+        Mind `moves` before anything is read or written.
         """
         found, collided = self._index.walk(prompt)
         size = len(prompt)
@@ -117,7 +131,8 @@ class BlockPool:
             if rows and self.mode == "rekey" and usable == size:
                 whole, rows = whole + 1, 0
             donor = found[whole] if rows else None
-            if self._suffices(blocks - whole, found[:whole], donor):
+            far = sum(block.on_host for block in found[:whole])
+            if self._suffices(blocks - whole + far, found[:whole], donor):
                 break
             if donor is None or donor.refs:
                 return None
@@ -128,6 +143,10 @@ class BlockPool:
         shared = found[:whole]
         for block in shared:
             self._hold(block)
+        for block in shared:
+            if block.on_host:
+                self._host.bring(block, self._take())
+                self.counts.promotions += 1
         lease = Lease(
             prompt, shared, size, usable, bytearray(prompt.data), list(prompt.keys),
             published=min(whole, size // self.block),
@@ -199,8 +218,11 @@ class BlockPool:
                 room = 0
 
     def pin(self, prompt: Prompt) -> Lease:
-        """Hold what is there of a prompt, so that it is not evicted, until `unpin`."""
-        found, _ = self._index.walk(prompt)
+        """Hold what is there of a prompt, so that it is not evicted, until `unpin`.
+
+        What is on the host is none of it: `admit` brings that back.
+        """
+        found = _near(self._index.walk(prompt)[0])
         for block in found:
             self._hold(block)
         matched = min(len(found) * self.block, len(prompt))
@@ -219,7 +241,9 @@ class BlockPool:
         if block is None:
             return False
         self._index.forget(block)
-        if not block.refs:
+        if block.on_host:
+            self._host.remove(block)
+        elif not block.refs:
             self._order.remove(block)
             self._free.append(block.page)
         return True
@@ -230,6 +254,7 @@ class BlockPool:
             return False
         self._free += [block.page for block in self._order]
         self._order = ORDERS[self._order_name]()
+        self._host.clear()
         self._index.clear()
         return True
 
@@ -244,11 +269,14 @@ class BlockPool:
         """Whether so many new blocks can be had without those that are to be shared or copied."""
         if self._total is None or new <= len(self._free):
             return True
-        kept = sum(not block.refs for block in shared) + (donor is not None and not donor.refs)
+        kept = sum(not block.refs and not block.on_host for block in shared)
+        kept += donor is not None and not donor.refs
         return new <= len(self._free) + len(self._order) - kept
 
     def _hold(self, block: Block) -> None:
-        if not block.refs:
+        if block.on_host:
+            self._host.hold(block)
+        elif not block.refs:
             self._order.remove(block)
         block.refs += 1
         block.uses += 1
@@ -279,9 +307,13 @@ class BlockPool:
     def _evict(self) -> int:
         """The page of the block whose turn it is."""
         block = self._order.pop()
-        self._index.forget(block)
-        self.counts.evictions += 1
-        return block.page
+        page = block.page
+        lost = self._host.put(block)
+        self.counts.demotions += lost is not block
+        if lost is not None:
+            self._index.forget(lost)
+            self.counts.evictions += 1
+        return page
 
     def _publish_full(self, lease: Lease, stop: int) -> None:
         """Make findable the full blocks of a lease up to number `stop`."""
@@ -307,11 +339,17 @@ class BlockPool:
 
     def _go_on_with(self, lease: Lease, number: int, held: Block) -> None:
         """Put a block that holds the same into the place of one of a lease's own."""
-        block = lease.blocks[number]
-        self._hold(held)
+        block, far = lease.blocks[number], held.on_host
+        if far:  # it went there while this one was computed, and comes back to its page
+            self._host.remove(held)
+            held.page, held.refs, held.uses = block.page, 1, held.uses + 1
+        else:
+            self._hold(held)
         if number:  # a request uses a block no more often than those that lead to it
             held.uses = min(held.uses, lease.blocks[number - 1].uses)
         lease.blocks[number] = held
+        if far:
+            return
         self.counts.duplicates += 1
         block.refs -= 1
         if not block.refs:
@@ -344,3 +382,8 @@ class BlockPool:
         if end - begin == block:
             keys[number:] = [key]
         return key
+
+
+def _near(blocks: list[Block]) -> list[Block]:
+    """The first of them, as far as they are on the device."""
+    return list(takewhile(lambda block: not block.on_host, blocks))

@@ -54,7 +54,7 @@ class Counts:
     first: the lookup with which a request was admitted, once a request. resumed: of requests that
     were admitted before, which find what they wrote themselves. evictions: blocks or snapshots
     that were lost. duplicates: blocks that two requests computed at once. demotions, promotions:
-    snapshots that went to the host and came back.
+    of them those that went to the host, and that came back.
     """
 
     first: Lookups = field(default_factory=Lookups)

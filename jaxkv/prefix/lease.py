@@ -12,9 +12,10 @@ from jaxkv.prefix.keys import Prompt
 class Block:
     """What is in one page, from when it is taken until it is free again.
 
-    depth: blocks before it. refs: tables that it stands in. uses: requests it ever served. keys:
-    by which it is found, none until it is published; two where a prompt's tail grew until it was
-    full. parent: the block before it, or the root. tokens: those that it is found by, encoded.
+    page: where it is, of those of the host where `on_host`. depth: blocks before it. refs: tables
+    that it stands in. uses: requests it ever served. keys: by which it is found, none until it is
+    published; two where a prompt's tail grew until it was full. parent: the block before it, or the
+    root. tokens: those that it is found by, encoded.
     """
 
     page: int
@@ -24,6 +25,7 @@ class Block:
     keys: tuple[bytes, ...] = ()
     parent: Block | bytes = b""
     tokens: bytes = b""
+    on_host: bool = False
 
 
 class Copy(NamedTuple):
@@ -37,8 +39,8 @@ class Copy(NamedTuple):
 class Match(NamedTuple):
     """What an index has of a prompt.
 
-    pages: in which its beginning is. matched: tokens found. usable: those of them that need not
-    be computed. missed: all others, by reason.
+    pages: in which its beginning is, as far as it is on the device. matched: tokens found. usable:
+    those of them that need not be computed. missed: all others, by reason.
     """
 
     pages: list[int]

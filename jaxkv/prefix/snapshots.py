@@ -15,18 +15,26 @@ from jaxkv.errors import UserError
 from jaxkv.prefix.counts import REASONS, Counts
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, sha256
 from jaxkv.prefix.recent import Recent
-from jaxkv.prefix.tier import Snapshot, Tier
+from jaxkv.prefix.tier import Move, Tier
 
 RULES = "last, junction, branch (junctions alone) or every=N"
 
 
-class Move(NamedTuple):
-    """A snapshot to be copied from a slot of one tier to a slot of another."""
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The state of a cache that has absorbed the first `boundary` tokens of some prompt.
 
-    source: str
-    source_slot: int
-    target: str
-    target_slot: int
+    key: of those tokens; data: they themselves, encoded. slot: where it is, in `tier`. ready:
+    computed and stored; one that is not can be found by nobody. refs: readers it has now.
+    """
+
+    key: bytes
+    data: bytes
+    boundary: int
+    slot: int
+    tier: Tier[Snapshot]
+    ready: bool = False
+    refs: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -132,12 +140,20 @@ class Snapshots:
             counts = self.counts.resumed if resumed else self.counts.first
             counts.add(len(prompt), at, self.chunk, self._missed(prompt, at))
         if found is not None:
-            found.holds += 1
+            found.refs += 1
             self._device.used.move_to_end(found)
         save = self.plan(prompt, at)
         for key in reversed(prompt.keys):  # those that more prompts share last
             self._seen.add(key)
         return Visit(prompt, at, found, save)
+
+    def hold(self, prompt: Prompt) -> Visit:
+        """Keep the deepest snapshot of a prompt where it is, until `leave`; nothing is counted."""
+        found = self.find(prompt)
+        if found is None:
+            return Visit(prompt, 0, None, ())
+        found.refs += 1
+        return Visit(prompt, found.boundary, found, ())
 
     def leave(self, visit: Visit) -> None:
         """End a visit; raises RuntimeError where it was ended before."""
@@ -145,7 +161,7 @@ class Snapshots:
             raise RuntimeError("this visit was left before")
         visit.left = True
         if visit.snapshot is not None:
-            visit.snapshot.holds -= 1
+            visit.snapshot.refs -= 1
 
     def claim(self, prompt: Prompt, boundary: int) -> Snapshot | None:
         """A slot for the state after so many tokens; None where it is there, or no slot is.
@@ -184,7 +200,7 @@ class Snapshots:
     def drop(self, key: bytes) -> bool:
         """Forget a snapshot by force; False where there is none or somebody reads or writes it."""
         snapshot = self._index.get(key)
-        if snapshot is None or snapshot.holds or not snapshot.ready:
+        if snapshot is None or snapshot.refs or not snapshot.ready:
             return False
         self._remove(snapshot)
         self._lost.add(key)
@@ -192,7 +208,7 @@ class Snapshots:
 
     def reset(self) -> bool:
         """Forget everything but the figures; False, and nothing is done, while any is in use."""
-        if any(snapshot.holds or not snapshot.ready for snapshot in self._index.values()):
+        if any(snapshot.refs or not snapshot.ready for snapshot in self._index.values()):
             return False
         for snapshot in list(self._index.values()):
             self._remove(snapshot)
@@ -267,9 +283,9 @@ class Snapshots:
 
     def _promote(self, snapshot: Snapshot) -> bool:
         """Move a snapshot to the device; False where all that is there is in use."""
-        snapshot.holds += 1
+        snapshot.refs += 1
         slot = self._vacate()
-        snapshot.holds -= 1
+        snapshot.refs -= 1
         if slot is None:
             return False
         self._host.give(snapshot.slot)

@@ -1,34 +1,36 @@
-"""Slots for snapshots in one memory, with those that are in them by when they were used."""
+"""Slots of one memory, with what is in them by when it was used, and moves between two."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """The state of a cache that has absorbed the first `boundary` tokens of some prompt.
+class Move(NamedTuple):
+    """Something to be copied from a slot of one memory to a slot of another."""
 
-    key: of those tokens; data: they themselves, encoded. slot: where it is, in `tier`. ready:
-    computed and stored; one that is not can be found by nobody. holds: readers it has now.
-    """
-
-    key: bytes
-    data: bytes
-    boundary: int
-    slot: int
-    tier: Tier
-    ready: bool = False
-    holds: int = 0
+    source: str
+    source_slot: int
+    target: str
+    target_slot: int
 
 
-class Tier:
+@runtime_checkable
+class Shared(Protocol):
+    """What lies in a slot. refs: readers it has now."""
+
+    refs: int
+
+
+Item = TypeVar("Item", bound=Shared)
+
+
+class Tier(Generic[Item]):
     """name: of the memory. slots: that it has, None for as many as are asked for."""
 
     def __init__(self, name: str, slots: int | None) -> None:
         self.name, self.slots = name, slots
-        self.used: OrderedDict[Snapshot, None] = OrderedDict()  # the ready ones, oldest use first
+        self.used: OrderedDict[Item, None] = OrderedDict()  # that can be found, oldest use first
         self._free: list[int] = []
         self._made = 0
 
@@ -45,9 +47,9 @@ class Tier:
         """Take back a slot."""
         self._free.append(slot)
 
-    def oldest(self) -> Snapshot | None:
-        """The snapshot that was used least recently and that nobody reads; None without one."""
-        return next((snapshot for snapshot in self.used if not snapshot.holds), None)
+    def oldest(self) -> Item | None:
+        """What was used least recently and nobody reads; None without such."""
+        return next((item for item in self.used if not item.refs), None)
 
     @property
     def taken(self) -> int:

@@ -74,9 +74,11 @@ def test_a_hit_goes_on_as_the_cold_run(policy):
     assert [ear.scored for ear in ask(engine, *asked)] == wanted
 
 
-@pytest.mark.parametrize("policy", FORGETTING[:1])
-def test_what_went_to_the_host_comes_back_as_it_was(policy):
-    how = Prefixes(2, host_slots=40)
+@pytest.mark.parametrize(
+    "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (FORGETTING[0], 2)]
+)
+def test_what_went_to_the_host_comes_back_as_it_was(policy, slots):
+    how = Prefixes(slots, host_slots=100)
     engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=how)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [cold(engine, one).scored for one in asked]
@@ -233,6 +235,27 @@ def test_a_snapshot_is_not_changed_by_a_hit():
         np.testing.assert_array_equal(old, new)
 
 
-def test_pages_are_not_kept_on_the_host():
-    with pytest.raises(UserError, match="host_slots are for states"):
-        Engine(plain("full"), slots=1, chunk=CHUNK, prefixes=Prefixes(8, host_slots=4))
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("policy", ["full", FORGETTING[0]])
+def test_what_is_pinned_stays(policy, pin):
+    engine = Engine(plain(policy), slots=1, room=256, chunk=CHUNK, prefixes=Prefixes(14))
+    ask(engine, Request(SHARED, 1))
+    held = engine.pin(SHARED) if pin else None
+    assert held is None or held.at == usable(200)
+    rng = np.random.default_rng(6)
+    for _ in range(30):
+        ask(engine, Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 1))
+    assert engine.forget() != pin
+    (again,) = ask(engine, Request(SHARED, 1))
+    assert (again.outcome.cached_tokens == usable(200)) == pin
+    if pin:
+        engine.unpin(held)
+        assert engine.forget()
+        with pytest.raises(RuntimeError):
+            engine.unpin(held)
+
+
+def test_without_prefixes_there_is_nothing_to_pin():
+    engine = Engine(plain(), slots=1, chunk=CHUNK)
+    assert engine.pin(SHARED) is None
+    engine.unpin(None)

@@ -62,12 +62,15 @@ class Machine(RuleBasedStateMachine):
         mode, order = (
             draw(st.sampled_from(c)) for c in (self.modes, ("linked", "nested", "frequency"))
         )
-        self.pool = BlockPool(self.block, mode=mode, order=order, hash=self.hash, **about)
-        exact = mode == "full" and self.hash is sha256 and not self.forced
+        host = draw(st.sampled_from([0, 0, 1, 3, 99])) if mode == "full" else 0
+        self.pool = BlockPool(
+            self.block, mode=mode, order=order, hash=self.hash, host=host, **about
+        )
+        exact = mode == "full" and self.hash is sha256 and not self.forced and not host
         self.naive = Naive(self.block, frequency=order == "frequency", **about) if exact else None
         self.held: list[Held] = []
         self.pins: list[tuple[Lease, Table | None]] = []
-        self.pages: dict[int, dict[int, tuple]] = {}
+        self.pages: dict[int | tuple, dict[int, tuple]] = {}  # of the host too
         self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
         self.queried = 0
 
@@ -98,6 +101,7 @@ class Machine(RuleBasedStateMachine):
         if self.pool.cap:
             assert lease.cached < len(tokens)
         one = Held(lease, salt, tokens, lease.cached, table)
+        self.move()
         self.copy(lease)
         for position in range(lease.cached):
             page, row = lease.pages[position // self.block], position % self.block
@@ -126,6 +130,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.naive.append(one.naive, token) == done
             if not done:
                 return
+            self.move()
             self.copy(one.lease)
             one.tokens = [*one.tokens, token]
             self.write(one, len(one.tokens) - 1)
@@ -147,6 +152,7 @@ class Machine(RuleBasedStateMachine):
     def release(self, pick):
         one = self.held.pop(pick % len(self.held))
         self.pool.release(one.lease)
+        self.move()
         with pytest.raises(RuntimeError):
             self.pool.release(one.lease)
         if self.naive:
@@ -164,6 +170,7 @@ class Machine(RuleBasedStateMachine):
     def unpin(self):
         lease, table = self.pins.pop()
         self.pool.unpin(lease)
+        self.move()
         if self.naive:
             self.naive.release(table)
 
@@ -180,6 +187,13 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.reset()
         if self.naive:
             self.naive.entries.clear()
+
+    def move(self):
+        for source, page, target, slot in self.pool.moves:
+            old = ("host", page) if source == "host" else page
+            new = ("host", slot) if target == "host" else slot
+            self.pages[new] = self.pages.pop(old)  # nobody may read it there any more
+        self.pool.moves.clear()
 
     def copy(self, lease):
         for source, target, rows in lease.copies:
@@ -209,6 +223,7 @@ class Machine(RuleBasedStateMachine):
         tables = [*(one.lease for one in self.held), *(pin for pin, _ in self.pins)]
         standing = Counter(block for lease in tables for block in lease.blocks)
         assert all(block.refs == count for block, count in standing.items())
+        assert not any(block.on_host for block in standing)
         cached = list(pool._order)
         assert all(not block.refs and block.keys for block in cached)
         pages = [*pool._free, *(b.page for b in cached), *(b.page for b in standing)]
@@ -216,6 +231,9 @@ class Machine(RuleBasedStateMachine):
         assert pool.free + pool.active + pool.cached == pool.total
         assert pool.active == len(standing) and pool.cached == len(cached)
         assert pool.capacity is None or pool.cached <= pool.capacity
+        far = [block for block in set(pool._index._entries.values()) if block.on_host]
+        assert pool.host_taken == len({block.page for block in far}) == len(far)
+        assert not any(block.refs for block in far)
         found = pool.counts.first
         assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
         assert found.blocks_hit <= found.blocks and found.full_blocks_hit <= found.full_blocks
@@ -239,7 +257,8 @@ class Machine(RuleBasedStateMachine):
             assert block.depth == (len(known[parent]) - 1) // self.block
             for row in range(len(block.tokens) // TOKEN):
                 begun = len(prefix) - len(block.tokens) // TOKEN
-                assert self.pages[block.page][row] == prefix[: begun + row + 1]
+                page = ("host", block.page) if block.on_host else block.page
+                assert self.pages[page][row] == prefix[: begun + row + 1]
 
     @invariant()
     def a_naive_pool_agrees(self):
