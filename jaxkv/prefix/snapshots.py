@@ -24,8 +24,8 @@ RULES = "last, junction, branch (junctions alone) or every=N"
 class Snapshot:
     """The state of a cache that has absorbed the first `boundary` tokens of some prompt.
 
-    key: of those tokens; data: they themselves, encoded. slot: where it is, in `tier`. ready:
-    computed and stored; one that is not can be found by nobody. refs: readers it has now.
+    key: of those tokens; data: the root, and they themselves as encoded. slot: where it is, in
+    `tier`. ready: computed and stored; one that is not can be found by nobody. refs: its readers.
     """
 
     key: bytes
@@ -182,7 +182,7 @@ class Snapshots:
         slot = self._vacate()
         if slot is None:
             return None
-        data = prompt.data[: boundary * TOKEN]
+        data = prompt.root + prompt.data[: boundary * TOKEN]
         snapshot = self._index[key] = Snapshot(key, data, boundary, slot, self._device)
         return snapshot
 
@@ -221,7 +221,7 @@ class Snapshots:
         """The snapshots that a prompt could resume from, deepest first."""
         for number in range((len(prompt) - 1) // self.chunk, 0, -1):
             snapshot = self._index.get(prompt.keys[number - 1])
-            if snapshot is not None and snapshot.ready and prompt.data.startswith(snapshot.data):
+            if snapshot is not None and snapshot.ready and _begins(prompt, snapshot):
                 yield snapshot
 
     def _on_device(self, prompt: Prompt) -> Snapshot | None:
@@ -249,7 +249,7 @@ class Snapshots:
         key = prompt.keys[number - 1]
         snapshot = self._index.get(key)
         if snapshot is not None and snapshot.ready:
-            if not prompt.data.startswith(snapshot.data):
+            if not _begins(prompt, snapshot):
                 return "collision"
             # One that could be used and was not is on the host, and the device full of readers.
             return "last_token" if snapshot.boundary == len(prompt) else "evicted"
@@ -309,6 +309,11 @@ class Snapshots:
         del self._index[snapshot.key]
         snapshot.tier.used.pop(snapshot, None)
         snapshot.tier.give(snapshot.slot)
+
+
+def _begins(prompt: Prompt, snapshot: Snapshot) -> bool:
+    """Whether it begins with what a snapshot has absorbed, and is of the same root."""
+    return (prompt.root + prompt.data).startswith(snapshot.data)
 
 
 def rules(where: str) -> Where:

@@ -52,26 +52,50 @@ def cold(engine: Engine, request: Request) -> Ear:
     return ear
 
 
+def row(engine: Engine) -> list[np.ndarray]:
+    """All that the first slot is made of: caches, draws, what was sampled so far."""
+    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._slots)]
+
+
 @pytest.mark.parametrize(
     "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPENDING + FORGETTING]
 )
 def test_a_hit_goes_on_as_the_cold_run(policy):
-    """Tokens and log probabilities to the bit, whichever prompt came before."""
+    """30: tokens, log probabilities and all leaves of the row, whichever prompt came before."""
     engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(64))
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
-    wanted = [cold(engine, one).scored for one in asked]
+    wanted = [(cold(engine, one).scored, row(engine)) for one in asked]
     assert engine.forget()
     for turn in range(3):
-        for one, want in zip(asked, wanted, strict=True):
+        for one, (want, leaves) in zip(asked, wanted, strict=True):
             (got,) = ask(engine, one)
             assert got.scored == want
+            for got_leaf, leaf in zip(row(engine), leaves, strict=True):
+                np.testing.assert_array_equal(got_leaf, leaf)
             if turn:
                 assert got.outcome.cached_tokens == usable(len(one.tokens))
             elif policy in APPENDING and one is not asked[0]:
                 pairs = zip(one.tokens, SHARED, strict=False)
                 alike = next((n for n, (a, b) in enumerate(pairs) if a != b), len(SHARED))
                 assert got.outcome.cached_tokens == min(usable(len(one.tokens)), alike // 16 * 16)
-    assert [ear.scored for ear in ask(engine, *asked)] == wanted
+    assert [ear.scored for ear in ask(engine, *asked)] == [scored for scored, _ in wanted]
+
+
+@pytest.mark.parametrize("policy", ["full", FORGETTING[0]])
+def test_a_collision_is_a_miss(policy):
+    """21: where all keys are equal, tokens tell prompts apart; the first entry stays."""
+    engine = Engine(plain(policy), slots=1, room=256, chunk=CHUNK, prefixes=Prefixes(64))
+    other = tuple(reversed(SHARED))
+    wanted = [cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, other)]
+    assert engine.forget()
+    index = engine._store.index
+    index.chain = dataclasses.replace(index.chain, hash=lambda _: bytes(32))
+    for _ in range(2):
+        for tokens, want in zip((SHARED, other), wanted, strict=True):
+            (got,) = ask(engine, Request(tokens, 8, logprobs=3))
+            assert got.scored == want
+            assert tokens is SHARED or not got.outcome.cached_tokens
+    assert engine.figures()["misses"]["collision"] > 0
 
 
 @pytest.mark.parametrize(
