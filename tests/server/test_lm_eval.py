@@ -6,9 +6,19 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import models
+from jaxkv.engine import Prefixes
+from models.language import Language
+from models.llm import Llm
+from models.serving import engine_of
 from models.tokenizer import LETTERS
+from tests.models.test_parity import reference, reference_logits
+from tests.server.conftest import serving
 from tests.server.fake import BOS, EOS, logprob
 
 # Context, and what may follow it.
@@ -81,6 +91,47 @@ def test_lm_eval(served, tokenizer, monkeypatch):
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    right, samples = evaluate(served.port, "bytes", tokenizer)
+    for sample, (context, choices) in zip(samples, QUESTIONS, strict=True):
+        values = [expected(context, choice) for choice in choices]
+        assert [value for ((value, _),) in sample["resps"]] == values
+    best = [max(choices, key=lambda c: expected(q, c)) == choices[0] for q, choices in QUESTIONS]
+    assert right == sum(best) / len(QUESTIONS)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=252"])
+def test_lm_eval_of_the_default_model(policy, monkeypatch):
+    """Through an engine that keeps prefixes: what transformers gives each choice."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    llm = models.load()
+    engine = engine_of(llm, policy, slots=2, room=256, chunk=16, prefixes=Prefixes(8))
+    theirs = reference(llm.folder)
+    with serving(engine, Language(llm, "default")) as served:
+        for _ in range(2):
+            right, samples = evaluate(served.port, "default", llm.folder)
+    wanted = [
+        [given(theirs, llm, context, choice) for choice in choices]
+        for context, choices in QUESTIONS
+    ]
+    for sample, values in zip(samples, wanted, strict=True):
+        told = [value for ((value, _),) in sample["resps"]]
+        np.testing.assert_allclose(told, values, atol=1e-3)
+    assert right == sum(values[0] == max(values) for values in wanted) / len(QUESTIONS)
+
+
+def given(theirs, llm: Llm, context: str, choice: str) -> float:
+    """What transformers gives a choice behind its context; lm-eval sends both without a BOS."""
+    begin = len(llm.tokenizer.encode(context, bos=False))
+    whole = llm.tokenizer.encode(context + choice, bos=False)
+    logits = jnp.asarray(reference_logits(theirs, whole))
+    return float(sum(jax.nn.log_softmax(logits[n - 1])[whole[n]] for n in range(begin, len(whole))))
+
+
+def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
+    """Accuracy and samples of QUESTIONS, as lm-eval finds them."""
     import datasets
     from lm_eval import simple_evaluate
 
@@ -98,8 +149,8 @@ def test_lm_eval(served, tokenizer, monkeypatch):
     told = simple_evaluate(
         model="local-completions",
         model_args={
-            "model": "bytes",
-            "base_url": f"http://127.0.0.1:{served.port}/v1/completions",
+            "model": name,
+            "base_url": f"http://127.0.0.1:{port}/v1/completions",
             "tokenizer": str(tokenizer),
             "tokenizer_backend": "huggingface",
             "num_concurrent": 2,
@@ -109,10 +160,4 @@ def test_lm_eval(served, tokenizer, monkeypatch):
         batch_size=2,
         bootstrap_iters=0,
     )
-    samples = told["samples"]["tiny"]
-    right = 0
-    for sample, (context, choices) in zip(samples, QUESTIONS, strict=True):
-        values = [expected(context, choice) for choice in choices]
-        assert [value for ((value, _),) in sample["resps"]] == values
-        right += values[0] == max(values)
-    assert told["results"]["tiny"]["acc,none"] == right / len(QUESTIONS)
+    return told["results"]["tiny"]["acc,none"], told["samples"]["tiny"]
