@@ -51,11 +51,17 @@ def main() -> None:
     llm, turns = models.load(), prefix_traces.read(given.trace).asked
     results = measure(llm, turns[:40] if given.quick else turns)
     for policy, found in results["policies"].items():
-        most = found["slots"][max(found["slots"])]
-        memory = most["bytes"] / 2**20, results["full"]["bytes"] / 2**20
-        print(f"{policy}: {most['of_full']:.1%} of what full saves in {memory[0]:.0f} MiB, full "
-              f"in {memory[1]:.0f}")  # fmt: skip
+        most = max(point["saved"] for point in found["slots"].values())
+        slots = min(slots for slots, point in found["slots"].items() if point["saved"] == most)
+        point = found["slots"][slots]
+        memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
+        print(f"{policy}: {point['of_full']:.1%} of what full saves by {slots} states of "
+              f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
     print("wrote", record.save(results))
+    if not given.quick:
+        from evals.figures import draw
+
+        print("drew", *draw("agents"))
 
 
 def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from evals.claim import OPEN, Claim
 from evals.claims_magicpig import MAGICPIG
+from evals.claims_prefix import PREFIXES
 from evals.claims_sampling import BALANCE, RESERVOIR
 from evals.claims_sparse import SPARSE
 from evals.claims_streaming import STREAMING
@@ -23,6 +25,7 @@ EXPERIMENTS = (
     *("backcopy", "sink_tables", "sink_tables_160m", "default_model"),
     *("known_answers", "recall", "sampled", "single_layer"),
     *("lookup", "sampling", "sparse", "tune_lsh"),
+    *("prefix_replay", "prefix_engine", "agents", "serving", "soak"),
 )
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
@@ -39,45 +42,40 @@ exceeds that of 4 sinks in a cache of the same size, in nats per token, with two
 """
 
 
+COLUMNS = (
+    "| claim | paper | measured here | verdict | record |",
+    "| --- | --- | --- | --- | --- |",
+)
+SECTIONS = (  # heading, a word on it, claims
+    ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)", "", STREAMING),
+    ("### Training with sinks",
+     "Plain softmax (none), a zero sink, learned sink logits, one sink token or two; all else "
+     "alike. A difference under 0.02 nats a token counts as none.", TRAINING),
+    ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
+    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
+    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", (*MAGICPIG, *SPARSE)),
+    ("## Hash-table prefix caching (Lin 2024)",
+     "The report's engine, model and block size are not known; its experiment is run again by its "
+     "protocol. Of our own records: the default model.", PREFIXES),
+)  # fmt: skip
+
+
+def table(
+    heading: str, word: str, claims: Sequence[Claim], records: dict[str, Any]
+) -> Iterable[str]:
+    """A section of the page."""
+    yield from (heading, "", *((word, "") if word else ()), *COLUMNS)
+    yield from (row(claim, records) for claim in claims)
+    yield ""
+
+
 def page(folder: Path = RESULTS) -> str:
     """CLAIMS.md as the records have it now."""
     found = [name for name in EXPERIMENTS if (folder / f"{name}.json").exists()]
     records = {name: read(name, folder) for name in found}
     lines = [
         HEAD,
-        "## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)",
-        "",
-        "| claim | paper | measured here | verdict | record |",
-        "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in STREAMING),
-        "",
-        "### Training with sinks",
-        "",
-        "Plain softmax (none), a zero sink, learned sink logits, one sink token or two; all else "
-        "alike. A difference under 0.02 nats a token counts as none.",
-        "",
-        "| claim | paper | measured here | verdict | record |",
-        "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in TRAINING),
-        "",
-        "## Reservoir sampling (Pan et al. 2024)",
-        "",
-        "| claim | paper | measured here | verdict | record |",
-        "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in RESERVOIR),
-        "",
-        "## BalanceKV (Han et al. 2025, arXiv 2502.07861)",
-        "",
-        "| claim | paper | measured here | verdict | record |",
-        "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in BALANCE),
-        "",
-        "## MagicPIG (Chen et al. 2024, arXiv 2410.16179)",
-        "",
-        "| claim | paper | measured here | verdict | record |",
-        "| --- | --- | --- | --- | --- |",
-        *(row(claim, records) for claim in (*MAGICPIG, *SPARSE)),
-        "",
+        *(line for section in SECTIONS for line in table(*section, records)),
         "## What was asked of correctness and speed",
         "",
         "Times are medians with the range over the rounds; the variants of a bar took turns in one "

@@ -31,6 +31,7 @@ LEGENDS = {
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
     "prefix_items": "upper left",
+    "agents": "lower right",
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
 
@@ -323,6 +324,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "prefix_report": ("prefix_replay", prefix_figures.report),
     "prefix_snapshots": ("prefix_replay", prefix_figures.snapshots),
     "prefix_items": ("prefix_engine", prefix_figures.items),
+    "agents": ("agents", prefix_figures.agents),
 }
 
 

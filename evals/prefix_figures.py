@@ -1,4 +1,4 @@
-"""Pictures of evals/results/prefix_replay.json, for evals.figures."""
+"""Pictures of the records of prefixes, for evals.figures."""
 
 from __future__ import annotations
 
@@ -50,3 +50,19 @@ def items(axes: Any, results: dict[str, Any]) -> None:
         axes.fill_between(at, found["min"], found["max"], color=colour, alpha=0.15, lw=0)
     axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers a second",
              ylim=(0, None))  # fmt: skip
+
+
+def agents(axes: Any, results: dict[str, Any]) -> None:
+    """What of agents' turns need not be read again, by the memory of what is kept: caches that
+    forget by their slots, a full one with all its pages."""
+    for name, found in results["policies"].items():
+        policy = name.split(":")[0]
+        memory = [point["distinct"] / 2**20 for point in found["slots"].values()]
+        shares = [100 * point["saved"] / results["tokens"] for point in found["slots"].values()]
+        axes.plot(memory, shares, "o-", markersize=3, color=COLOURS[policy], label=policy)
+    full = results["full"]
+    axes.plot(full["bytes"] / 2**20, 100 * full["share"], "s", color=COLOURS["full"], label="full")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="memory of what is kept (MiB)", ylabel="tokens of prompts not read again (%)",
+             ylim=(0, 100))  # fmt: skip
