@@ -33,7 +33,7 @@ LEGENDS = {
     "prefix_items": "upper left",
     "agents": "lower right",
 }
-MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+)-->).*?(<!--/-->)", re.DOTALL)
+MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
 
 
 def main() -> None:

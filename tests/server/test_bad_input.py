@@ -69,7 +69,7 @@ COMPLETIONS = {
     "too much mass": ({"top_p": 1.1}, "top_p", "at most 1"),
     "top_k": ({"top_k": -1}, "top_k", "whole number"),
     "min_p": ({"min_p": 2}, "min_p", "from 0 to 1"),
-    "repetition": ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    "repetition": ({"repetition_penalty": 1e-38}, "repetition_penalty", "from 0.01 to 100"),
     "presence": ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
     "frequency": ({"frequency_penalty": "1"}, "frequency_penalty", "a number"),
     "no answers": ({"n": 0}, "n", "from 1 to 128"),
