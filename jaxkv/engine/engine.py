@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine.figures import NO_STORE, Figures
+from jaxkv.engine.figures import Figures, of_prefixes
 from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
 from jaxkv.engine.queue import Queue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
@@ -32,6 +32,7 @@ from jaxkv.engine.ticket import (
     widths,
 )
 from jaxkv.errors import UserError, whole
+from jaxkv.prefix.counts import Counts
 
 LONGEST = 4096  # tokens of a chunk: all of one are computed where one is more than a width
 SMALL = 32  # tokens of prompt that beginning and placing one take as long as
@@ -141,15 +142,13 @@ class Engine:
 
     def figures(self) -> dict[str, Any]:
         """What was counted so far, and how things stand; from any thread."""
-        store, counts = self._store, self._counts
+        store = self._store
         return {
             "running": self.running, "waiting": self.waiting,
             "waiting_tokens": self._queue.tokens,
             "cache_usage": sum(owner is not None for owner in self._owners) / self.slots,
-            "prompt_tokens": counts.prompts, "generation_tokens": counts.written,
-            "ended": dict(counts.ended), "preemptions": 0,
-            "steps": counts.turns, "step_tokens": counts.turned, "compilations": self.compilations,
-            **(NO_STORE if store is None else store.figures()),
+            "compilations": self.compilations, **self._counts.told(),
+            **(of_prefixes(Counts()) if store is None else store.figures()),
         }  # fmt: skip
 
     def forget(self) -> bool:
@@ -209,10 +208,8 @@ class Engine:
             return False
         try:
             self._leave()
-            self._counts.turns += 1
             old = len(self._flights)
-            self._write()
-            self._read()
+            self._counts.turn(self._write() + self._read())
             new = len(self._flights) > old
             for _ in range(old if new else len(self._flights)):
                 self._tell(self._flights.popleft())
@@ -230,35 +227,36 @@ class Engine:
             if ticket is not None and ticket.cancelled and not ticket.over:
                 self._end(ticket, "cancelled")
 
-    def _write(self) -> None:
-        """Send one token of every row that has one more to come."""
+    def _write(self) -> int:
+        """Send one token of every row that has one more to come; how many."""
         rows = [
             (slot, owner) for slot, owner in enumerate(self._owners)
             if owner is not None and owner.sent < owner.request.max_new_tokens
         ]  # fmt: skip
         if not rows:
-            return
+            return 0
         active = np.zeros(self.slots, bool)
         active[[slot for slot, _ in rows]] = True
         scored = any(owner.request.logprobs is not None for _, owner in rows)
         self._slots, told = self._programs.decode(
             self._programs.weights, self._slots, active, np.bool_(scored)
         )
-        self._counts.turned += len(rows)
         for _, owner in rows:
             owner.sent += 1
         self._flights.append(Flight(told, rows))
+        return len(rows)
 
-    def _read(self) -> None:
-        """Send a turn's worth of prompt tokens, of the oldest first."""
+    def _read(self) -> int:
+        """Send a turn's worth of prompt tokens, of the oldest first; how many."""
         if self._reading is not None:
             # Not further ahead of the device than a turn, or nobody could be cancelled.
             jax.block_until_ready(self._reading.lane.logits)
-        left = self._turn
-        while left > 0:
-            if self._reading is None and not self._begin():
-                return
-            left -= self._read_chunk(self._reading)
+        left, tokens = self._turn, 0
+        while left > 0 and (self._reading is not None or self._begin()):
+            count, cost = self._read_chunk(self._reading)
+            tokens += count
+            left -= cost
+        return tokens
 
     def _begin(self) -> bool:
         """Take up the oldest who waits, where a slot is free."""
@@ -278,8 +276,8 @@ class Engine:
         self._reading = Reading(ticket, lane, ticket.cached, hit)
         return True
 
-    def _read_chunk(self, reading: Reading) -> int:
-        """The next piece of a prompt, up to the grid; its width as it is computed."""
+    def _read_chunk(self, reading: Reading) -> tuple[int, int]:
+        """The next piece of a prompt, up to the grid; its tokens, and those it takes as long as."""
         ticket, at = reading.ticket, reading.at
         tokens, echo = ticket.request.tokens, ticket.request.echo
         count = min(self.chunk, len(tokens) - at)
@@ -292,16 +290,15 @@ class Engine:
         if echo:
             self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
         at += count
-        self._counts.turned += count
         if reading.hit is not None:
             self._store.save(reading.hit, lane, at)
         if at < len(tokens):
             self._reading = Reading(ticket, lane, at, reading.hit)
-            return width
+            return count, width
         self._reading = None
         self._release(reading.hit)
         self._place(ticket, lane)
-        return width + SMALL
+        return count, width + SMALL
 
     def _place(self, ticket: Ticket, lane: Lane) -> None:
         request = ticket.request

@@ -18,6 +18,7 @@ class Host:
     """
 
     def __init__(self, slots: int, size: int) -> None:
+        self.slots = slots
         self._held: dict[int, tuple[Any, Any]] = {}
         if slots:
             memory.check(slots * size, f"{slots} prefixes", host=True)

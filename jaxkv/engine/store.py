@@ -21,12 +21,12 @@ import numpy as np
 from jaxkv import memory, rows
 from jaxkv.contract import Policy
 from jaxkv.engine import pool
+from jaxkv.engine.figures import of_prefixes
 from jaxkv.engine.host import Host, move
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
 from jaxkv.errors import UserError, whole
 from jaxkv.prefix.blocks import BlockPool
-from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.keys import Prompt, root
 from jaxkv.prefix.lease import Lease
 from jaxkv.prefix.orders import ORDERS
@@ -158,7 +158,8 @@ class Pages:
         return True
 
     def figures(self) -> dict[str, Any]:
-        return _figures(self.index.counts, self._slots, self._slots - self.index.free)
+        index, used = self.index, self._slots - self.index.free
+        return of_prefixes(index.counts, self._slots, used, self._host.slots, index.host_taken)
 
 
 class States:
@@ -225,21 +226,14 @@ class States:
         return True
 
     def figures(self) -> dict[str, Any]:
-        return _figures(self.index.counts, self._slots, self.index.taken)
+        index, used = self.index, self.index.taken
+        return of_prefixes(index.counts, self._slots, used, self._host.slots, index.host_taken)
 
     def _take(self, slot: int) -> tuple[pool.States, list[Hashable]]:
         return self._load(slot).states, self._pages.names(slot)
 
     def _put(self, slot: int, states: pool.States, names: list[Hashable]) -> None:
         self._save(Lane(states, None), slot, names)
-
-
-def _figures(counts: Counts, slots: int, used: int) -> dict[str, Any]:
-    return {
-        "prefix_queries": counts.first.tokens, "prefix_hits": counts.first.tokens_hit,
-        "snapshot_slots": slots, "snapshot_slots_used": used,
-        "misses": dict(counts.first.missed), "evictions": counts.evictions,
-    }  # fmt: skip
 
 
 def page_names(policy: Policy | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:

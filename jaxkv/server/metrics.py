@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 
 from jaxkv.engine.request import Outcome
@@ -26,11 +26,16 @@ GAUGES = (
     ("kv_cache_usage_perc", "cache_usage", "Share of the cache that is in use, from 0 to 1"),
     ("prefix_snapshot_slots", "snapshot_slots", "Places for snapshots of prefixes"),
     ("prefix_snapshot_slots_used", "snapshot_slots_used", "Those that hold one"),
+    ("prefix_host_slots", "host_slots", "Places for them in the memory of the host"),
+    ("prefix_host_slots_used", "host_slots_used", "Those that hold one"),
 )
 COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens that were looked up"),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens that were found"),
     ("prefix_cache_evictions", "evictions", "Snapshots given up for others"),
+    ("prefix_cache_demotions", "demotions", "Snapshots that went to the memory of the host"),
+    ("prefix_cache_promotions", "promotions", "Snapshots that came back from there"),
+    ("generation_tokens", "generation_tokens", "Tokens of answers"),
     ("num_preemptions", "preemptions", "Answers that gave up their slot for a time"),
     ("compilations", "compilations", "Programs compiled, warming up included"),
 )
@@ -57,7 +62,6 @@ class Metrics:
         self._sources = self._counter(
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"
         )
-        self._written = self._counter("generation_tokens", "Tokens of answers")
         self._ended = self._counter("request_success", "Answers that ended", "finished_reason")
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
@@ -70,7 +74,6 @@ class Metrics:
         self._prompts.inc(outcome.prompt_tokens)
         self._sources.labels("local_compute").inc(computed)
         self._sources.labels("local_cache_hit").inc(outcome.cached_tokens)
-        self._written.inc(outcome.new_tokens)
         self._ended.labels(reason).inc()
         self._sizes.observe(outcome.prompt_tokens)
         self._lengths.observe(outcome.new_tokens)
@@ -98,10 +101,10 @@ class Metrics:
         for reason, tokens in figures["misses"].items():
             misses.add_metric([reason], tokens)
         yield misses
-        if "steps" in figures:
-            steps, tokens = figures["steps"], figures["step_tokens"]
-            what = "Tokens read and written in one step of the engine"
-            yield SummaryMetricFamily("jaxkv:iteration_tokens_total", what, steps, tokens)
+        yield HistogramMetricFamily(
+            "jaxkv:iteration_tokens_total", "Tokens read and written in one step of the engine",
+            figures["step_sizes"], figures["step_tokens"],
+        )  # fmt: skip
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"jaxkv:{name}", what, labels, registry=self._registry)

@@ -113,7 +113,9 @@ class FakeEngine:
             "running": len(self.tickets), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
             "snapshot_slots": 8, "snapshot_slots_used": 3, "prefix_queries": 100,
             "prefix_hits": 40, "evictions": 1, "preemptions": 0, "compilations": 5,
-            "misses": {"cold": 50, "tail": 10}, "steps": 7, "step_tokens": 70,
+            "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
+            "step_sizes": [("1", 2), ("16", 6), ("+Inf", 7)], "generation_tokens": 17,
+            "host_slots": 9, "host_slots_used": 5, "demotions": 6, "promotions": 1,
         }  # fmt: skip
 
     def start(self) -> FakeEngine:

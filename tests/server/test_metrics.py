@@ -36,13 +36,16 @@ def test_the_engine_is_asked(told):
     assert told["compilations_total",] == 5 and told["num_preemptions_total",] == 0
     assert told["iteration_tokens_total_count",] == 7
     assert told["iteration_tokens_total_sum",] == 70
+    assert told["iteration_tokens_total_bucket", "16"] == 6
+    assert told["generation_tokens_total",] == 17
+    assert (told["prefix_host_slots",], told["prefix_host_slots_used",]) == (9, 5)
+    assert told["prefix_cache_demotions_total",] == 6
 
 
 def test_answers_are_counted(told):
     assert told["prompt_tokens_total",] == 6 + 6 + 8
     assert told["prompt_tokens_by_source_total", "local_compute"] == 6 + 1 + 8
     assert told["prompt_tokens_by_source_total", "local_cache_hit"] == 5
-    assert told["generation_tokens_total",] == 5 + 5 + 7
     assert told["request_success_total", "stop"] == 2
     assert told["request_success_total", "length"] == 1
 
