@@ -182,11 +182,11 @@ def summary(
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
         },
         "times_faster": ratio(seconds["none"], seconds["kept"]),
-        "first_token_seconds": {name: to_first(ones) for name, ones in told.items()},
+        "first_token_seconds": {name: first_tokens(ones) for name, ones in told.items()},
     }  # fmt: skip
 
 
-def to_first(answers: Iterable) -> dict[str, float]:
+def first_tokens(answers: Iterable) -> dict[str, float]:
     """Seconds from a request's turn to its first token."""
     found = [one.outcome.first - one.outcome.begun for one in answers]
     return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}

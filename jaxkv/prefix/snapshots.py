@@ -128,17 +128,16 @@ class Snapshots:
             if n * self.chunk > at and prompt.keys[n - 1] not in self._index
         )  # fmt: skip
 
-    def visit(self, prompt: Prompt, use: bool = True, resumed: bool = False) -> Visit:
+    def visit(self, prompt: Prompt, resumed: bool = False) -> Visit:
         """Look a prompt up, hold what was found, and say what to store on the way.
 
-        use: False looks nothing up, for whoever needs all of the prompt computed. resumed: it was
-        visited before; its figures are counted apart. Mind `moves` before anything is read.
+        resumed: it was visited before; its figures are counted apart. Mind `moves` before anything
+        is read.
         """
-        found = self._on_device(prompt) if use else None
+        found = self._on_device(prompt)
         at = 0 if found is None else found.boundary
-        if use:
-            counts = self.counts.resumed if resumed else self.counts.first
-            counts.add(len(prompt), at, self.chunk, self._missed(prompt, at))
+        counts = self.counts.resumed if resumed else self.counts.first
+        counts.add(len(prompt), at, self.chunk, self._missed(prompt, at))
         if found is not None:
             found.refs += 1
             self._device.used.move_to_end(found)

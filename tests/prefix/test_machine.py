@@ -326,7 +326,7 @@ def test_whatever_is_done_to_a_pool(kind, examples):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
 def test_whatever_is_done_to_a_pool_for_long(kind):
-    run(kind, 1500)
+    run(kind, 500)
 
 
 def run(kind, examples):

@@ -232,7 +232,7 @@ def test_whatever_is_done_to_snapshots(kind, examples):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding])
 def test_whatever_is_done_to_snapshots_for_long(kind):
-    run(kind, 1500)
+    run(kind, 500)
 
 
 def run(kind, examples):

@@ -144,12 +144,9 @@ def test_what_is_read_is_not_evicted():
     assert not index.reset()  # a claim is open
 
 
-def test_27_a_visit_that_uses_nothing_is_no_lookup():
+def test_27_a_resumed_request_is_counted_apart():
     index = Snapshots(4, 4)
     read(index, range(9))
-    visit = index.visit(index.read(range(9), ROOT), use=False)
-    assert (visit.at, visit.save, index.counts.first.requests) == (0, (), 1)
-    index.leave(visit)
     again = index.visit(index.read(range(9), ROOT), resumed=True)
     assert again.at == 8 and index.counts.resumed.tokens_hit == 8
     assert index.counts.first.tokens_hit == 0
