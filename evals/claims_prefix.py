@@ -46,7 +46,7 @@ def one_prompt(r: Results) -> Finding:
 
 
 def faster(r: Results) -> Finding:
-    """Figure 2, by our engine and our default model."""
+    """Figure 2, by our engine and our default model; its one pair of values is that of p = 1."""
     shares = r["report"]["shares"]
     times = {f"p = {p}": one["times_faster"] for p, one in shares.items()}
     last = shares[max(shares, key=float)]
@@ -55,8 +55,16 @@ def faster(r: Results) -> Finding:
         f"our engine, the default model, {last['slots']} slots, prompts of 15 tokens in blocks of "
         f"{last['chunk']}; answers a second at p = 1 {of_spread(each['none'])} without and "
         f"{of_spread(each['kept'])} with; with over without: {listed(times, of_spread)}",
-        by_all([one["min"] > 1 and one["median"] >= FASTER for one in times.values()]),
+        HOLDS
+        if all(map(_is_faster, times.values()))
+        else PART
+        if _is_faster(last["times_faster"])
+        else NOT,
     )
+
+
+def _is_faster(times: dict[str, float]) -> bool:
+    return times["min"] > 1 and times["median"] >= FASTER
 
 
 def chained(r: Results) -> Finding:
@@ -75,10 +83,10 @@ def forgets(r: Results) -> Finding:
         most = max(point["saved"] for point in found["slots"].values())
         slots = min((int(n) for n, p in found["slots"].items() if p["saved"] == most))
         point = found["slots"][str(slots)]
-        near.append(point["of_full"] >= 0.9 and point["distinct"] < r["full"]["bytes"])
+        near.append(point["of_full"] >= 0.9 and point["bytes"] < r["full"]["bytes"])
         shown.append(
             f"{policy.split(':')[0]} {point['of_full']:.1%} by {slots} states in "
-            f"{point['distinct'] / 2**20:.0f} MiB"
+            f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} of them unlike"
         )
     full = r["full"]
     return (

@@ -57,7 +57,7 @@ def agents(axes: Any, results: dict[str, Any]) -> None:
     forget by their slots, a full one with all its pages."""
     for name, found in results["policies"].items():
         policy = name.split(":")[0]
-        memory = [point["distinct"] / 2**20 for point in found["slots"].values()]
+        memory = [point["bytes"] / 2**20 for point in found["slots"].values()]
         shares = [100 * point["saved"] / results["tokens"] for point in found["slots"].values()]
         axes.plot(memory, shares, "o-", markersize=3, color=COLOURS[policy], label=policy)
     full = results["full"]

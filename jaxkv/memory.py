@@ -58,14 +58,26 @@ def _group_free() -> int | None:
     return None
 
 
-def check(needed: int, what: str, device: jax.Device | None = None, host: bool = False) -> None:
-    """Raise UserError if `needed` bytes for `what` cannot fit on a device, or the host."""
+FEWER = "rows or tokens, a smaller window or sample, or a policy with a fixed memory"
+
+
+def check(
+    needed: int,
+    what: str,
+    device: jax.Device | None = None,
+    host: bool = False,
+    fewer: str = FEWER,
+) -> None:
+    """Raise UserError if `needed` bytes for `what` cannot fit on a device, or the host.
+
+    fewer: of what to take fewer.
+    """
     free = available(device, host)
     if free is not None and needed > free:
         where = " in the memory of the host" if host else ""
         raise UserError(
             f"{what} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
-            "rows or tokens, a smaller window or sample, or a policy with a fixed memory"
+            f"{fewer}"
         )
 
 

@@ -37,7 +37,7 @@ class Sampling:
             kinds = Integral if name == "top_k" else Real
             if isinstance(value, bool) or not isinstance(value, kinds):
                 what = "a whole number" if name == "top_k" else "a number"
-                raise UserError(f"{name} must be {what}, got {value!r}")
+                raise UserError(f"{name} must be {what}, got {value!r}; leave it out for none")
         rules = (
             (0 <= self.temperature <= MOST, "temperature must be 0 or more and finite"),
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
@@ -48,7 +48,7 @@ class Sampling:
         for holds, rule in rules:
             if not holds:
                 name = rule.split()[0]
-                raise UserError(f"{rule}, got {getattr(self, name)}")
+                raise UserError(f"{rule}, got {getattr(self, name)}; leave it out for none")
 
     @property
     def filters(self) -> Filters:
@@ -114,6 +114,7 @@ def draw(
     if filters.warm:
         logits = logits + jax.vmap(noise)(keys, positions)
     # Not argmax, for which XLA:CPU takes five times as long. Where a logit is NaN, so is the best.
+    logits = jax.lax.optimization_barrier(logits)  # computed once, or none might equal the best
     best, last = jnp.max(logits, axis=-1), logits.shape[-1] - 1
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.min(jnp.where(logits == best[:, None], place, last), axis=-1), best

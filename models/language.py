@@ -24,6 +24,10 @@ class Language:
     def eos(self) -> tuple[int, ...]:
         return self.llm.eos
 
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.llm.tokenizer.table))
+
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the BOS that the model expects before a text."""
         return self.llm.tokenizer.encode(text)

@@ -17,23 +17,25 @@ INTERRUPTED = 130
 
 
 @contextlib.contextmanager
-def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Inside, Ctrl-C calls `act`; a second one does what it did before."""
-    before = signal.getsignal(signal.SIGINT)
+def on_interrupt(
+    act: Callable[[], object], number: signal.Signals = signal.SIGINT
+) -> Iterator[None]:
+    """Inside, Ctrl-C, or another signal, calls `act`; a second one does what it did before."""
+    before = signal.getsignal(number)
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or before in (signal.SIG_IGN, None):
         yield
         return
 
     def handle(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
         act()
 
-    signal.signal(signal.SIGINT, handle)
+    signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def leave() -> None:

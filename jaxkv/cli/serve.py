@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -37,8 +38,8 @@ FLAGS = (
      "some share prefixes; without it nobody needs a key"),
     ("callers", "per-key", COUNT, None, "N", "requests of one key at a time; by default no limit"),
     ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
-    ("engine", "max-len", COUNT, 4096, "N", "tokens of a prompt and its answer; they take memory "
-     "where the policy's cache grows with them"),
+    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "tokens of a prompt and its "
+     "answer; they take memory where the policy's cache grows with them"),
     ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
      "prefixes are shared"),
     ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv import server
     keys, kept = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.read_keys(*keys) if keys else ()
+    if args.name == "":
+        raise UserError("--name must be what clients call the model, got nothing; leave it out")
     if args.per_key is not None and not tenants:
         raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
     # At once: a port in use is not found out after minutes of loading.
@@ -95,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
         language = Language(llm, args.name or name_of(args, llm))
         app = server.application(engine, language, tenants, terms_of(args, llm))
+        server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
@@ -102,14 +106,17 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         pressed, running = threading.Event(), server.server_of(app)
 
+        def leave() -> None:
+            running.should_exit = True
+
         def stop() -> None:
             pressed.set()
-            running.should_exit = True
+            leave()
 
         engine.start()
         try:
-            # The server hears Ctrl-C by itself, and passes it on when it has ended.
-            with on_interrupt(stop):
+            # The server hears both by itself, and passes them on when it has ended.
+            with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
                 running.run(sockets=[listener])
         finally:
             engine.stop()
@@ -142,6 +149,11 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
     from jaxkv.engine import Prefixes
 
     if not args.prefix_slots:
+        if args.prefix_host_slots:
+            raise UserError(
+                f"--prefix-host-slots are behind others, got {args.prefix_host_slots} behind none; "
+                "give --prefix-slots too"
+            )
         return None
     return Prefixes(args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
 

@@ -342,7 +342,7 @@ class Engine:
             self._tell_prompt(ticket)
             if ticket.over:
                 return
-        stop = self._call(ticket, ticket.listener.token, scored)
+        stop = self._call(ticket, "token", scored)
         if ticket.over:
             return
         if scored.token in request.eos:
@@ -354,12 +354,12 @@ class Engine:
 
     def _tell_prompt(self, ticket: Ticket) -> None:
         if ticket.request.echo:
-            self._call(ticket, ticket.listener.prompt, ticket.scored)
+            self._call(ticket, "prompt", ticket.scored)
 
-    def _call(self, ticket: Ticket, listen, *what):
-        """What a listener says; one that fails loses its answer and no other."""
+    def _call(self, ticket: Ticket, name: str, what: Any) -> bool:
+        """Whether a listener says to stop; one that fails loses its answer and no other."""
         try:
-            return listen(*what)
+            return bool(getattr(ticket.listener, name)(what))
         except Exception:
             self._end(ticket, "error", traceback.format_exc().splitlines()[-1])
 
@@ -380,7 +380,7 @@ class Engine:
             ticket.first, time.monotonic() - ticket.came, error,
         )  # fmt: skip
         self._counts.add(outcome)
-        self._call(ticket, ticket.listener.done, outcome)
+        self._call(ticket, "done", outcome)
 
     def _release(self, hit: Hit | None) -> None:
         if hit is not None:

@@ -31,8 +31,8 @@ class Figures:
     def add(self, outcome: Outcome) -> None:
         """Count an answer that is over."""
         self.ended[outcome.reason] += 1
-        self.prompts += outcome.prompt_tokens
         if outcome.begun is not None:
+            self.prompts += outcome.prompt_tokens
             self.seconds += outcome.ended - outcome.begun
 
     def turn(self, tokens: int) -> None:

@@ -21,7 +21,7 @@ class Host:
         self.slots = slots
         self._held: dict[int, tuple[Any, Any]] = {}
         if slots:
-            memory.check(slots * size, f"{slots} prefixes", host=True)
+            memory.check(slots * size, f"{slots} prefixes", host=True, fewer="host_slots")
             memory.check_host("host_slots")
 
     def put(self, slot: int, arrays: Any, about: Any) -> None:

@@ -269,7 +269,7 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.lane, self.made = lane, 0
-        self.lane_bytes, self.slot_bytes = rows.nbytes(lane), rows.nbytes(slots) // count
+        self.lane_bytes = rows.nbytes(lane)
         memory.check(  # before minutes of compiling
             rows.nbytes(slots) + self.lane_bytes, f"{count} slots and a lane for {room} tokens"
         )

@@ -83,6 +83,9 @@ def _check_types(request: Request) -> None:
         ("logprobs", isinstance(request.logprobs, Integral | None), "a whole number or None"),
         ("sampling", isinstance(request.sampling, Sampling), "a Sampling"),
         ("salt", isinstance(request.salt, str | None), "a text or None"),
+        ("presence_penalty", isinstance(request.presence_penalty, Real), "a number"),
+        ("frequency_penalty", isinstance(request.frequency_penalty, Real), "a number"),
+        ("echo", isinstance(request.echo, bool), "True or False"),
         ("bias", isinstance(request.bias, tuple) and all(
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Integral)
             and isinstance(pair[1], Real) for pair in request.bias

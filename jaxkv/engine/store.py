@@ -27,7 +27,7 @@ from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
 from jaxkv.errors import UserError, whole
 from jaxkv.prefix.blocks import BlockPool
-from jaxkv.prefix.keys import Prompt, root
+from jaxkv.prefix.keys import TOKEN, Prompt, root
 from jaxkv.prefix.lease import Lease
 from jaxkv.prefix.orders import ORDERS
 from jaxkv.prefix.snapshots import Snapshots, Visit, rules
@@ -52,10 +52,11 @@ class Prefixes:
 
     def __post_init__(self) -> None:
         whole("slots", self.slots)
-        if self.host_slots:
-            whole("host_slots", self.host_slots)
+        whole("host_slots", self.host_slots, 0)
         if self.order not in ORDERS:
-            raise UserError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+            raise UserError(
+                f"order must be one of {', '.join(ORDERS)}, got {self.order!r}; choose one"
+            )
         rules(self.where)
 
 
@@ -121,10 +122,9 @@ class Pages:
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
         """A prompt's pages, held until `release`; None where there are not enough for it."""
-        # A tail that fills no page is kept by nobody, nor what is beyond all the pages there are.
-        tokens = tokens[: self._slots * self._chunk + 1]
         prompt = self.index.read(tokens, self._root(salt))
-        lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk))
+        # A tail that fills no page is kept by nobody, nor what there are no pages for.
+        lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk), partly=True)
         move(self.index.moves, self._host, self._device.take, self._device.put)
         return None if lease is None else Hit(lease.cached, lease)
 
@@ -147,8 +147,9 @@ class Pages:
         self.index.release(hit.held)
 
     def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
-        """Hold what is there of a prompt until `release`."""
+        """Hold what is there of a prompt on the device until `release`."""
         lease = self.index.pin(self.index.read(tokens, self._root(salt)))
+        move(self.index.moves, self._host, self._device.take, self._device.put)
         return Hit(lease.cached, lease)
 
     def reset(self) -> bool:
@@ -214,8 +215,9 @@ class States:
         self.index.leave(hit.held)
 
     def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
-        """Hold the deepest state that there is of a prompt until `release`."""
+        """Hold the deepest state of a prompt that can be had on the device until `release`."""
         visit = self.index.hold(self.index.read(tokens, self._root(salt)))
+        move(self.index.moves, self._host, self._take, self._put)
         return Hit(visit.at, visit)
 
     def reset(self) -> bool:
@@ -237,12 +239,14 @@ class States:
 
 
 def page_names(policy: Policy | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:
-    """What each page of a state after `at` tokens of a prompt is known by: the tokens up to the
-    boundary behind which it was not written, and with which token it was. policy: None has none."""
+    """What each page of a state after `at` tokens of a prompt is known by: root and tokens up to
+    the boundary behind which it was not written, and the token with which it was. policy: None has
+    no pages."""
     names: list[Hashable] = []
     for number, last in enumerate(policy.settled(at) if policy is not None else ()):
         boundary = -(-last // chunk)
-        names.append((prompt.keys[boundary - 1] if boundary else prompt.root, last, number))
+        # Not by its key, which something else may have.
+        names.append((prompt.root + prompt.data[: boundary * chunk * TOKEN], last, number))
     return names
 
 
@@ -305,7 +309,7 @@ class Device:
         states, zero = programs.lane.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
         self.bytes = rows.nbytes(shape)
-        memory.check(self.bytes, f"{max(pages, records)} prefixes")
+        memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="of their slots")
 
         def load(kept: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array) -> Lane:
             made = pool.load(layout, states, kept, numbers, count, record)

@@ -58,16 +58,23 @@ def check(request: Request, most: int, vocab: int) -> None:
     """Raise UserError for what no slot of so many tokens holds, and ids beyond the vocabulary."""
     size, new = len(request.tokens), request.max_new_tokens
     if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
-        raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
+        raise UserError(
+            f"token ids must be from 0 to {vocab - 1}, got {min(request.tokens)} to "
+            f"{max(request.tokens)}; give the model's own"
+        )
     if size + new > most:
         raise UserError(
             f"a row holds {most} tokens, and {size} of prompt and {new} new ones were "
             "asked for; shorten one of them"
         )
     if request.logprobs is not None and not 0 <= request.logprobs <= min(TOP, vocab):
-        raise UserError(f"logprobs must be from 0 to {TOP}, got {request.logprobs}")
-    if not all(0 <= token < vocab for token, _ in request.bias):
-        raise UserError(f"biased tokens must be from 0 to {vocab - 1}")
+        most = min(TOP, vocab)
+        raise UserError(f"logprobs must be from 0 to {most}, got {request.logprobs}; ask for fewer")
+    odd = next((token for token, _ in request.bias if not 0 <= token < vocab), None)
+    if odd is not None:
+        raise UserError(
+            f"biased tokens must be from 0 to {vocab - 1}, got {odd}; give the model's own"
+        )
 
 
 def widths(chunk: int) -> tuple[int, ...]:

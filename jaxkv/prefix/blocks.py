@@ -55,8 +55,8 @@ class BlockPool:
     ) -> None:
         for name, value, known in (("mode", mode, MODES), ("order", order, ORDERS)):
             if value not in known:
-                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}; "
-                                "choose one")  # fmt: skip
+                listed = ", ".join(known)
+                raise UserError(f"{name} must be one of {listed}, got {value!r}; choose one")
         for name, value, least in (("total", total, 1), ("capacity", capacity, 0),
                                    ("ghosts", ghosts, 2), ("host", host, 0)):  # fmt: skip
             if value is not None and value < least:
@@ -114,16 +114,21 @@ class BlockPool:
         missed = self._index.missed(prompt, len(found), usable, collided)
         return Match(pages, matched, usable, missed)
 
-    def admit(self, prompt: Prompt, room: int = 0, resumed: bool = False) -> Lease | None:
+    def admit(
+        self, prompt: Prompt, room: int = 0, resumed: bool = False, partly: bool = False
+    ) -> Lease | None:
         """Take blocks for a prompt, those that are there and new ones; None where too few are.
 
-        room: tokens that will be appended, for which blocks are taken now. resumed: it was
-        admitted before; its figures are counted apart. A call that gives None counts nothing.
-        Mind `moves` before anything is read or written.
+        room: tokens that will be appended, for which blocks are taken now. resumed: admitted
+        before; its figures are counted apart. partly: as many of its first blocks as can be had, to
+        which nothing can be appended. None counts nothing. Mind `moves` before reading or writing.
         """
         found, collided = self._index.walk(prompt)
         size = len(prompt)
         blocks = -(-(size + room) // self.block)
+        if partly and self._total is not None:
+            blocks = min(blocks, self._most(found))
+            del found[blocks:]
         while True:
             usable = self._extent(prompt, found)[1]
             whole, rows = divmod(usable, self.block)
@@ -141,12 +146,7 @@ class BlockPool:
         counts = self.counts.resumed if resumed else self.counts.first
         counts.add(size, usable, self.block, missed)
         shared = found[:whole]
-        for block in shared:
-            self._hold(block)
-        for block in shared:
-            if block.on_host:
-                self._host.bring(block, self._take())
-                self.counts.promotions += 1
+        self._share(shared)
         lease = Lease(
             prompt, shared, size, usable, bytearray(prompt.data), list(prompt.keys),
             published=min(whole, size // self.block),
@@ -218,19 +218,16 @@ class BlockPool:
                 room = 0
 
     def pin(self, prompt: Prompt) -> Lease:
-        """Hold what is there of a prompt, so that it is not evicted, until `unpin`.
+        """Hold what is there of a prompt, so that it is not evicted, until `release`.
 
-        What is on the host is none of it: `admit` brings that back.
+        It is on the device then, as far as there are pages for it: mind `moves`.
         """
-        found = _near(self._index.walk(prompt)[0])
-        for block in found:
-            self._hold(block)
+        found, _ = self._index.walk(prompt)
+        if self._total is not None:
+            del found[self._most(found) :]
+        self._share(found)
         matched = min(len(found) * self.block, len(prompt))
         return Lease(prompt, found, matched, matched, bytearray(), [])
-
-    def unpin(self, lease: Lease) -> None:
-        """Let go of what `pin` holds."""
-        self.release(lease)
 
     def drop(self, key: bytes) -> bool:
         """Forget a block by force, used or not; False where no such key is known.
@@ -272,6 +269,20 @@ class BlockPool:
         kept = sum(not block.refs and not block.on_host for block in shared)
         kept += donor is not None and not donor.refs
         return new <= len(self._free) + len(self._order) - kept
+
+    def _most(self, found: list[Block]) -> int:
+        """Blocks that a prompt could have of which these are there."""
+        near = _near(found)
+        return len(near) + len(self._free) + len(self._order) - sum(not b.refs for b in near)
+
+    def _share(self, found: list[Block]) -> None:
+        """Hold blocks, on the device from now on."""
+        for block in found:
+            self._hold(block)
+        for block in found:
+            if block.on_host:
+                self._host.bring(block, self._take())
+                self.counts.promotions += 1
 
     def _hold(self, block: Block) -> None:
         if block.on_host:
@@ -320,7 +331,7 @@ class BlockPool:
         prompt, blocks, rekey = lease.prompt, lease.blocks, self.mode == "rekey"
         enter, size, known = self._index.enter, self.block * TOKEN, len(prompt) // self.block
         parent = blocks[lease.published - 1] if lease.published else prompt.root
-        for number in range(lease.published, stop):
+        for number in range(lease.published, min(stop, len(blocks))):
             if number < known:
                 key, own = prompt.keys[number], prompt.pieces[number]
             else:

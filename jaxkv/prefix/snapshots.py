@@ -147,8 +147,11 @@ class Snapshots:
         return Visit(prompt, at, found, save)
 
     def hold(self, prompt: Prompt) -> Visit:
-        """Keep the deepest snapshot of a prompt where it is, until `leave`; nothing is counted."""
-        found = self.find(prompt)
+        """Keep the deepest snapshot that the device can hold of a prompt there, until `leave`.
+
+        No lookup is counted. Mind `moves` before anything is read.
+        """
+        found = self._on_device(prompt)
         if found is None:
             return Visit(prompt, 0, None, ())
         found.refs += 1

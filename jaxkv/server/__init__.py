@@ -2,7 +2,7 @@
 
 from jaxkv.server.app import application
 from jaxkv.server.keys import read_keys
-from jaxkv.server.listen import bind, server_of, url
+from jaxkv.server.listen import begin_listening, bind, server_of, url
 from jaxkv.server.work import Terms
 
-__all__ = ["Terms", "application", "bind", "read_keys", "server_of", "url"]
+__all__ = ["Terms", "application", "begin_listening", "bind", "read_keys", "server_of", "url"]

@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -47,6 +48,7 @@ class Answers:
     terms: Terms
     metrics: Metrics
     door: Door
+    readers: Executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -69,9 +71,10 @@ class Answers:
         tenant, terms = scope["state"]["tenant"], self.terms
         with self.door.enter(tenant):
             raw = await body.read(scope, receive, terms.body, terms.read_seconds)
-            # In a thread: a long prompt must not hold up the streams of others.
-            asked = await asyncio.to_thread(
-                work.read, raw, self.shape, tenant, self.engine, self.language, terms
+            # In a thread: a long prompt must not hold up the streams of others. Of few threads, for
+            # each may hold a hundred times what it reads.
+            asked = await asyncio.get_running_loop().run_in_executor(
+                self.readers, work.read, raw, self.shape, tenant, self.engine, self.language, terms
             )
             async with self._engaged(asked, receive) as mailbox:
                 tell = self._stream if asked.stream else self._whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -23,6 +24,7 @@ from jaxkv.server.shapes import CHAT, COMPLETION
 from jaxkv.server.work import Terms, unknown_model
 
 LOG = logging.getLogger(__name__)
+READERS = 2  # bodies that become prompts at a time
 
 
 def application(
@@ -34,8 +36,9 @@ def application(
     """
     terms = terms or Terms()
     metrics, door = Metrics(engine.figures), Door(terms.in_hand, terms.each)
+    readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        shape: Answers(shape, engine, language, terms, metrics, door)
+        shape: Answers(shape, engine, language, terms, metrics, door, readers)
         for shape in (COMPLETION, CHAT)
     }
 

@@ -25,12 +25,14 @@ class Row(Protocol):
 class Language(Protocol):
     """A model's name and words.
 
-    created: when it was loaded, in seconds since 1970. eos: ids that end an answer.
+    created: when it was loaded, in seconds since 1970. eos: ids that end an answer. longest: bytes
+    of the longest token.
     """
 
     name: str
     created: int
     eos: tuple[int, ...]
+    longest: int
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError where the text has none."""

@@ -22,7 +22,7 @@ REMEDIES = {
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:
-    """A socket that listens: who comes before the server runs waits. port: 0 takes a free one.
+    """A socket for `begin_listening`; who comes before that is refused. port: 0 takes a free one.
 
     write_seconds: after which the connection of a client that stopped reading is dropped, where
     the system can do that.
@@ -44,12 +44,23 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
         if os.name == "posix":  # elsewhere this lets two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        what = REMEDIES.get(error.errno, f"cannot be had: {error.strerror}; choose another")
-        raise UserError(f"{host} port {port} {what}") from None
+        raise _taken(host, port, error) from None
     return listener
+
+
+def begin_listening(listener: socket.socket) -> None:
+    """From now on whoever comes waits for the server. Raises UserError where another one does."""
+    try:
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise _taken(*listener.getsockname()[:2], error) from None
+
+
+def _taken(host: str, port: int, error: OSError) -> UserError:
+    what = REMEDIES.get(error.errno, f"cannot be had: {error.strerror}; choose another")
+    return UserError(f"{host} port {port} {what}")
 
 
 def url(listener: socket.socket) -> str:

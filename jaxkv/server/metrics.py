@@ -70,10 +70,11 @@ class Metrics:
 
     def add(self, outcome: Outcome, reason: str) -> None:
         """Count an answer that has ended; from any thread."""
-        computed = outcome.prompt_tokens - outcome.cached_tokens
-        self._prompts.inc(outcome.prompt_tokens)
-        self._sources.labels("local_compute").inc(computed)
-        self._sources.labels("local_cache_hit").inc(outcome.cached_tokens)
+        if outcome.begun is not None:  # and not given up while it waited
+            computed = outcome.prompt_tokens - outcome.cached_tokens
+            self._prompts.inc(outcome.prompt_tokens)
+            self._sources.labels("local_compute").inc(computed)
+            self._sources.labels("local_cache_hit").inc(outcome.cached_tokens)
         self._ended.labels(reason).inc()
         self._sizes.observe(outcome.prompt_tokens)
         self._lengths.observe(outcome.new_tokens)

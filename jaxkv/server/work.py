@@ -17,6 +17,7 @@ from jaxkv.server.keys import Tenant
 from jaxkv.server.language import Engine, Language
 from jaxkv.server.shapes import Shape
 
+COMPOSED = 4  # characters of a text that a tokenizer may make one of, at most
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -108,10 +109,13 @@ def _prompts(
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt."""
     if "messages" in values:
+        said = sum(len(message["content"]) for message in values["messages"])
+        _check_length(said, "messages", engine, language)
         return [("", language.render(values["messages"]))]
     prompts = []
     for prompt in values["prompt"]:
         if isinstance(prompt, str):
+            _check_length(len(prompt), "prompt", engine, language)
             prompts.append((prompt, language.encode(prompt)))
         elif min(prompt) < 0 or max(prompt) >= engine.vocab:
             raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
@@ -119,6 +123,17 @@ def _prompts(
             echoed = "".join(language.pieces(prompt)) if values["echo"] else ""
             prompts.append((echoed, prompt))
     return prompts
+
+
+def _check_length(size: int, param: str, engine: Engine, language: Language) -> None:
+    """Raise Fault for a text that is surely too long: it takes seconds to make tokens of it."""
+    most = COMPOSED * engine.most * language.longest
+    if size > most:
+        message = (
+            f"prompt and answer may have {engine.most} tokens together, for which {most} characters"
+            f" are too many, got {size}; shorten the prompt"
+        )
+        raise Fault(400, message, "context_length_exceeded", param)
 
 
 def _requests(

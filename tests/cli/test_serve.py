@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -70,9 +71,15 @@ def process(model, tmp_path_factory):
     """A server with a key, and where it is."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("secret team\n")
+    with started(model, "--api-key-file", str(keys)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started(model, *more):
     words = ["--model", model, "--port", "0", "--slots", "2", "--chunk", "16", "--policy", POLICY,
-             "--max-len", "2000000"]  # fmt: skip
-    command = [sys.executable, "-m", "jaxkv.cli", "serve", *words, "--api-key-file", str(keys)]
+             "--max-len", "2000000", *more]  # fmt: skip
+    command = [sys.executable, "-m", "jaxkv.cli", "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
@@ -142,3 +149,24 @@ def test_ctrl_c(process, client):
         running.send_signal(signal.SIGINT)
         assert running.wait(20) == 130
     assert running.stderr.read() == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_what_stops_services(model):
+    """SIGTERM lets answers end for some seconds, and tells those that do not."""
+    tiers = ("--prefix-slots", "2", "--prefix-host-slots", "8", "--prefix-order", "frequency")
+    with (
+        started(model, *tiers) as (running, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        client.completions.create(
+            model="tiny", prompt="x", max_tokens=10**6, stream=True,
+            extra_body={"ignore_eos": True},
+        ) as stream,
+    ):  # fmt: skip
+        next(iter(stream))
+        running.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            for _ in stream:
+                pass
+        assert running.wait(20) == 0
+        assert running.stderr.read() == ""

@@ -181,6 +181,9 @@ def test_a_full_queue_says_when_to_come_again():
         {"bias": ((VOCAB, 1.0),)},
         {"bias": ((1, float("nan")),)},
         {"presence_penalty": float("inf")},
+        {"presence_penalty": 1j},
+        {"frequency_penalty": None},
+        {"echo": "yes"},
     ],
 )
 def test_what_can_be_no_request(engine, unchecked, fields):

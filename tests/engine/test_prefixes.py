@@ -81,7 +81,7 @@ def test_a_hit_goes_on_as_the_cold_run(policy):
     assert [ear.scored for ear in ask(engine, *asked)] == [scored for scored, _ in wanted]
 
 
-@pytest.mark.parametrize("policy", ["full", FORGETTING[0]])
+@pytest.mark.parametrize("policy", ["full", FORGETTING[0], FORGETTING[6]])
 def test_a_collision_is_a_miss(policy):
     """21: where all keys are equal, tokens tell prompts apart; the first entry stays."""
     engine = Engine(plain(policy), slots=1, room=256, chunk=CHUNK, prefixes=Prefixes(64))
@@ -166,6 +166,12 @@ def test_settings_are_checked_at_once(fields):
         Prefixes(**fields)
 
 
+@pytest.mark.parametrize("host_slots", [None, 0.0, True])
+def test_settings_of_another_type(unchecked, host_slots):
+    with pytest.raises(UserError, match="host_slots must be a whole number"):
+        Prefixes(host_slots=host_slots)
+
+
 @pytest.mark.parametrize("policy", [FORGETTING[0], seldom(FORGETTING[6])])
 def test_states_go_to_the_host_when_pages_run_out(policy):
     how = Prefixes(3, where="every=1", host_slots=100)
@@ -173,7 +179,13 @@ def test_states_go_to_the_host_when_pages_run_out(policy):
     asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
     wanted = [cold(engine, one).scored for one in asked]
     assert engine.forget()
-    assert [ask(engine, one)[0].scored for one in asked] == wanted
+    before = engine.figures()
+    for turn, (one, want) in enumerate(zip(asked, wanted, strict=True)):
+        (got,) = ask(engine, one)
+        assert got.scored == want
+        assert turn < 3 or got.outcome.cached_tokens == usable(len(one.tokens))
+    after = engine.figures()
+    assert all(after[name] > before[name] + 2 for name in ("demotions", "promotions"))
 
 
 def test_a_store_too_small_for_a_prompt_does_no_harm():
@@ -277,6 +289,51 @@ def test_what_is_pinned_stays(policy, pin):
         assert engine.forget()
         with pytest.raises(RuntimeError):
             engine.unpin(held)
+
+
+def test_what_goes_on_from_a_pin_takes_it_up():
+    """However few pages are left beside what is pinned; and every token is looked up."""
+    engine = Engine(plain("full"), slots=1, room=256, chunk=CHUNK, prefixes=Prefixes(14))
+    other = tuple(reversed(SHARED))
+    longer = Request(SHARED[:192] + other[:40], 4, logprobs=2)
+    wanted = cold(engine, longer).scored
+    assert engine.forget()
+    pins = []
+    for tokens in (SHARED[:193], other[:17]):
+        ask(engine, Request(tokens, 1))
+        pins.append(engine.pin(tokens))
+    assert [pin.at for pin in pins] == [192, 16]
+    for cached in (192, 208):  # with the one page that is left
+        queries = engine.figures()["prefix_queries"]
+        (got,) = ask(engine, longer)
+        assert got.scored == wanted and got.outcome.cached_tokens == cached
+        assert engine.figures()["prefix_queries"] == queries + 232
+    (pushed,) = ask(engine, Request(other[100:], 2))  # one page for six chunks
+    assert pushed.outcome.cached_tokens == 0
+    for pin in pins:
+        engine.unpin(pin)
+    assert engine.forget()
+
+
+@pytest.mark.parametrize("policy, slots", [("full", 14), (FORGETTING[0], 2)])
+def test_a_pin_comes_back_from_the_host(policy, slots):
+    how = Prefixes(slots, host_slots=100)
+    engine = Engine(plain(policy), slots=1, room=256, chunk=CHUNK, prefixes=how)
+    wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
+    rng = np.random.default_rng(7)
+    others = [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 1) for _ in range(5)]
+    for _ in range(2):
+        ask(engine, Request(SHARED, 1))
+        for one in others:
+            ask(engine, one)
+        pin = engine.pin(SHARED)
+        assert pin.at == usable(200)
+        for one in others:
+            ask(engine, one)
+        (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
+        assert got.scored == wanted and got.outcome.cached_tokens == usable(200)
+        engine.unpin(pin)
+    assert engine.forget()
 
 
 def test_without_prefixes_there_is_nothing_to_pin():

@@ -82,7 +82,8 @@ CASES = {
     "the figure alone": (claims.one_prompt, prompts(three(8, 7, 9), 8.0), PART),
     "not even the figure": (claims.one_prompt, prompts(three(20, 19, 21), 8.0), NOT),
     "faster at every p": (claims.faster, items(QUICK, QUICK), HOLDS),
-    "faster at one p": (claims.faster, items(QUICK, SLOW), PART),
+    "faster where all are equal": (claims.faster, items(SLOW, QUICK), PART),
+    "faster at another p alone": (claims.faster, items(QUICK, SLOW), NOT),
     "faster by nothing": (claims.faster, items(three(1.01, 1.005, 1.02, "median")), NOT),
     "chained is quicker": (
         claims.chained, hashing(three(1, 1, 2, "median"), three(5, 4, 6, "median")), HOLDS),

@@ -350,7 +350,7 @@ def test_35_reset_and_double_release():
         pool.release(lease)
     held = pool.pin(pool.read(P, ROOT))
     assert not pool.reset()
-    pool.unpin(held)
+    pool.release(held)
     assert pool.reset()
     assert (pool.free, pool.cached, pool.entries) == (8, 0, 0)
     assert match(pool, P).missed == {"cold": 14}
@@ -398,7 +398,7 @@ def test_a_pin_holds_its_chain(order):
         serve(pool, range(100 * number, 100 * number + 16))
     assert match(pool, P).matched == 14
     assert pool.admit(pool.read(range(17), ROOT)) is None
-    pool.unpin(pin)
+    pool.release(pin)
     assert pool.admit(pool.read(range(5000, 5032), ROOT)) is not None
 
 

@@ -163,13 +163,14 @@ class Machine(RuleBasedStateMachine):
     def pin(self, salt, like):
         tokens = self.said[like % len(self.said)]
         lease = self.pool.pin(self.pool.read(tokens, salt))
+        self.move()
         self.pins.append((lease, self.naive.pin(salt, tokens) if self.naive else None))
 
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self):
         lease, table = self.pins.pop()
-        self.pool.unpin(lease)
+        self.pool.release(lease)
         self.move()
         if self.naive:
             self.naive.release(table)

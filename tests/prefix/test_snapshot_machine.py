@@ -160,7 +160,8 @@ class Machine(RuleBasedStateMachine):
         tokens = tuple(self.said[like % len(self.said)])
         if len(self.visits) < 4:
             visit = self.index.hold(self.index.read(tokens, salt))
-            assert visit.save == ()
+            self.move()
+            assert visit.save == () and (not visit.at or visit.snapshot.tier.name == "device")
             self.visits.append((visit, tokens, salt))
 
     @rule(like=PICK, number=PICK, salt=st.sampled_from(ROOTS))
@@ -215,12 +216,9 @@ class Machine(RuleBasedStateMachine):
 
 
 class Colliding(Machine):
-    """Sixteen keys in all; pages are named by keys, so that only states without any are checked."""
+    """Sixteen keys in all: they are often those of something else."""
 
     hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
-
-    def check(self, slot):
-        assert slot in self.device
 
 
 @pytest.mark.parametrize("kind, examples", [(Machine, 200), (Colliding, 60)])

@@ -117,6 +117,7 @@ def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **t
     """kernel_seconds: after which a connection is dropped; terms: of the application."""
     words = words or language()
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
+    server.begin_listening(listener)
     running = server.server_of(server.application(engine, words, tenants, server.Terms(**terms)))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]

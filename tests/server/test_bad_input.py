@@ -7,8 +7,9 @@ import json
 
 import pytest
 
+from models.language import Language
 from tests.server.conftest import serving
-from tests.server.fake import FakeEngine
+from tests.server.fake import FakeEngine, language
 
 GOOD = {"model": "bytes", "prompt": "|x"}
 TALK = {"model": "bytes", "messages": [{"role": "user", "content": "|x"}]}
@@ -194,6 +195,20 @@ def test_a_page_in_a_browser_cannot_ask(served, kind):
     """It may send these to any site without being given leave."""
     answer = served.ask("POST", "/v1/completions", GOOD, content_type=kind)
     refused(answer, 415, ["application/json"])
+
+
+def test_texts_that_are_surely_too_long(monkeypatch):
+    """They are not even made tokens of, which takes seconds; all others are."""
+    words, asked = language(), []
+    monkeypatch.setattr(Language, "encode", lambda _, text: asked.append(len(text)) or [1, 2])
+    most = 4 * 20 * words.longest
+    with serving(FakeEngine(most=20), words) as served:
+        for answer in (served.complete("x" * (most + 1)), served.chat("x" * (most + 1))):
+            refused(answer, 400, ["characters are too many"])
+            assert answer.error["code"] == "context_length_exceeded"
+        assert not asked
+        served.complete("x" * most, max_tokens=1)
+        assert asked == [most]
 
 
 def test_prompts_beyond_the_room():
