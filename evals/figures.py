@@ -30,7 +30,7 @@ LEGENDS = {
     "backcopy_curves": "center right",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
-    "prefix_items": "upper left",
+    "prefix_items": "lower left",
     "agents": "lower right",
 }
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)

@@ -44,7 +44,7 @@ def hashing(chained, direct):
 
 def agents(*shares, memory=10):
     """Of each policy what it saves of what full does, by the larger of two numbers of slots."""
-    point = {"distinct": memory, "saved": 5, "of_full": 0.1}
+    point = {"distinct": memory // 2, "bytes": memory, "saved": 5, "of_full": 0.1}
     found = {
         f"policy{n}:x=1": {"slots": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
         for n, share in enumerate(shares)
