@@ -362,6 +362,7 @@ class Engine:
             return bool(getattr(ticket.listener, name)(what))
         except Exception:
             self._end(ticket, "error", traceback.format_exc().splitlines()[-1])
+            return False
 
     def _end(self, ticket: Ticket, reason: str, error: str = "") -> None:
         """Free what an answer holds and tell that it is over, once."""
