@@ -319,6 +319,24 @@ def test_a_listener_cannot_stop_the_engine_that_calls_it():
         engine.start()
 
 
+def test_a_listener_that_lacks_a_call_loses_its_answer_alone(engine, unchecked):
+    class Deaf:
+        outcome = None
+
+        def token(self, scored):
+            return False
+
+        def done(self, outcome):
+            self.outcome = outcome
+
+    deaf, ear = Deaf(), Ear()
+    engine.submit(Request((1, 2), 2, logprobs=1, echo=True), deaf)
+    engine.submit(Request((1, 2), 2), ear)
+    finish(engine)
+    assert deaf.outcome.reason == "error" and "prompt" in deaf.outcome.error
+    assert ear.outcome.reason == "length" and engine.healthy
+
+
 def test_a_chunk_that_would_compute_padding_for_minutes_is_refused():
     with pytest.raises(UserError, match="at most 4096"):
         Engine(plain(), chunk=10**6)
