@@ -223,8 +223,12 @@ class Snapshots:
         """The snapshots that a prompt could resume from, deepest first."""
         for number in range((len(prompt) - 1) // self.chunk, 0, -1):
             snapshot = self._index.get(prompt.keys[number - 1])
-            if snapshot is not None and snapshot.ready and _begins(prompt, snapshot):
+            if snapshot is not None and snapshot.ready and self._is(snapshot, prompt, number):
                 yield snapshot
+
+    def _is(self, snapshot: Snapshot, prompt: Prompt, number: int) -> bool:
+        """Whether it is of the first `number` chunks of a prompt, and has not just their key."""
+        return snapshot.data == prompt.root + prompt.data[: number * self.chunk * TOKEN]
 
     def _on_device(self, prompt: Prompt) -> Snapshot | None:
         """The deepest of them that is on the device, or can be brought there."""
@@ -251,7 +255,7 @@ class Snapshots:
         key = prompt.keys[number - 1]
         snapshot = self._index.get(key)
         if snapshot is not None and snapshot.ready:
-            if not _begins(prompt, snapshot):
+            if not self._is(snapshot, prompt, number):
                 return "collision"
             # One that could be used and was not is on the host, and the device full of readers.
             return "last_token" if snapshot.boundary == len(prompt) else "evicted"
@@ -311,11 +315,6 @@ class Snapshots:
         del self._index[snapshot.key]
         snapshot.tier.used.pop(snapshot, None)
         snapshot.tier.give(snapshot.slot)
-
-
-def _begins(prompt: Prompt, snapshot: Snapshot) -> bool:
-    """Whether it begins with what a snapshot has absorbed, and is of the same root."""
-    return (prompt.root + prompt.data).startswith(snapshot.data)
 
 
 def rules(where: str) -> Where:
