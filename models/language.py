@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from models.chat import Message
 from models.llm import Llm
@@ -24,7 +25,7 @@ class Language:
     def eos(self) -> tuple[int, ...]:
         return self.llm.eos
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(map(len, self.llm.tokenizer.table))
 

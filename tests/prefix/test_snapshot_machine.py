@@ -10,27 +10,18 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxkv
 from jaxkv.engine.host import Host, move
 from jaxkv.engine.store import SharedPages, page_names
-from jaxkv.prefix import Snapshots, encode, root
+from jaxkv.prefix import Snapshots, encode
 from jaxkv.prefix.keys import sha256
+from tests.prefix.test_machine import PICK, ROOTS, run
 
-ROOTS = [root(salt=None), root(salt="a")]
 WHERE = ("last+junction", "last", "every=1", "every=2+last", "branch")
 SETTLES = jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2")
 PAGES = len(SETTLES.settled(0))
-PICK = st.sampled_from(range(24))
 
 
 class Memory(Host):
@@ -231,14 +222,3 @@ def test_whatever_is_done_to_snapshots(kind, examples):
 @pytest.mark.parametrize("kind", [Machine, Colliding])
 def test_whatever_is_done_to_snapshots_for_long(kind):
     run(kind, 500)
-
-
-def run(kind, examples):
-    kind.steps = 0
-    run_state_machine_as_test(
-        kind,
-        settings=settings(
-            max_examples=examples, stateful_step_count=50, deadline=None, database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )  # fmt: skip
