@@ -155,7 +155,11 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
                 "give --prefix-slots too"
             )
         return None
-    return Prefixes(args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
+    how = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
+    try:
+        return Prefixes(*how)
+    except UserError as error:  # it begins with the name of a field
+        raise UserError(f"--prefix-{error}") from None
 
 
 def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:

@@ -17,21 +17,14 @@ ENDLESS = ("--max-new-tokens", "1000000000", "--ignore-eos", "--policy", "window
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Starts `jaxkv` with these words; all processes of this file share their compilations."""
-    kept = str(tmp_path_factory.mktemp("compilations"))
-
-    def start(*words: str, before: Sequence[str] = (), **streams) -> subprocess.Popen:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-        environment = os.environ | {"JAXKV_COMPILATION_CACHE": kept}
-        command = [*before, sys.executable, "-m", "jaxkv.cli", *words]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
-
-    return start
+def start(*words: str, before: Sequence[str] = (), **streams) -> subprocess.Popen:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "jaxkv.cli", *words], cwd=ROOT, **streams
+    )
 
 
-def test_ctrl_c_keeps_the_text_so_far(start, model):
+def test_ctrl_c_keeps_the_text_so_far(model):
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -41,7 +34,7 @@ def test_ctrl_c_keeps_the_text_so_far(start, model):
 
 
 @pytest.mark.parametrize("pause", [0.01, 0.05, 0.15])
-def test_an_impatient_ctrl_c(start, model, pause):
+def test_an_impatient_ctrl_c(model, pause):
     """Pressed again and again, also while Python takes itself down: the same exit code."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         process.stdout.read(1)
@@ -53,7 +46,7 @@ def test_an_impatient_ctrl_c(start, model, pause):
 
 
 @pytest.mark.parametrize("stream", [0, 2])
-def test_a_stream_that_is_closed(start, model, stream):
+def test_a_stream_that_is_closed(model, stream):
     """Without standard error the text still comes; without standard input one line says so."""
     words = ["generate", "-" if stream == 0 else "Hello", "--model", model]
     with start(*words, before=["sh", "-c", f'exec "$@" {stream}>&-', "sh"]) as process:
@@ -65,7 +58,7 @@ def test_a_stream_that_is_closed(start, model, stream):
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4, 0.8])
-def test_ctrl_c_while_loading(start, model, seconds):
+def test_ctrl_c_while_loading(model, seconds):
     """Also in the middle of an import, where an exception may be lost or break things."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         time.sleep(seconds)
@@ -74,7 +67,7 @@ def test_ctrl_c_while_loading(start, model, seconds):
     assert (process.returncode, err) == (130, b"")
 
 
-def test_a_reader_that_leaves(start, model):
+def test_a_reader_that_leaves(model):
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         process.stdout.read(10)
         process.stdout.close()
@@ -82,7 +75,7 @@ def test_a_reader_that_leaves(start, model):
     assert (process.returncode, err) == (141, b"")
 
 
-def test_a_reader_that_was_never_there(start):
+def test_a_reader_that_was_never_there():
     reader, writer = os.pipe()
     os.close(reader)
     with start("policies", stdout=writer) as process:
@@ -91,7 +84,7 @@ def test_a_reader_that_was_never_there(start):
     assert (process.returncode, err) == (141, b"")
 
 
-def test_ctrl_c_ends_an_answer_and_then_the_chat(start, model):
+def test_ctrl_c_ends_an_answer_and_then_the_chat(model):
     with start("chat", "--model", model, *ENDLESS, stdin=subprocess.PIPE) as process:
         process.stdin.write(b"Hello\n")
         process.stdin.flush()

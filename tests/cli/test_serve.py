@@ -42,7 +42,8 @@ def test_a_port_in_use(run):
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--api-key-file", "absent"], ["no such key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
-    (["--prefix-where", "nonsense"], ["junction", "nonsense"]),
+    (["--prefix-where", "nonsense"], ["--prefix-where", "junction", "nonsense"]),
+    (["--prefix-order", "nonsense"], ["--prefix-order", "linked", "nonsense"]),
 ])  # fmt: skip
 def test_flags(run, words, told):
     refused(run("serve", *NO_MODEL, "--port", "0", *words), *told)

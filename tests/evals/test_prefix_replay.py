@@ -19,7 +19,9 @@ RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-def ten_seeds(slots):
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [16, 64])
+def test_ten_seeds(slots):
     """Ours are drawn by another generator: the mean must be within, no run far away."""
     mean, least, most = TEN_SEEDS[slots]
     found = measure(replace(ONE_PROMPT, slots=slots), 10)
@@ -27,16 +29,6 @@ def ten_seeds(slots):
     assert abs(found["mean"] - mean) < 0.5 * (most - least)
     assert abs(found["mean"] - closed_form(slots)) < 0.5 * (most - least)
     assert least - 1 <= found["min"] <= found["max"] <= most + 1
-
-
-def test_ten_seeds():
-    ten_seeds(16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [8, 32, 64])
-def test_ten_seeds_of_other_slots(slots):
-    ten_seeds(slots)
 
 
 def test_the_closed_form():
@@ -79,7 +71,7 @@ def test_all_is_found_by_single_tokens():
 @pytest.mark.parametrize("mode, block, slots", prefix_report.CURVES)
 def test_figure_1(mode, block, slots):
     curve = prefix_report.CURVES[mode, block, slots]
-    for p, wanted in list(zip(prefix_report.SHARES, curve, strict=True))[3::3]:
+    for p, wanted in list(zip(prefix_report.SHARES, curve, strict=True))[3::6]:
         found = measure(Setting(mode=mode, block=block, slots=slots, p=p))["mean"]
         assert abs(found - wanted) < 2.5  # of three runs each; p alone varies by as much
 
@@ -111,7 +103,7 @@ def test_mooncake(mooncake, capacity, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity, wanted", [(4_000, 0.0882), (16_000, 0.2679), (None, 0.3736)])
+@pytest.mark.parametrize("capacity, wanted", [(4_000, 0.0882), (None, 0.3736)])
 def test_mooncake_by_tokens(mooncake, capacity, wanted):
     """Whichever is looked up, ids or the tokens that follow from them."""
     by_ids = prefix_traces.replay(mooncake, capacity)

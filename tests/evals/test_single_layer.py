@@ -56,7 +56,7 @@ def test_with_nothing_thinned_it_is_attention(drawn):
 
 @pytest.mark.slow
 def test_more_rounds_more_error_and_weights_help(drawn):
-    found = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2, 3], title="test")
+    found = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2], title="test")
     assert set(found) == {*single_layer.METHODS, "saturated", "ends alone", "snapkv"}
     for name in set(found) - {"saturated", "ends alone"}:
         assert np.mean(found[name]["1"]) < np.mean(found[name]["3"]), name
@@ -64,7 +64,7 @@ def test_more_rounds_more_error_and_weights_help(drawn):
     mean = {name: np.mean(found[name]["3"]) for name in single_layer.METHODS}
     assert mean["uniform, weighted"] < mean["uniform"]
     assert mean["stratified"] < mean["uniform, weighted"]
-    assert len(set(found["uniform"]["1"])) == 4  # every seed draws anew
+    assert len(set(found["uniform"]["1"])) == 3  # every seed draws anew
     assert all(0 <= share <= 1 for share in found["saturated"].values())
     shown = single_layer.summary({"0": found, "1": found}, [1, 3])
     assert shown["uniform"]["3"]["median"] == np.median(found["uniform"]["3"])

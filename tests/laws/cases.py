@@ -238,7 +238,7 @@ SELDOM = VARIANTS | {
 ASKED = {
     *("balance-published", "reservoir-yarn", "balance-stream-yarn", "balance-stream"),
     *("stratified", "uniform", "topp", "oracle", "quest", "quest-rotary", "vattention"),
-    *("magicpig", "magicpig-rotary", "magicpig-overflowing", "magicpig-alibi"),
+    *("magicpig", "magicpig-alibi"),
 }
 
 

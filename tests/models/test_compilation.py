@@ -48,10 +48,12 @@ def config():
 
 
 def start(folder: Path, cache: str) -> dict:
+    environment = os.environ | {VARIABLE: cache, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # that of the tests
     result = subprocess.run(
         [sys.executable, "-c", START, folder],
         cwd=ROOT,
-        env=os.environ | {VARIABLE: cache, "JAX_PLATFORMS": "cpu"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,

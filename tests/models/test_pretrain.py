@@ -37,15 +37,14 @@ def optax_promotes_dtypes():
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory, tokens):
-    """Starts `jaxkv pretrain` on the small corpus; all share their compilations."""
-    kept = str(tmp_path_factory.mktemp("compilations"))
+def start(tokens):
+    """Starts `jaxkv pretrain` on the small corpus."""
 
     def start(
         out: Path, *settings: str, flags=(), devices: int = 1, limit: int | None = None
     ) -> subprocess.Popen:
         environment = os.environ | {
-            "JAXKV_COMPILATION_CACHE": kept if limit is None else "off",
+            "JAX_ENABLE_COMPILATION_CACHE": "true" if limit is None else "false",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         }
         chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]

@@ -239,6 +239,7 @@ def peak(folder: Path, dtype: str) -> int:
     """
     command = [sys.executable, "-c", MEASURE, str(folder), dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout) * 1024
 

@@ -101,13 +101,14 @@ def test_lm_eval(served, tokenizer, monkeypatch):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=252"])
-def test_lm_eval_of_the_default_model(policy, monkeypatch):
+def test_lm_eval_of_the_default_model(monkeypatch):
     """Through an engine that keeps prefixes: what transformers gives each choice."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     llm = models.load()
-    engine = engine_of(llm, policy, slots=2, room=256, chunk=16, prefixes=Prefixes(8))
+    engine = engine_of(
+        llm, "streaming:sinks=4,window=252", slots=2, room=256, chunk=16, prefixes=Prefixes(8)
+    )
     theirs = reference(llm.folder)
     with serving(engine, Language(llm, "default")) as served:
         for _ in range(2):
