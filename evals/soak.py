@@ -202,6 +202,7 @@ async def rest(port: int, pid: int) -> dict[str, float]:
         "files": len(os.listdir(f"/proc/{pid}/fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
         "prefixes": figures["jaxkv:prefix_snapshot_slots_used"],
+        "held": figures["jaxkv:prefix_snapshot_slots_held"],
         "compilations": figures["jaxkv:compilations_total"],
     }
 
@@ -223,6 +224,7 @@ def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
         bar(f"open files more than before, {policy}", last["files"] - first["files"], "<=", 0),
         bar(f"memory over that after the first {2 * REST}, {policy}",
             last["resident"] / first["resident"], "<=", GROWTH),
+        bar(f"prefixes in nobody's hands that are held, {policy}", last["held"], "<=", 0),
         bar(f"programs compiled on the way, {policy}",
             last["compilations"] - first["compilations"], "<=", 0),
     ]  # fmt: skip

@@ -36,7 +36,7 @@ FLAGS = (
     ("callers", "name", str, None, "NAME", "what clients call the model; by default as its folder"),
     ("callers", "api-key-file", str, None, "F", "a line for each caller: KEY, or KEY SALT where "
      "some share prefixes; without it nobody needs a key"),
-    ("callers", "per-key", COUNT, None, "N", "requests of one key at a time; by default no limit"),
+    ("callers", "per-key", COUNT, None, "N", "answers of one key at a time; by default no limit"),
     ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
     ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "tokens of a prompt and its "
      "answer; they take memory where the policy's cache grows with them"),
@@ -184,7 +184,7 @@ def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
     return server.Terms(
         in_hand=args.slots + args.queue,
         each=args.per_key,
-        answers=args.queue,
+        answers=args.slots + args.queue,
         tell_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",
     )

@@ -7,6 +7,7 @@ the host: an answer that ends by its tokens has then written one more, which is 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -21,21 +22,13 @@ from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
 from jaxkv.engine.queue import Queue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Hit, Prefixes, Store, store_of
-from jaxkv.engine.ticket import (
-    Flight,
-    Reading,
-    Ticket,
-    asked_of,
-    check,
-    salt_of,
-    scored_of,
-    widths,
-)
+from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, check, salt_of, scored_of, widths
 from jaxkv.errors import UserError, whole
 from jaxkv.prefix.counts import Counts
 
-LONGEST = 4096  # tokens of a chunk: all of one are computed where one is more than a width
-SMALL = 32  # tokens of prompt that beginning and placing one take as long as
+LONGEST = 4096  # tokens of a chunk: a prompt's last piece may be padded to nearly a whole one
+SMALL = 32  # tokens: what a prompt costs besides its own, so that many small ones are no free ride
+LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -154,8 +147,10 @@ class Engine:
     def forget(self) -> bool:
         """Drop all prefixes that are kept; False, and nothing is done, while one is in use.
 
-        Call it from the engine's thread, or while that does not run.
+        Call it from a listener, or while the engine takes no turns by itself: it raises
+        RuntimeError where a thread of the engine's own might be in the middle of one.
         """
+        self._check_turn()
         return self._store is None or self._store.reset()
 
     def pin(self, tokens: tuple[int, ...], salt: str | None = None) -> Hit | None:
@@ -163,11 +158,17 @@ class Engine:
 
         None where no prefixes are kept. Call it as `forget`, which does nothing meanwhile.
         """
+        self._check_turn()
         return None if self._store is None else self._store.pin(tokens, salt)
 
     def unpin(self, hit: Hit | None) -> None:
-        """Let go of what `pin` keeps. Raises RuntimeError the second time."""
+        """Let go of what `pin` keeps, called as it. Raises RuntimeError the second time."""
+        self._check_turn()
         self._release(hit)
+
+    def _check_turn(self) -> None:
+        if self._thread not in (None, threading.current_thread()):
+            raise RuntimeError("the engine's own thread uses its prefixes; call this before start")
 
     def start(self) -> None:
         """Take turns in a thread of its own until `stop`. Raises RuntimeError the second time."""
@@ -290,6 +291,7 @@ class Engine:
         if echo:
             self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
         at += count
+        ticket.read += count
         if reading.hit is not None:
             self._store.save(reading.hit, lane, at)
         if at < len(tokens):
@@ -361,6 +363,7 @@ class Engine:
         try:
             return bool(getattr(ticket.listener, name)(what))
         except Exception:
+            LOG.exception("a listener failed")
             self._end(ticket, "error", traceback.format_exc().splitlines()[-1])
             return False
 
@@ -378,7 +381,7 @@ class Engine:
             self._owners[ticket.slot] = None
         outcome = Outcome(
             reason, len(ticket.request.tokens), ticket.cached, ticket.new, ticket.begun,
-            ticket.first, time.monotonic() - ticket.came, error,
+            ticket.first, time.monotonic() - ticket.came, ticket.read, error,
         )  # fmt: skip
         self._counts.add(outcome)
         self._call(ticket, "done", outcome)

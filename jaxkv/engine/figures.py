@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -17,22 +16,20 @@ SECONDS = (1.0, 60.0)  # a client is told to wait between these
 
 @dataclass
 class Figures:
-    """prompts, written: tokens that were asked for, and new ones. turned: tokens read and written
-    in all turns of the engine. sizes: turns by how many of EDGES their tokens exceed. ended:
-    answers by reason. seconds: that answers took from where they began."""
+    """prompts, written: tokens of prompts that were taken up, and new ones. turned: tokens read and
+    written in all turns of the engine. sizes: turns by how many of EDGES their tokens exceed.
+    seconds: that answers took from where they began."""
 
     prompts: int = 0
     written: int = 0
     turned: int = 0
     sizes: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
-    ended: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def add(self, outcome: Outcome) -> None:
         """Count an answer that is over."""
-        self.ended[outcome.reason] += 1
         if outcome.begun is not None:
-            self.prompts += outcome.prompt_tokens
+            self.prompts += outcome.read_tokens + outcome.cached_tokens
             self.seconds += outcome.ended - outcome.begun
 
     def turn(self, tokens: int) -> None:
@@ -44,8 +41,7 @@ class Figures:
         """step_sizes: of each edge the turns of no more tokens than that, and at last all."""
         edges = [*map(str, EDGES), "+Inf"]
         return {
-            "prompt_tokens": self.prompts, "generation_tokens": self.written,
-            "ended": dict(self.ended), "preemptions": 0, "step_tokens": self.turned,
+            "generation_tokens": self.written, "preemptions": 0, "step_tokens": self.turned,
             "step_sizes": list(zip(edges, accumulate(self.sizes), strict=True)),
         }  # fmt: skip
 
@@ -56,13 +52,14 @@ class Figures:
 
 
 def of_prefixes(
-    counts: Counts, slots: int = 0, used: int = 0, host_slots: int = 0, host_used: int = 0
-) -> dict[str, Any]:
-    """What is told of prefixes, and where none are kept."""
+    counts: Counts, slots: int = 0, used: int = 0, held: int = 0, host_slots: int = 0,
+    host_used: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """What is told of prefixes, and where none are kept. held: of those used, what is read now."""
     return {
         "prefix_queries": counts.first.tokens, "prefix_hits": counts.first.tokens_hit,
-        "snapshot_slots": slots, "snapshot_slots_used": used, "host_slots": host_slots,
-        "host_slots_used": host_used, "misses": dict(counts.first.missed),
+        "snapshot_slots": slots, "snapshot_slots_used": used, "snapshot_slots_held": held,
+        "host_slots": host_slots, "host_slots_used": host_used, "misses": dict(counts.first.missed),
         "evictions": counts.evictions, "demotions": counts.demotions,
         "promotions": counts.promotions,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from jaxkv.engine.ticket import Ticket
 
@@ -22,9 +23,14 @@ class Queue:
         return len(self._tickets)
 
     def is_full(self, size: int, free: int) -> bool:
-        """Whether a prompt of so many tokens must go; free: slots that the first will take."""
-        many = len(self) >= self._most + free
-        return bool(self._tickets) and (many or self.tokens + size > self._most_tokens)
+        """Whether a prompt of so many tokens must go; free: slots that the first will take.
+
+        One that is larger than all that may wait can do so alone.
+        """
+        if len(self) <= free:
+            return False
+        placed = sum(len(ticket.request.tokens) for ticket in islice(self._tickets, free))
+        return len(self) >= self._most + free or self.tokens - placed + size > self._most_tokens
 
     def put(self, ticket: Ticket) -> None:
         self._tickets.append(ticket)

@@ -107,7 +107,8 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an answer ended. cached_tokens: of the prompt, those that were not computed anew.
+    """How an answer ended. read_tokens, cached_tokens: of the prompt, those that were computed and
+    those that needed not be; fewer than all where it was given up.
 
     seconds since the request came: begun (a slot was there), first (of the first token, None where
     there was none), ended. error: what went wrong where the reason is `error`.
@@ -120,6 +121,7 @@ class Outcome:
     begun: float | None
     first: float | None
     ended: float
+    read_tokens: int
     error: str = ""
 
 

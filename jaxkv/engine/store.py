@@ -121,7 +121,7 @@ class Pages:
         self._host = Host(how.host_slots, self.bytes // how.slots)
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
-        """A prompt's pages, held until `release`; None where there are not enough for it."""
+        """A prompt's pages, held until `release`: as many of the first as can be had."""
         prompt = self.index.read(tokens, self._root(salt))
         # A tail that fills no page is kept by nobody, nor what there are no pages for.
         lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk), partly=True)
@@ -159,8 +159,8 @@ class Pages:
         return True
 
     def figures(self) -> dict[str, Any]:
-        index, used = self.index, self._slots - self.index.free
-        return of_prefixes(index.counts, self._slots, used, self._host.slots, index.host_taken)
+        index, used, host = self.index, self._slots - self.index.free, self._host.slots
+        return of_prefixes(index.counts, self._slots, used, index.active, host, index.host_taken)
 
 
 class States:
@@ -228,8 +228,8 @@ class States:
         return True
 
     def figures(self) -> dict[str, Any]:
-        index, used = self.index, self.index.taken
-        return of_prefixes(index.counts, self._slots, used, self._host.slots, index.host_taken)
+        index, held, host = self.index, self.index.held, self._host.slots
+        return of_prefixes(index.counts, self._slots, index.taken, held, host, index.host_taken)
 
     def _take(self, slot: int) -> tuple[pool.States, list[Hashable]]:
         return self._load(slot).states, self._pages.names(slot)

@@ -29,6 +29,7 @@ class Ticket:
     sent: int = 0  # new tokens that the device was asked for
     new: int = 0  # those that were told
     cached: int = 0
+    read: int = 0  # tokens of its prompt
     begun: float | None = None
     first: float | None = None
     scored: list[Scored] = field(default_factory=list)
@@ -67,9 +68,9 @@ def check(request: Request, most: int, vocab: int) -> None:
             f"a row holds {most} tokens, and {size} of prompt and {new} new ones were "
             "asked for; shorten one of them"
         )
-    if request.logprobs is not None and not 0 <= request.logprobs <= min(TOP, vocab):
-        most = min(TOP, vocab)
-        raise UserError(f"logprobs must be from 0 to {most}, got {request.logprobs}; ask for fewer")
+    top = min(TOP, vocab)
+    if request.logprobs is not None and not 0 <= request.logprobs <= top:
+        raise UserError(f"logprobs must be from 0 to {top}, got {request.logprobs}; ask for fewer")
     odd = next((token for token, _ in request.bias if not 0 <= token < vocab), None)
     if odd is not None:
         raise UserError(

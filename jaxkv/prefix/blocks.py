@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import count, takewhile
+from itertools import count
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.host import HostPages
 from jaxkv.prefix.index import Index
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
-from jaxkv.prefix.lease import Block, Copy, Lease, Match
+from jaxkv.prefix.lease import Block, Copy, Lease, Match, near
 from jaxkv.prefix.orders import ORDERS, Order
 
 MODES = ("alias", "rekey", "full")
@@ -57,10 +57,10 @@ class BlockPool:
             if value not in known:
                 listed = ", ".join(known)
                 raise UserError(f"{name} must be one of {listed}, got {value!r}; choose one")
-        for name, value, least in (("total", total, 1), ("capacity", capacity, 0),
-                                   ("ghosts", ghosts, 2), ("host", host, 0)):  # fmt: skip
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}; give more")
+        least = (("total", total, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
+        for name, value, at_least in (*least, ("host", host, 0)):
+            if value is not None:
+                whole(name, value, at_least)
         if host and mode != "full":
             raise UserError(f"mode must be full for pages of the host, got {mode!r}; choose it")
         self.chain = Chain(block, hashing, hash)
@@ -110,7 +110,7 @@ class BlockPool:
         """What is there of a prompt; nothing is changed or counted."""
         found, collided = self._index.walk(prompt)
         matched, usable = self._extent(prompt, found)
-        pages = [block.page for block in _near(found)]
+        pages = [block.page for block in near(found)]
         missed = self._index.missed(prompt, len(found), usable, collided)
         return Match(pages, matched, usable, missed)
 
@@ -121,7 +121,8 @@ class BlockPool:
 
         room: tokens that will be appended, for which blocks are taken now. resumed: admitted
         before; its figures are counted apart. partly: as many of its first blocks as can be had, to
-        which nothing can be appended. None counts nothing. Mind `moves` before reading or writing.
+        which nothing can be appended; never None. None counts nothing. Mind `moves` before reading
+        or writing.
         """
         found, collided = self._index.walk(prompt)
         size = len(prompt)
@@ -139,9 +140,13 @@ class BlockPool:
             far = sum(block.on_host for block in found[:whole])
             if self._suffices(blocks - whole + far, found[:whole], donor):
                 break
-            if donor is None or donor.refs:
+            if partly and blocks:  # the last one found may be one that must be computed anew
+                blocks -= 1
+                del found[blocks:]
+            elif donor is None or donor.refs:
                 return None
-            del found[whole:]  # its page is needed
+            else:
+                del found[whole:]  # its page is needed
         missed = self._index.missed(prompt, len(found), usable, collided)
         counts = self.counts.resumed if resumed else self.counts.first
         counts.add(size, usable, self.block, missed)
@@ -272,8 +277,8 @@ class BlockPool:
 
     def _most(self, found: list[Block]) -> int:
         """Blocks that a prompt could have of which these are there."""
-        near = _near(found)
-        return len(near) + len(self._free) + len(self._order) - sum(not b.refs for b in near)
+        usable = near(found)
+        return len(usable) + len(self._free) + len(self._order) - sum(not b.refs for b in usable)
 
     def _share(self, found: list[Block]) -> None:
         """Hold blocks, on the device from now on."""
@@ -393,8 +398,3 @@ class BlockPool:
         if end - begin == block:
             keys[number:] = [key]
         return key
-
-
-def _near(blocks: list[Block]) -> list[Block]:
-    """The first of them, as far as they are on the device."""
-    return list(takewhile(lambda block: not block.on_host, blocks))

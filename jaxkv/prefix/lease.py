@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from jaxkv.prefix.keys import Prompt
@@ -74,3 +75,8 @@ class Lease:
     def pages(self) -> list[int]:
         """The block table."""
         return [block.page for block in self.blocks]
+
+
+def near(blocks: list[Block]) -> list[Block]:
+    """The first of them, as far as they are on the device."""
+    return list(takewhile(lambda block: not block.on_host, blocks))

@@ -93,6 +93,7 @@ class Snapshots:
         self._device, self._host = Tier("device", slots), Tier("host", host_slots)
         self._index: dict[bytes, Snapshot] = {}
         self._seen, self._lost = Recent(memory), Recent(memory)
+        self.held = 0  # visits that read a snapshot
 
     @property
     def taken(self) -> int:
@@ -139,7 +140,7 @@ class Snapshots:
         counts = self.counts.resumed if resumed else self.counts.first
         counts.add(len(prompt), at, self.chunk, self._missed(prompt, at))
         if found is not None:
-            found.refs += 1
+            self._hold(found)
             self._device.used.move_to_end(found)
         save = self.plan(prompt, at)
         for key in reversed(prompt.keys):  # those that more prompts share last
@@ -154,8 +155,12 @@ class Snapshots:
         found = self._on_device(prompt)
         if found is None:
             return Visit(prompt, 0, None, ())
-        found.refs += 1
+        self._hold(found)
         return Visit(prompt, found.boundary, found, ())
+
+    def _hold(self, snapshot: Snapshot) -> None:
+        snapshot.refs += 1
+        self.held += 1
 
     def leave(self, visit: Visit) -> None:
         """End a visit; raises RuntimeError where it was ended before."""
@@ -164,6 +169,7 @@ class Snapshots:
         visit.left = True
         if visit.snapshot is not None:
             visit.snapshot.refs -= 1
+            self.held -= 1
 
     def claim(self, prompt: Prompt, boundary: int) -> Snapshot | None:
         """A slot for the state after so many tokens; None where it is there, or no slot is.

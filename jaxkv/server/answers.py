@@ -69,13 +69,15 @@ class Answers:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, terms = scope["state"]["tenant"], self.terms
-        with self.door.enter(tenant):
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(self.door.enter(tenant))  # before anything is read
             raw = await body.read(scope, receive, terms.body, terms.read_seconds)
             # In a thread: a long prompt must not hold up the streams of others. Of few threads, for
             # each may hold a hundred times what it reads.
             asked = await asyncio.get_running_loop().run_in_executor(
                 self.readers, work.read, raw, self.shape, tenant, self.engine, self.language, terms
             )
+            inside.enter_context(self.door.enter(tenant, len(asked.requests) - 1))
             async with self._engaged(asked, receive) as mailbox:
                 tell = self._stream if asked.stream else self._whole
                 await tell(asked, mailbox, Writer(send, terms.write_seconds))

@@ -25,8 +25,9 @@ async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> byt
     Raises Fault where it is too large, too slow or said to be no JSON, Gone where it ends midway.
     """
     headers = Headers(scope=scope)
-    # A browser asks before it sends JSON to another site, and gets no leave here: so no page that
-    # is open somewhere can use a server on this machine.
+    # A browser asks before it sends JSON to another site, and gets no leave here: so a page that is
+    # open somewhere cannot use a server on this machine by its own name. One whose name is made to
+    # lead here can: against that there are keys.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")

@@ -88,11 +88,14 @@ class Choice:
         return self._behind or self._row.reason == "stop"
 
     def done(self, outcome: Outcome) -> None:
-        text = self._row.end(outcome.reason)
-        ended = "stop" if self._row.reason == "stop" else outcome.reason
-        reason = "behind" if self._behind else ended
-        self._mailbox.put(End(self._index, text, reason, outcome))
-        self._metrics.add(outcome, FINISHED.get(reason, reason))
+        text, reason = "", "error"
+        try:
+            text = self._row.end(outcome.reason)
+            ended = "stop" if self._row.reason == "stop" else outcome.reason
+            reason = "behind" if self._behind else ended
+        finally:  # or its client would wait for ever
+            self._mailbox.put(End(self._index, text, reason, outcome))
+            self._metrics.add(outcome, FINISHED.get(reason, reason))
 
 
 class Told(NamedTuple):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,22 +100,23 @@ class Guard:
 
 
 class Door:
-    """Counts the requests that are in hand: most of all callers, each of one of them."""
+    """Counts the answers that are in hand: most of all callers, each of one of them."""
 
     def __init__(self, most: int, each: int | None) -> None:
         self._most, self._each = most, each
         self._inside: Counter[bytes] = Counter()
 
     @contextlib.contextmanager
-    def enter(self, tenant: Tenant) -> Iterator[None]:
-        """Inside, one request more. Raises Fault where that is too many; nothing is read yet."""
-        if self._each is not None and self._inside[tenant.digest] >= self._each:
-            message = f"a key may have {self._each} requests at a time; wait for an answer"
+    def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
+        """Inside, so many answers more. Raises Fault where that is too many."""
+        inside, each = self._inside, math.inf if self._each is None else self._each
+        if inside[tenant.digest] + count > each:
+            message = f"a key may have {self._each} answers at a time; wait for one of them"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
-        if self._inside.total() >= self._most:
-            raise Fault(503, f"{self._most} requests are in hand; try again soon", retry=1.0)
-        self._inside[tenant.digest] += 1
+        if inside.total() + count > self._most:
+            raise Fault(503, f"{self._most} answers may be in hand; try again soon", retry=1.0)
+        inside[tenant.digest] += count
         try:
             yield
         finally:
-            self._inside[tenant.digest] -= 1
+            inside[tenant.digest] -= count

@@ -58,12 +58,11 @@ class Engine(Protocol):
     """What answers. Every method may be called from any thread.
 
     healthy: whether its thread still runs. most: tokens of a prompt and its answer that a slot
-    holds. slots: answers made at a time. vocab: ids are below it.
+    holds. vocab: ids are below it.
     """
 
     healthy: bool
     most: int
-    slots: int
     vocab: int
 
     def submit(self, request: Request, listener: Listener) -> Any:

@@ -26,6 +26,7 @@ GAUGES = (
     ("kv_cache_usage_perc", "cache_usage", "Share of the cache that is in use, from 0 to 1"),
     ("prefix_snapshot_slots", "snapshot_slots", "Places for snapshots of prefixes"),
     ("prefix_snapshot_slots_used", "snapshot_slots_used", "Those that hold one"),
+    ("prefix_snapshot_slots_held", "snapshot_slots_held", "Those that an answer is reading"),
     ("prefix_host_slots", "host_slots", "Places for them in the memory of the host"),
     ("prefix_host_slots_used", "host_slots_used", "Those that hold one"),
 )
@@ -62,7 +63,7 @@ class Metrics:
         self._sources = self._counter(
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"
         )
-        self._ended = self._counter("request_success", "Answers that ended", "finished_reason")
+        self._ended = self._counter("request_success", "Answers that are over", "finished_reason")
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
@@ -71,9 +72,8 @@ class Metrics:
     def add(self, outcome: Outcome, reason: str) -> None:
         """Count an answer that has ended; from any thread."""
         if outcome.begun is not None:  # and not given up while it waited
-            computed = outcome.prompt_tokens - outcome.cached_tokens
-            self._prompts.inc(outcome.prompt_tokens)
-            self._sources.labels("local_compute").inc(computed)
+            self._prompts.inc(outcome.read_tokens + outcome.cached_tokens)
+            self._sources.labels("local_compute").inc(outcome.read_tokens)
             self._sources.labels("local_cache_hit").inc(outcome.cached_tokens)
         self._ended.labels(reason).inc()
         self._sizes.observe(outcome.prompt_tokens)

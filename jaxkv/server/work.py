@@ -25,7 +25,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class Terms:
     """What one request may take.
 
-    body: its bytes. in_hand: requests at a time, of all; each: of one key, None for no limit.
+    body: its bytes. in_hand: answers at a time, of all; each: of one key, None for no limit.
     answers: to one request. unread: events of an answer that its client has not read yet.
     read_seconds: for a body to come; write_seconds: for a client to read on. tell_cached: say how
     much of a prompt was in the cache, which others put there. fingerprint: of what answers.
@@ -73,12 +73,12 @@ def read(
     biased = [token for token, _ in values["logit_bias"]]
     if max(biased, default=0) >= engine.vocab:
         raise fields.wrong("logit_bias", f"of token ids from 0 to {engine.vocab - 1}", max(biased))
+    count, n = len(values.get("prompt") or "1"), values["n"]
+    if count * n > terms.answers:  # before anything of them becomes tokens
+        message = f"a request may ask for {terms.answers} answers, got {count} prompts, n={n}"
+        raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
-        prompts = _prompts(values, engine, language)
-        count, n = len(prompts), values["n"]
-        if count * n > terms.answers:
-            message = f"a request may ask for {terms.answers} answers, got {count} prompts, n={n}"
-            raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
+        prompts = _prompts(values, shape, engine, language)
         salt = tenant.salt(values["cache_salt"])
         requests = [
             request
@@ -105,7 +105,7 @@ def unknown_model(name: str, language: Language) -> Fault:
 
 
 def _prompts(
-    values: dict[str, Any], engine: Engine, language: Language
+    values: dict[str, Any], shape: Shape, engine: Engine, language: Language
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt."""
     if "messages" in values:
@@ -120,6 +120,7 @@ def _prompts(
         elif min(prompt) < 0 or max(prompt) >= engine.vocab:
             raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
         else:
+            _room(values, len(prompt), shape, engine)
             echoed = "".join(language.pieces(prompt)) if values["echo"] else ""
             prompts.append((echoed, prompt))
     return prompts

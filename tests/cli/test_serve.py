@@ -119,6 +119,10 @@ def test_a_prefix_is_found_again(client):
     ]
     assert told[0].usage.prompt_tokens_details.cached_tokens == 0
     assert told[-1].usage.prompt_tokens_details.cached_tokens >= 32
+    figures = client.get("/../metrics", cast_to=str)
+    told_hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", figures, re.M)
+    assert float(told_hits[1]) >= 32
+    assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", figures, re.M)
 
 
 def test_scores_are_those_of_the_model(client, model):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Overloaded, Request, answer
+from jaxkv.engine import Engine, Overloaded, Prefixes, Request, answer
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling
 from tests.engine.plain import VOCAB, Ear, ask, finish, plain, prompts
@@ -67,6 +67,39 @@ def test_nothing_is_compiled_while_it_serves(engine):
     ask(engine, *requests(12, 5), *requests(3, 6, echo=True, logprobs=1))
     assert not compiled
     assert engine.compilations == 3 + 2 * len((16,)) + 1
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
+def test_nothing_is_compiled_while_prefixes_come_and_go(policy):
+    how = Prefixes(3, where="every=1", host_slots=20)
+    engine = Engine(plain(policy), slots=2, room=256, chunk=16, prefixes=how)
+    before = engine.compilations
+    for _ in range(2):
+        ask(engine, *(Request((n, *range(40)), 2) for n in range(6)))
+    figures = engine.figures()
+    assert engine.compilations == before and figures["snapshot_slots_held"] == 0
+    assert figures["promotions"] > 3 and figures["demotions"] > 3
+
+
+def test_prefixes_are_not_touched_beside_the_thread():
+    engine = Engine(plain(), slots=1, chunk=16, prefixes=Prefixes(4))
+    engine.start()
+    for touch in (engine.forget, lambda: engine.pin((1, 2)), lambda: engine.unpin(None)):
+        with pytest.raises(RuntimeError, match="before start"):
+            touch()
+    engine.stop()
+    assert engine.forget()
+
+
+def test_of_a_prompt_that_was_given_up_what_was_read_is_counted():
+    engine = Engine(plain(), slots=1, chunk=16, turn=16)
+    ear = Ear()
+    ticket = engine.submit(Request((1,) * 160, 4), ear)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(ticket)
+    finish(engine)
+    assert (ear.outcome.reason, ear.outcome.read_tokens) == ("cancelled", 48)
 
 
 def test_what_ends_an_answer(engine):
@@ -147,11 +180,11 @@ def test_an_ear_that_breaks_loses_its_answer_alone(engine):
 def test_a_full_queue_says_when_to_come_again():
     engine = Engine(plain(), slots=1, chunk=16, queue=2, queue_tokens=50)
     engine.submit(Request((1,) * 40, 4), Ear())
+    engine.submit(Request((1,) * 40, 4), Ear())  # the one before will take the slot
     with pytest.raises(Overloaded) as many:
         engine.submit(Request((1,) * 20, 4), Ear())
     assert 1 <= many.value.seconds <= 60
-    for _ in range(2):  # with the one that will take the slot two may wait
-        engine.submit(Request((1,), 4), Ear())
+    engine.submit(Request((1,), 4), Ear())
     with pytest.raises(Overloaded):
         engine.submit(Request((1,), 4), Ear())
     finish(engine)

@@ -73,7 +73,8 @@ def test_figure_1(mode, block, slots):
     curve = prefix_report.CURVES[mode, block, slots]
     for p, wanted in list(zip(prefix_report.SHARES, curve, strict=True))[3::6]:
         found = measure(Setting(mode=mode, block=block, slots=slots, p=p))["mean"]
-        assert abs(found - wanted) < 2.5  # of three runs each; p alone varies by as much
+        # Of three runs each; p alone varies by as much, where much is found.
+        assert abs(found - wanted) < (2.5 if wanted > 5 else 0.8)
 
 
 @pytest.mark.slow

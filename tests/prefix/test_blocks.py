@@ -437,3 +437,14 @@ def test_growth_evicts_what_nobody_uses():
 def test_settings_are_checked(wrong):
     with pytest.raises(UserError, match="got"):
         BlockPool(**{"block": 4} | wrong)
+
+
+def test_what_holds_all_pages_is_found_all_the_same():
+    """Its last token must be computed anew, and no page is left for that."""
+    pool = BlockPool(4, total=3, mode="full")
+    serve(pool, P[:12])
+    pinned = pool.pin(pool.read(P[:12], ROOT))
+    again = pool.admit(pool.read(P[:12], ROOT), partly=True)
+    assert (again.cached, again.pages) == (8, pinned.pages[:2])
+    assert pool.admit(pool.read(P[4:], ROOT), partly=True).pages == []
+    assert pool.admit(pool.read(P[:12], ROOT)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -111,9 +112,9 @@ class FakeEngine:
     def figures(self) -> dict:
         return {
             "running": len(self.tickets), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
-            "snapshot_slots": 8, "snapshot_slots_used": 3, "prefix_queries": 100,
-            "prefix_hits": 40, "evictions": 1, "preemptions": 0, "compilations": 5,
-            "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
+            "snapshot_slots": 8, "snapshot_slots_used": 3, "snapshot_slots_held": 1,
+            "prefix_queries": 100, "prefix_hits": 40, "evictions": 1, "preemptions": 0,
+            "compilations": 5, "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
             "step_sizes": [("1", 2), ("16", 6), ("+Inf", 7)], "generation_tokens": 17,
             "host_slots": 9, "host_slots_used": 5, "demotions": 6, "promotions": 1,
         }  # fmt: skip
@@ -168,6 +169,8 @@ class FakeEngine:
         size, seconds = len(ticket.request.tokens), time.monotonic() - ticket.came
         first = seconds if ticket.made else None
         new = len(ticket.made)
-        outcome = Outcome(reason, size, ticket.cached, new, 0.0, first, seconds, error)
+        read = size - ticket.cached
+        outcome = Outcome(reason, size, ticket.cached, new, 0.0, first, seconds, read, error)
         self.ended.append(outcome)
-        ticket.listener.done(outcome)
+        with contextlib.suppress(Exception):  # a listener that fails fails for itself
+            ticket.listener.done(outcome)

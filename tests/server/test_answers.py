@@ -251,3 +251,32 @@ def test_an_engine_that_is_dead():
         assert answer.status == 503 and answer.error["type"] == "server_error"
         answer = served.complete("|x")
         assert answer.status == 503 and "does not answer" in answer.error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
+    def fails(row, reason):
+        raise RuntimeError
+
+    words = language()
+    monkeypatch.setattr(type(words.row((), ())), "end", fails)
+    with serving(FakeEngine(), words) as served:
+        answer = served.complete("|fine", stream=stream)
+        assert b"the engine failed" in answer.raw
+        assert stream or answer.status == 500
+
+
+def test_too_many_answers_are_refused_before_their_prompts_are_read(monkeypatch):
+    words = language()
+    monkeypatch.setattr(type(words), "encode", lambda *_: pytest.fail("read"))
+    with serving(FakeEngine(), words, answers=8) as served:
+        assert served.complete(["x"] * 5, n=2).error["param"] == "n"
+        assert served.complete(["x"] * 9).error["param"] == "prompt"
+
+
+def test_ids_that_are_too_many_are_refused_before_they_are_spelled(monkeypatch):
+    words = language()
+    monkeypatch.setattr(type(words), "pieces", lambda *_: pytest.fail("spelled"))
+    with serving(FakeEngine(most=100), words) as served:
+        error = served.complete([65] * 100, echo=True, max_tokens=1).error
+        assert error["code"] == "context_length_exceeded"

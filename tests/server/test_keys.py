@@ -122,3 +122,16 @@ def test_files_of_keys_that_are_wrong(content, words):
 def test_without_keys_a_salt_is_taken_as_it_is(served):
     served.complete("|x", cache_salt="pepper")
     assert served.engine.requests[-1].salt == "pepper"
+
+
+def test_answers_are_counted_and_not_requests():
+    tenants = read_keys("key", "keys")
+    with serving(FakeEngine(), tenants=tenants, each=3, in_hand=5) as served:
+        headers = {"authorization": "Bearer key"}
+        assert served.complete("|a", headers, n=3).status == 200
+        answer = served.complete("|a", headers, n=4)
+        assert answer.status == 429 and "3 answers" in answer.error["message"]
+        assert served.complete(["|a"] * 3, headers).status == 200
+    with serving(FakeEngine(), in_hand=5) as served:
+        assert served.complete("|a", n=6).status == 503
+        assert served.complete("|a", n=5).status == 200
