@@ -261,7 +261,7 @@ def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
     words = language()
     monkeypatch.setattr(type(words.row((), ())), "end", fails)
     with serving(FakeEngine(), words) as served:
-        answer = served.complete("|fine", stream=stream)
+        answer = served.complete("endless", stream=stream, max_tokens=3)
         assert b"the engine failed" in answer.raw
         assert stream or answer.status == 500
 
