@@ -60,7 +60,7 @@ class Engine:
             whole(name, value)
         if chunk > LONGEST:
             raise UserError(f"chunk must be at most {LONGEST}, got {chunk}; try 128")
-        self.slots, self.most, self.chunk, self.vocab = slots, room, chunk, model.vocab
+        self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
         self._counts = Figures()
         self._turn, self._seed = max(turn, chunk), seed
         self._queue = Queue(queue, queue_tokens)
@@ -109,7 +109,7 @@ class Engine:
 
         Raises UserError for what no slot can hold, Overloaded where the queue is full.
         """
-        check(request, self.most, self.vocab)
+        check(request, self.room, self.vocab)
         with self._news:
             if not self.healthy:
                 why = self.failure.splitlines()[-1] if self.failure else "it stops"

@@ -55,7 +55,7 @@ class Flight(NamedTuple):
     prompt: int | None = None
 
 
-def check(request: Request, most: int, vocab: int) -> None:
+def check(request: Request, room: int, vocab: int) -> None:
     """Raise UserError for what no slot of so many tokens holds, and ids beyond the vocabulary."""
     size, new = len(request.tokens), request.max_new_tokens
     if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
@@ -63,9 +63,9 @@ def check(request: Request, most: int, vocab: int) -> None:
             f"token ids must be from 0 to {vocab - 1}, got {min(request.tokens)} to "
             f"{max(request.tokens)}; give the model's own"
         )
-    if size + new > most:
+    if size + new > room:
         raise UserError(
-            f"a row holds {most} tokens, and {size} of prompt and {new} new ones were "
+            f"a row holds {room} tokens, and {size} of prompt and {new} new ones were "
             "asked for; shorten one of them"
         )
     top = min(TOP, vocab)

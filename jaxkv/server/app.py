@@ -80,7 +80,7 @@ def application(
 
 def card(engine: Engine, language: Language) -> dict[str, object]:
     told = {"id": language.name, "object": "model", "created": language.created}
-    return told | {"owned_by": "jaxkv", "max_model_len": engine.most}
+    return told | {"owned_by": "jaxkv", "max_model_len": engine.room}
 
 
 async def refuse(request: Request, fault: Fault) -> Response:

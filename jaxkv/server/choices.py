@@ -98,7 +98,7 @@ class Choice:
             self._metrics.add(outcome, FINISHED.get(reason, reason))
 
 
-class Told(NamedTuple):
+class Spelled(NamedTuple):
     """A scored token as clients see it. offset: of its text, in characters of the whole."""
 
     token: bytes
@@ -120,7 +120,7 @@ class Reader:
         # What a stop string holds back or cuts off was drawn, and is told, all the same.
         self._row = language.row((), ()) if scored else None
 
-    def read(self, event: Piece | End) -> tuple[str, list[Told] | None]:
+    def read(self, event: Piece | End) -> tuple[str, list[Spelled] | None]:
         """The text, and the tokens where they are told."""
         text = self._echo if isinstance(event, Piece) and event.prompt else event.text
         if self._row is None:
@@ -136,11 +136,11 @@ class Reader:
             offset += len(piece)
         return text, told
 
-    def _follow(self, scored: Scored, row: Row) -> Told:
+    def _follow(self, scored: Scored, row: Row) -> Spelled:
         told = self._told(scored, self._offset)
         self._offset += len(row.push(scored.token))
         return told
 
-    def _told(self, scored: Scored, offset: int) -> Told:
+    def _told(self, scored: Scored, offset: int) -> Spelled:
         top = [(self._language.spell(token), logprob) for token, logprob in scored.top]
-        return Told(self._language.spell(scored.token), scored.logprob, top, offset)
+        return Spelled(self._language.spell(scored.token), scored.logprob, top, offset)

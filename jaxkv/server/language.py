@@ -57,12 +57,12 @@ class Language(Protocol):
 class Engine(Protocol):
     """What answers. Every method may be called from any thread.
 
-    healthy: whether its thread still runs. most: tokens of a prompt and its answer that a slot
+    healthy: whether its thread still runs. room: tokens of a prompt and its answer that a slot
     holds. vocab: ids are below it.
     """
 
     healthy: bool
-    most: int
+    room: int
     vocab: int
 
     def submit(self, request: Request, listener: Listener) -> Any:

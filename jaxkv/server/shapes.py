@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.engine.request import Outcome
-from jaxkv.server.choices import Told
+from jaxkv.server.choices import Spelled
 
 Json = dict[str, Any]
 LEAST = -9999.0  # a log probability in JSON, which has no infinity
@@ -32,7 +32,7 @@ class Shape:
     choice: Make
     delta: Make
     opening: Callable[[int], Json] | None
-    logprobs: Callable[[Sequence[Told]], Json]
+    logprobs: Callable[[Sequence[Spelled]], Json]
 
 
 def _choice(index: int, logprobs: Json | None, reason: str | None, **content: Any) -> Json:
@@ -56,7 +56,7 @@ def _role(index: int) -> Json:
     return _choice(index, None, None, delta={"role": "assistant", "content": ""})
 
 
-def _columns(told: Sequence[Told]) -> Json:
+def _columns(told: Sequence[Spelled]) -> Json:
     return {
         "tokens": [_spelled(one.token) for one in told],
         "token_logprobs": [_finite(one.logprob) for one in told],
@@ -65,7 +65,7 @@ def _columns(told: Sequence[Told]) -> Json:
     }
 
 
-def _top(told: Told) -> dict[str, float] | None:
+def _top(told: Spelled) -> dict[str, float] | None:
     """The likeliest by their texts, and the token itself; of two with one text the likelier."""
     if told.logprob is None:
         return None
@@ -75,7 +75,7 @@ def _top(told: Told) -> dict[str, float] | None:
     return top
 
 
-def _rows(told: Sequence[Told]) -> Json:
+def _rows(told: Sequence[Spelled]) -> Json:
     def row(token: bytes, logprob: float | None) -> Json:
         return {"token": _spelled(token), "logprob": _finite(logprob), "bytes": list(token)}
 

@@ -128,10 +128,10 @@ def _prompts(
 
 def _check_length(size: int, param: str, engine: Engine, language: Language) -> None:
     """Raise Fault for a text that is surely too long: it takes seconds to make tokens of it."""
-    most = COMPOSED * engine.most * language.longest
+    most = COMPOSED * engine.room * language.longest
     if size > most:
         message = (
-            f"prompt and answer may have {engine.most} tokens together, for which {most} characters"
+            f"prompt and answer may have {engine.room} tokens together, for which {most} characters"
             f" are too many, got {size}; shorten the prompt"
         )
         raise Fault(400, message, "context_length_exceeded", param)
@@ -169,12 +169,12 @@ def _requests(
 
 def _room(values: dict[str, Any], size: int, shape: Shape, engine: Engine) -> int:
     """How many new tokens to make; left open, what the route gives and the slot has room for."""
-    left = engine.most - size
+    left = engine.room - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
     asked = values[name]
     if left < (1 if asked is None else asked):
         message = (
-            f"prompt and answer may have {engine.most} tokens together, got {size} and "
+            f"prompt and answer may have {engine.room} tokens together, got {size} and "
             f"{'at least 1' if asked is None else asked}; shorten one of them"
         )
         param = "messages" if shape.kind == "chat" else "prompt"

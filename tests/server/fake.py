@@ -77,8 +77,8 @@ class FakeEngine:
     pause: seconds between steps. ended: the outcomes so far.
     """
 
-    def __init__(self, slots: int = 4, most: int = 100_000, pause: float = 0.0):
-        self.slots, self.most, self.vocab, self.pause = slots, most, VOCAB, pause
+    def __init__(self, slots: int = 4, room: int = 100_000, pause: float = 0.0):
+        self.slots, self.room, self.vocab, self.pause = slots, room, VOCAB, pause
         self.healthy = True
         self.tickets: list[Ticket] = []
         self.requests: list[Request] = []
@@ -89,8 +89,8 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        if len(request.tokens) + request.max_new_tokens > self.most:
-            raise UserError(f"a row holds {self.most} tokens, got more; shorten it")
+        if len(request.tokens) + request.max_new_tokens > self.room:
+            raise UserError(f"a row holds {self.room} tokens, got more; shorten it")
         prompt = bytes(token for token in request.tokens if token < 256)
         if b"!full" in prompt:
             raise Overloaded("64 requests wait", 7.2)

@@ -277,6 +277,6 @@ def test_too_many_answers_are_refused_before_their_prompts_are_read(monkeypatch)
 def test_ids_that_are_too_many_are_refused_before_they_are_spelled(monkeypatch):
     words = language()
     monkeypatch.setattr(type(words), "pieces", lambda *_: pytest.fail("spelled"))
-    with serving(FakeEngine(most=100), words) as served:
+    with serving(FakeEngine(room=100), words) as served:
         error = served.complete([65] * 100, echo=True, max_tokens=1).error
         assert error["code"] == "context_length_exceeded"

@@ -202,7 +202,7 @@ def test_texts_that_are_surely_too_long(monkeypatch):
     words, asked = language(), []
     monkeypatch.setattr(Language, "encode", lambda _, text: asked.append(len(text)) or [1, 2])
     most = 4 * 20 * words.longest
-    with serving(FakeEngine(most=20), words) as served:
+    with serving(FakeEngine(room=20), words) as served:
         for answer in (served.complete("x" * (most + 1)), served.chat("x" * (most + 1))):
             refused(answer, 400, ["characters are too many"])
             assert answer.error["code"] == "context_length_exceeded"
@@ -212,7 +212,7 @@ def test_texts_that_are_surely_too_long(monkeypatch):
 
 
 def test_prompts_beyond_the_room():
-    with serving(FakeEngine(most=20)) as served:
+    with serving(FakeEngine(room=20)) as served:
         for fields in ({}, {"max_tokens": 12}, {"echo": True, "logprobs": 1, "max_tokens": 100}):
             answer = served.complete("12345678" if "max_tokens" in fields else "x" * 20, **fields)
             refused(answer, 400, ["may have 20 tokens together"])
