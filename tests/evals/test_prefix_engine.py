@@ -118,10 +118,10 @@ def test_a_soak_reads_answers_streamed_and_whole():
 @pytest.mark.parametrize(
     "wrong, changed, missed",
     [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
-     (0, {"compilations": 8}, 1), (0, {"resident": 80}, 0)],
+     (0, {"compilations": 8}, 1), (0, {"held": 1}, 1), (0, {"resident": 80}, 0)],
 )  # fmt: skip
 def test_what_a_soak_holds_against_a_server(wrong, changed, missed):
-    rest = {"resident": 100, "files": 8, "compilations": 7}
+    rest = {"resident": 100, "files": 8, "compilations": 7, "held": 0}
     found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
     assert sum(not line["met"] for line in soak.bars("full", found)) == missed
 
