@@ -25,8 +25,8 @@ COMPILE_FAST = (
     "xla_cpu_use_fusion_emitters=false",
     "xla_cpu_parallel_codegen_split_count=1",
 )
-# Programs that any test, process or earlier run has compiled: a fifth of the time the first time
-# and half of it from then on.
+# Programs that any test, process or earlier run has compiled: they spare a fifth of the time in a
+# first run, and half of it where engines are tested again.
 COMPILED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
 MOST_COMPILED = 1 << 30  # bytes
 MAPS, TESTS = Path("/proc/self/maps"), count(1)

@@ -73,7 +73,7 @@ def read(
     biased = [token for token, _ in values["logit_bias"]]
     if max(biased, default=0) >= engine.vocab:
         raise fields.wrong("logit_bias", f"of token ids from 0 to {engine.vocab - 1}", max(biased))
-    count, n = len(values.get("prompt") or "1"), values["n"]
+    count, n = 1 if "messages" in values else len(values["prompt"]), values["n"]
     if count * n > terms.answers:  # before anything of them becomes tokens
         message = f"a request may ask for {terms.answers} answers, got {count} prompts, n={n}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
