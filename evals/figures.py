@@ -1,7 +1,7 @@
-"""Pictures drawn from evals/results/*.json, each beside its record, and figures in README.
+"""Pictures drawn from evals/results/*.json, each beside its record, and figures in README and NEGATIVE.md.
 
 `python -m evals.figures` draws and fills in everything again; an experiment draws its own picture
-when it has run. A figure in README stands between marks that say where it comes from, the record,
+when it has run. A figure in a page stands between marks that say where it comes from, the record,
 the path in its results and the format:
 
     <!--=latency recompute/most .1f-->22.2<!--/-->
@@ -22,7 +22,7 @@ from evals import prefix_figures
 from evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
-README = ROOT / "README.md"
+PAGES = ROOT / "README.md", ROOT / "evals" / "NEGATIVE.md"
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
@@ -40,7 +40,8 @@ def main() -> None:
     for name in dict.fromkeys(record for record, _ in FIGURES.values()):
         if (RESULTS / f"{name}.json").exists():
             print("drew", *draw(name))
-    README.write_text(fill(README.read_text("utf-8")), "utf-8")
+    for page in PAGES:
+        page.write_text(fill(page.read_text("utf-8")), "utf-8")
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:

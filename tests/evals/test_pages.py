@@ -1,4 +1,4 @@
-"""CLAIMS.md and README say what the records say."""
+"""CLAIMS.md, README and NEGATIVE.md say what the records say."""
 
 import json
 
@@ -11,9 +11,10 @@ def test_the_page_of_claims_is_in_step():
     assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m evals.claims"
 
 
-def test_the_figures_in_readme_are_in_step():
-    text = figures.README.read_text("utf-8")
-    assert figures.fill(text) == text, "run python -m evals.figures"
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_the_figures_of_a_page_are_in_step(page):
+    text = page.read_text("utf-8")
+    assert figures.MARK.search(text) and figures.fill(text) == text, "run python -m evals.figures"
 
 
 def test_a_figure_is_filled_in(tmp_path):
