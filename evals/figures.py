@@ -1,4 +1,4 @@
-"""Pictures drawn from evals/results/*.json, each beside its record, and figures in README and NEGATIVE.md.
+"""Pictures drawn from evals/results/*.json, each beside its record, and figures in pages of text.
 
 `python -m evals.figures` draws and fills in everything again; an experiment draws its own picture
 when it has run. A figure in a page stands between marks that say where it comes from, the record,

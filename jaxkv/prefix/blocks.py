@@ -1,24 +1,20 @@
 """A pool of equal blocks that requests with one beginning share.
 
-A page is free, active (it stands in a table) or cached (findable, and in no table). What is cached
-is taken when a page is needed and none is free, in the order that was chosen; it may go on to a
-page of the host, and come back once it is asked for. Nothing here touches a device: pages are
-numbers, and `moves` says what to copy before anything is written.
+Nothing here touches a device: pages are numbers, and `moves` says what to copy before anything is
+written. What becomes of them is in pages.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import count
 
 from jaxkv.errors import UserError, whole
 from jaxkv.prefix.counts import Counts
-from jaxkv.prefix.host import HostPages
 from jaxkv.prefix.index import Index
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
 from jaxkv.prefix.lease import Block, Copy, Lease, Match, near
-from jaxkv.prefix.orders import ORDERS, Order
+from jaxkv.prefix.orders import ORDERS
+from jaxkv.prefix.pages import Pages
 
 MODES = ("alias", "rekey", "full")
 
@@ -66,36 +62,31 @@ class BlockPool:
         self.chain = Chain(block, hashing, hash)
         self.block, self.capacity, self.mode, self.cap = block, capacity, mode, cap
         self.counts = Counts()
-        self._total = total
-        self._free = [] if total is None else list(reversed(range(total)))
-        self._made = total or 0
         self._index = Index(block, mode == "alias", ghosts)
-        self._order_name = order
-        self._order: Order = ORDERS[order]()
-        self._clock = clock or count().__next__
-        self._host = HostPages(host)
-        self.moves = self._host.moves
+        forget = self._index.forget
+        self._pages = Pages(total, capacity, order, host, clock, self.counts, forget)
+        self.moves = self._pages.host.moves
 
     @property
     def total(self) -> int:
         """Pages there are; where there is no end of them, those that were used yet."""
-        return self._made
+        return self._pages.made
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._pages.free)
 
     @property
     def cached(self) -> int:
-        return len(self._order)
+        return len(self._pages.cached)
 
     @property
     def active(self) -> int:
-        return self._made - len(self._free) - len(self._order)
+        return self._pages.active
 
     @property
     def host_taken(self) -> int:
-        return self._host.taken
+        return self._pages.host.taken
 
     @property
     def entries(self) -> int:
@@ -127,18 +118,18 @@ class BlockPool:
         found, collided = self._index.walk(prompt)
         size = len(prompt)
         blocks = -(-(size + room) // self.block)
-        if partly and self._total is not None:
-            blocks = min(blocks, self._most(found))
+        if partly:
+            blocks = self._pages.most(blocks, found)
             del found[blocks:]
         while True:
             usable = self._extent(prompt, found)[1]
-            whole, rows = divmod(usable, self.block)
+            full, rows = divmod(usable, self.block)
             # The report shares a tail too, and whoever writes to it first takes a copy.
             if rows and self.mode == "rekey" and usable == size:
-                whole, rows = whole + 1, 0
-            donor = found[whole] if rows else None
-            far = sum(block.on_host for block in found[:whole])
-            if self._suffices(blocks - whole + far, found[:whole], donor):
+                full, rows = full + 1, 0
+            donor = found[full] if rows else None
+            far = sum(block.on_host for block in found[:full])
+            if self._pages.suffice(blocks - full + far, found[:full], donor):
                 break
             if partly and blocks:  # the last one found may be one that must be computed anew
                 blocks -= 1
@@ -146,15 +137,15 @@ class BlockPool:
             elif donor is None or donor.refs:
                 return None
             else:
-                del found[whole:]  # its page is needed
+                del found[full:]  # its page is needed
         missed = self._index.missed(prompt, len(found), usable, collided)
         counts = self.counts.resumed if resumed else self.counts.first
         counts.add(size, usable, self.block, missed)
-        shared = found[:whole]
-        self._share(shared)
+        shared = found[:full]
+        self._pages.share(shared)
         lease = Lease(
             prompt, shared, size, usable, bytearray(prompt.data), list(prompt.keys),
-            published=min(whole, size // self.block),
+            published=min(full, size // self.block),
         )  # fmt: skip
         self._extend(lease, blocks, donor, rows)
         return lease
@@ -183,12 +174,12 @@ class BlockPool:
         number, rows = divmod(lease.length, self.block)
         blocks = lease.blocks
         if number == len(blocks):
-            page = self._take()
+            page = self._pages.take()
             if page is None:
                 return False
             blocks.append(Block(page, number))
         elif rows and blocks[number].refs > 1 and self.mode == "rekey":
-            page = self._take()
+            page = self._pages.take()
             if page is None:
                 return False
             shared, blocks[number] = blocks[number], Block(page, number)
@@ -206,21 +197,7 @@ class BlockPool:
         if lease.released:
             raise RuntimeError("this lease was released before")
         lease.released = True
-        time, order, free = self._clock(), self._order, self._free
-        room = math.inf if self.capacity is None else self.capacity - len(order)
-        for block in reversed(lease.blocks):
-            block.refs -= 1
-            if block.refs:
-                continue
-            if not block.keys:
-                free.append(block.page)
-                continue
-            # First in, then one out: the other way round a chain would lose its middle.
-            order.add(block, time, block.depth, block.uses)
-            room -= 1
-            if room < 0:
-                free.append(self._evict())
-                room = 0
+        self._pages.leave(lease.blocks)
 
     def pin(self, prompt: Prompt) -> Lease:
         """Hold what is there of a prompt, so that it is not evicted, until `release`.
@@ -228,9 +205,8 @@ class BlockPool:
         It is on the device then, as far as there are pages for it: mind `moves`.
         """
         found, _ = self._index.walk(prompt)
-        if self._total is not None:
-            del found[self._most(found) :]
-        self._share(found)
+        del found[self._pages.most(len(found), found) :]
+        self._pages.share(found)
         matched = min(len(found) * self.block, len(prompt))
         return Lease(prompt, found, matched, matched, bytearray(), [])
 
@@ -243,20 +219,14 @@ class BlockPool:
         if block is None:
             return False
         self._index.forget(block)
-        if block.on_host:
-            self._host.remove(block)
-        elif not block.refs:
-            self._order.remove(block)
-            self._free.append(block.page)
+        self._pages.drop(block)
         return True
 
     def reset(self) -> bool:
         """Forget everything but the figures; False, and nothing is done, while blocks are held."""
         if self.active:
             return False
-        self._free += [block.page for block in self._order]
-        self._order = ORDERS[self._order_name]()
-        self._host.clear()
+        self._pages.clear()
         self._index.clear()
         return True
 
@@ -267,69 +237,17 @@ class BlockPool:
         usable = min(matched, size - 1) if self.cap else matched
         return matched, usable - usable % self.block if self.mode == "full" else usable
 
-    def _suffices(self, new: int, shared: list[Block], donor: Block | None) -> bool:
-        """Whether so many new blocks can be had without those that are to be shared or copied."""
-        if self._total is None or new <= len(self._free):
-            return True
-        kept = sum(not block.refs and not block.on_host for block in shared)
-        kept += donor is not None and not donor.refs
-        return new <= len(self._free) + len(self._order) - kept
-
-    def _most(self, found: list[Block]) -> int:
-        """Blocks that a prompt could have of which these are there."""
-        usable = near(found)
-        return len(usable) + len(self._free) + len(self._order) - sum(not b.refs for b in usable)
-
-    def _share(self, found: list[Block]) -> None:
-        """Hold blocks, on the device from now on."""
-        for block in found:
-            self._hold(block)
-        for block in found:
-            if block.on_host:
-                self._host.bring(block, self._take())
-                self.counts.promotions += 1
-
-    def _hold(self, block: Block) -> None:
-        if block.on_host:
-            self._host.hold(block)
-        elif not block.refs:
-            self._order.remove(block)
-        block.refs += 1
-        block.uses += 1
-
     def _extend(self, lease: Lease, blocks: int, donor: Block | None, rows: int) -> None:
         """New blocks at the end of a table; the first with the first rows of the donor's."""
-        table, take, free = lease.blocks, self._take, self._free
+        table, take, free = lease.blocks, self._pages.take, self._pages.free
         if donor is not None:
-            self._hold(donor)
+            self._pages.hold(donor)
         table += [
             Block(free.pop() if free else take(), number) for number in range(len(table), blocks)
         ]
         if donor is not None:
             lease.copies.append(Copy(donor.page, table[donor.depth].page, rows))
-            donor.refs -= 1
-            if not donor.refs:  # used just now; those that lead to it are held by the lease
-                self._order.add(donor, self._clock(), donor.depth, donor.uses)
-
-    def _take(self) -> int | None:
-        """A page for something new."""
-        if self._free:
-            return self._free.pop()
-        if self._total is None:
-            self._made += 1
-            return self._made - 1
-        return self._evict() if len(self._order) else None
-
-    def _evict(self) -> int:
-        """The page of the block whose turn it is."""
-        block = self._order.pop()
-        page = block.page
-        lost = self._host.put(block)
-        self.counts.demotions += lost is not block
-        if lost is not None:
-            self._index.forget(lost)
-            self.counts.evictions += 1
-        return page
+            self._pages.put_back(donor)  # those that lead to it are held by the lease
 
     def _publish_full(self, lease: Lease, stop: int) -> None:
         """Make findable the full blocks of a lease up to number `stop`."""
@@ -357,10 +275,9 @@ class BlockPool:
         """Put a block that holds the same into the place of one of a lease's own."""
         block, far = lease.blocks[number], held.on_host
         if far:  # it went there while this one was computed, and comes back to its page
-            self._host.remove(held)
-            held.page, held.refs, held.uses = block.page, 1, held.uses + 1
+            self._pages.return_to(block.page, held)
         else:
-            self._hold(held)
+            self._pages.hold(held)
         if number:  # a request uses a block no more often than those that lead to it
             held.uses = min(held.uses, lease.blocks[number - 1].uses)
         lease.blocks[number] = held
@@ -370,7 +287,7 @@ class BlockPool:
         block.refs -= 1
         if not block.refs:
             self._index.move(block, held)
-            self._free.append(block.page)
+            self._pages.free.append(block.page)
 
     def _publish_part(self, lease: Lease, end: int) -> None:
         """Make findable what the first `end` tokens leave in a block that they do not fill."""

@@ -35,4 +35,4 @@ def refs(lease):
 
 def cached(pool):
     """Pages in the order in which they will be evicted."""
-    return [block.page for block in pool._order]
+    return [block.page for block in pool._pages.cached]

@@ -124,7 +124,7 @@ def test_08_tails_come_before_heads():
     lease = admit(pool, P)
     pool.release(lease)
     assert cached(pool) == lease.pages[2::-1]
-    assert pool._free == lease.pages[3:]  # the tail, which nobody finds
+    assert pool._pages.free == lease.pages[3:]  # the tail, which nobody finds
 
 
 @pytest.mark.parametrize("order", ["linked", "nested", "frequency"])
@@ -182,7 +182,7 @@ def test_14_a_fork_shares_its_stem(order):
     pool.release(first)
     pool.release(second)
     while pool.cached > 2:
-        pool._evict()
+        pool._pages.evict()
     assert sorted(cached(pool)) == sorted(stem)
     assert match(pool, [*x, 0]).usable == 8
 
@@ -229,7 +229,7 @@ def test_21_a_parent_is_told_by_what_it_is():
     pool.publish(third)
     assert third.published == 1
     pool.release(first)
-    pool._evict()  # the other one with this key is gone
+    pool._pages.evict()  # the other one with this key is gone
     pool.publish(third)
     assert match(pool, [3, 2]).matched == 2
 
@@ -243,7 +243,7 @@ def test_23_of_two_that_compute_the_same_one_is_kept():
     twice = second.pages[:3]
     pool.publish(second)
     assert second.pages[:3] == first.pages[:3] and refs(first) == [2, 2, 2, 1]
-    assert sorted(pool._free) == sorted(twice) and pool.counts.duplicates == 3
+    assert sorted(pool._pages.free) == sorted(twice) and pool.counts.duplicates == 3
     pool.release(first)
     pool.release(second)
     assert (pool.entries, pool.cached, pool.free) == (3, 3, 5)
@@ -326,7 +326,7 @@ def test_28_each_token_is_found_or_has_one_reason(mode, tokens, missed):
     pool = BlockPool(4, mode=mode)
     serve(pool, range(900, 914))
     while pool.cached:
-        pool._evict()
+        pool._pages.evict()
     serve(pool, P)
     found = match(pool, tokens)
     assert found.missed == missed
@@ -374,7 +374,7 @@ def test_what_is_copied_and_then_shared_counts_once():
     for _ in range(4):
         serve(pool, P[:12])
     for left in (8, 4, 0):
-        pool._evict()
+        pool._pages.evict()
         assert match(pool, P[:12]).matched == left
 
 

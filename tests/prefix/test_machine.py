@@ -225,9 +225,9 @@ class Machine(RuleBasedStateMachine):
         standing = Counter(block for lease in tables for block in lease.blocks)
         assert all(block.refs == count for block, count in standing.items())
         assert not any(block.on_host for block in standing)
-        cached = list(pool._order)
+        cached = list(pool._pages.cached)
         assert all(not block.refs and block.keys for block in cached)
-        pages = [*pool._free, *(b.page for b in cached), *(b.page for b in standing)]
+        pages = [*pool._pages.free, *(b.page for b in cached), *(b.page for b in standing)]
         assert sorted(pages) == list(range(pool.total))
         assert pool.free + pool.active + pool.cached == pool.total
         assert pool.active == len(standing) and pool.cached == len(cached)
@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
             return
         pool, naive = self.pool, self.naive
         assert (pool.entries, pool.counts.evictions) == (len(naive.entries), naive.evictions)
-        assert [(block.depth + 1) * self.block + 1 for block in pool._order] == list(
+        assert [(block.depth + 1) * self.block + 1 for block in pool._pages.cached] == list(
             map(len, naive.cached())
         )
 
