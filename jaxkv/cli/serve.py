@@ -185,6 +185,8 @@ def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
         in_hand=args.slots + args.queue,
         each=args.per_key,
         answers=args.slots + args.queue,
+        slots=args.slots,
+        tokens=args.queue_tokens,
         tell_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",
     )

@@ -26,7 +26,8 @@ class Terms:
     """What one request may take.
 
     body: its bytes. in_hand: answers at a time, of all; each: of one key, None for no limit.
-    answers: to one request. unread: events of an answer that its client has not read yet.
+    answers: to one request; slots: of them that need not wait; tokens: of the prompts of others,
+    where they are several. unread: events of an answer that its client has not read yet.
     read_seconds: for a body to come; write_seconds: for a client to read on. tell_cached: say how
     much of a prompt was in the cache, which others put there. fingerprint: of what answers.
     """
@@ -35,6 +36,8 @@ class Terms:
     in_hand: int = 1024
     each: int | None = None
     answers: int = 1024
+    slots: int = 1024
+    tokens: int = 2**20
     unread: int = 4096
     read_seconds: float = 60.0
     write_seconds: float = 60.0
@@ -87,6 +90,11 @@ def read(
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
+    others = [len(request.tokens) for request in requests[terms.slots :]]
+    size = sum(others)
+    if len(others) > 1 and size > terms.tokens:  # it would be told to come again each time it does
+        message = f"prompts beyond the first {terms.slots} may have {terms.tokens} tokens together"
+        raise Fault(400, f"{message}, got {size}; send several requests", param="prompt")
     echo = values.get("echo", False)
     return Work(
         requests=requests,

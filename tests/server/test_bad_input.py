@@ -289,6 +289,13 @@ def test_too_many_answers():
         assert served.complete(["|x"] * 4, n=2).status == 200
 
 
+def test_prompts_that_can_never_wait_together():
+    with serving(FakeEngine(), slots=2, tokens=6) as served:
+        refused(served.complete([[5, 6, 7]] * 5), 400, ["first 2 may have", "6 tokens", "got 9"])
+        assert served.complete([[5, 6, 7]] * 4).status == 200
+        assert served.complete([[5, 6, 7]] * 2 + [[5] * 9]).status == 200
+
+
 def test_an_engine_that_is_full(served):
     """Also where it took some of the answers already."""
     for prompt in ("!full", ["endless", "endless", "!full"]):
