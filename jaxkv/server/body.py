@@ -22,7 +22,7 @@ async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> byt
     """The whole body.
 
     most: its bytes, whatever its header claims. seconds: within which it must have come.
-    Raises Fault where it is too large, too slow or said to be no JSON, Gone where it ends midway.
+    Raises Fault where it is too large, too slow, compressed or said to be no JSON, Gone where it ends midway.
     """
     headers = Headers(scope=scope)
     # A browser asks before it sends JSON to another site, and gets no leave here: so a page that is
@@ -31,6 +31,9 @@ async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> byt
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")
+    packed = headers.get("content-encoding", "identity").strip().lower()
+    if packed != "identity":
+        raise Fault(415, f"a body must not be compressed, got {shown(packed)}; send it as it is")
     if int(headers.get("content-length", 0)) > most:
         raise _too_large(most)
     try:

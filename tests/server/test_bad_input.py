@@ -3,6 +3,7 @@ on serving."""
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -195,6 +196,12 @@ def test_a_page_in_a_browser_cannot_ask(served, kind):
     """It may send these to any site without being given leave."""
     answer = served.ask("POST", "/v1/completions", GOOD, content_type=kind)
     refused(answer, 415, ["application/json"])
+
+
+def test_a_compressed_body(served):
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    answer = served.ask("POST", "/v1/completions", packed, content_encoding="gzip")
+    refused(answer, 415, ["not be compressed", "gzip"])
 
 
 def test_texts_that_are_surely_too_long(monkeypatch):
