@@ -22,7 +22,8 @@ async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> byt
     """The whole body.
 
     most: its bytes, whatever its header claims. seconds: within which it must have come.
-    Raises Fault where it is too large, too slow, compressed or said to be no JSON, Gone where it ends midway.
+    Raises Fault where it is too large, too slow, compressed or said to be no JSON, Gone where it
+    ends midway.
     """
     headers = Headers(scope=scope)
     # A browser asks before it sends JSON to another site, and gets no leave here: so a page that is
