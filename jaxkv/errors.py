@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 
 
@@ -9,9 +10,23 @@ class UserError(ValueError):
     """Something the user can put right; the command line prints it as one line, exit code 2."""
 
 
-def whole(name: str, value: object, least: int = 1) -> None:
-    """Raise UserError unless value is a whole number of so much or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise UserError unless value is a whole number of so much or more, and of `most` or less."""
+    if not is_whole(value):
         raise UserError(f"{name} must be a whole number, got {value!r}; give {least} or more")
     if value < least:
         raise UserError(f"{name} must be at least {least}, got {value}; give {least} or more")
+    if most is not None and value > most:
+        raise UserError(f"{name} must be at most {most}, got {value}; give {most} or less")
+
+
+def one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise UserError unless value is one of these names."""
+    names = tuple(known)
+    if not isinstance(value, str) or value not in names:
+        raise UserError(f"{name} must be one of {', '.join(names)}, got {value!r}; choose one")

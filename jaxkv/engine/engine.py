@@ -23,7 +23,7 @@ from jaxkv.engine.queue import Queue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.engine.store import Hit, Prefixes, Store, store_of
 from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, check, salt_of, scored_of, widths
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import whole
 from jaxkv.prefix.counts import Counts
 
 LONGEST = 4096  # tokens of a chunk: a prompt's last piece may be padded to nearly a whole one
@@ -55,11 +55,11 @@ class Engine:
         prefixes: Prefixes | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value in (("slots", slots), ("room", room), ("chunk", chunk), ("turn", turn),
-                            ("queue", queue), ("queue_tokens", queue_tokens)):  # fmt: skip
-            whole(name, value)
-        if chunk > LONGEST:
-            raise UserError(f"chunk must be at most {LONGEST}, got {chunk}; try 128")
+        for name, value in (("slots", slots), ("room", room), ("turn", turn), ("queue", queue),
+                            ("queue_tokens", queue_tokens)):  # fmt: skip
+            whole(name, value, most=2**31 - 1)
+        whole("chunk", chunk, most=LONGEST)
+        whole("seed", seed, 0, 2**32 - 1)
         self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
         self._counts = Figures()
         self._turn, self._seed = max(turn, chunk), seed

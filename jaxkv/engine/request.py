@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, is_whole
 from jaxkv.sampling import MOST, Sampling
 
 REASONS = ("eos", "stop", "length", "cancelled", "error")  # why an answer ended
@@ -67,7 +67,7 @@ class Request:
         for name, value in numbers:
             if not abs(value) <= MOST:
                 raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
-        if self.salt is not None and not is_text(self.salt):
+        if self.salt == "" or not is_unicode(self.salt or ""):
             raise UserError(
                 f"a salt must be some Unicode text, got {self.salt!r:.60}; leave it out for none"
             )
@@ -76,18 +76,19 @@ class Request:
 def _check_types(request: Request) -> None:
     """Raise UserError for what would otherwise fail in the engine, where others wait."""
     rules = (
-        ("tokens", _are(request.tokens, Integral), "a tuple of whole numbers"),
-        ("eos", _are(request.eos, Integral), "a tuple of whole numbers"),
-        ("max_new_tokens", isinstance(request.max_new_tokens, Integral), "a whole number"),
-        ("seed", isinstance(request.seed, Integral), "a whole number"),
-        ("logprobs", isinstance(request.logprobs, Integral | None), "a whole number or None"),
+        ("tokens", _are_whole(request.tokens), "a tuple of whole numbers"),
+        ("eos", _are_whole(request.eos), "a tuple of whole numbers"),
+        ("max_new_tokens", is_whole(request.max_new_tokens), "a whole number"),
+        ("seed", is_whole(request.seed), "a whole number"),
+        ("logprobs", request.logprobs is None or is_whole(request.logprobs),
+         "a whole number or None"),
         ("sampling", isinstance(request.sampling, Sampling), "a Sampling"),
         ("salt", isinstance(request.salt, str | None), "a text or None"),
         ("presence_penalty", isinstance(request.presence_penalty, Real), "a number"),
         ("frequency_penalty", isinstance(request.frequency_penalty, Real), "a number"),
         ("echo", isinstance(request.echo, bool), "True or False"),
         ("bias", isinstance(request.bias, tuple) and all(
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Integral)
+            isinstance(pair, tuple) and len(pair) == 2 and is_whole(pair[0])
             and isinstance(pair[1], Real) for pair in request.bias
         ), "a tuple of (token, number)"),
     )  # fmt: skip
@@ -96,13 +97,13 @@ def _check_types(request: Request) -> None:
             raise UserError(f"{name} must be {rule}, got {getattr(request, name)!r:.60}; give one")
 
 
-def _are(values: object, kind: type) -> bool:
-    return isinstance(values, tuple) and all(isinstance(value, kind) for value in values)
+def _are_whole(values: object) -> bool:
+    return isinstance(values, tuple) and all(map(is_whole, values))
 
 
-def is_text(value: str) -> bool:
-    """Whether it is not empty and can be written as UTF-8: a lone surrogate cannot."""
-    return bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: a lone surrogate cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxkv.engine.figures import of_prefixes
 from jaxkv.engine.host import Host, move
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import one_of, whole
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.keys import TOKEN, Prompt, root
 from jaxkv.prefix.lease import Lease
@@ -53,10 +53,7 @@ class Prefixes:
     def __post_init__(self) -> None:
         whole("slots", self.slots)
         whole("host_slots", self.host_slots, 0)
-        if self.order not in ORDERS:
-            raise UserError(
-                f"order must be one of {', '.join(ORDERS)}, got {self.order!r}; choose one"
-            )
+        one_of("order", self.order, ORDERS)
         rules(self.where)
 
 

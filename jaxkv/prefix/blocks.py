@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, one_of, whole
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.index import Index
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
@@ -49,10 +49,8 @@ class BlockPool:
         hash: Hash = sha256,
         host: int = 0,
     ) -> None:
-        for name, value, known in (("mode", mode, MODES), ("order", order, ORDERS)):
-            if value not in known:
-                listed = ", ".join(known)
-                raise UserError(f"{name} must be one of {listed}, got {value!r}; choose one")
+        one_of("mode", mode, MODES)
+        one_of("order", order, ORDERS)
         least = (("total", total, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
         for name, value, at_least in (*least, ("host", host, 0)):
             if value is not None:
@@ -154,8 +152,10 @@ class BlockPool:
         """Make findable what the first `computed` tokens of a lease fill; None: all of them.
 
         Where another request published a full block first, the lease goes on with that one and
-        its own is free: `lease.pages` may have changed.
+        its own is free: `lease.pages` may have changed. Raises RuntimeError where it was given
+        back.
         """
+        self._check_held(lease)
         size = len(lease.prompt)
         computed = lease.length if computed is None else min(computed, lease.length)
         if self.mode == "alias" and computed >= size and not lease.tail_published:
@@ -169,8 +169,10 @@ class BlockPool:
     def append(self, lease: Lease, token: int) -> bool:
         """Make room for one more token; False where no page is free or can be evicted.
 
-        It goes to row (length - 1) % block of the last page in use, after `lease.copies`.
+        It goes to row (length - 1) % block of the last page in use, after `lease.copies`. Raises
+        RuntimeError where the lease was given back.
         """
+        self._check_held(lease)
         number, rows = divmod(lease.length, self.block)
         blocks = lease.blocks
         if number == len(blocks):
@@ -194,10 +196,13 @@ class BlockPool:
 
         Raises RuntimeError where it was given back before.
         """
-        if lease.released:
-            raise RuntimeError("this lease was released before")
+        self._check_held(lease)
         lease.released = True
         self._pages.leave(lease.blocks)
+
+    def _check_held(self, lease: Lease) -> None:
+        if lease.released:
+            raise RuntimeError("this lease was released before")
 
     def pin(self, prompt: Prompt) -> Lease:
         """Hold what is there of a prompt, so that it is not evicted, until `release`.

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, is_whole, one_of, whole
 
 Hash = Callable[[bytes], bytes]
 Tokens = Sequence[Any] | np.ndarray  # of whole numbers, whose type `encode` checks
 HASHINGS = ("chained", "direct")
 TOKEN = 4  # bytes of an encoded token
 LENGTH = struct.Struct("<Q")
+LONGEST = 2**31 - 1  # tokens of a piece
 
 
 def sha256(data: bytes) -> bytes:
@@ -33,11 +34,20 @@ def root(**fields: Any) -> bytes:
     Fields are None, bool, int, float, str, bytes, or tuples and lists of those; their order does
     not matter. Name, type and length of each are hashed with it, so an adapter "x" is no salt "x"
     and 1 is neither "1" nor True. A field that is None differs from one that is left out.
-    Raises UserError for other types, and for an empty salt, which would isolate nobody.
+    Raises UserError for other types, for texts and numbers that cannot be written, and for an empty
+    salt, which would isolate nobody.
     """
     if fields.get("salt") in ("", b""):
         raise UserError(f"a salt must not be empty, got {fields['salt']!r}; leave it out for none")
-    parts = [_tagged(b"k", name.encode()) + _field(name, fields[name]) for name in sorted(fields)]
+    parts = []
+    for name in sorted(fields):
+        try:
+            parts.append(_tagged(b"k", name.encode()) + _field(name, fields[name]))
+        except (UnicodeEncodeError, OverflowError):
+            raise UserError(
+                f"{name!r:.60} must be of Unicode and of numbers in 64 bits, got "
+                f"{type(fields[name]).__name__} beyond those; give something shorter"
+            ) from None
     return sha256(b"jaxkv prefix 1" + b"".join(parts))
 
 
@@ -47,6 +57,8 @@ def _field(name: str, value: Any) -> bytes:
     if isinstance(value, bool | np.bool_):
         return _tagged(b"t", b"1" if value else b"0")
     if isinstance(value, Integral):
+        if abs(value) >= 2**64:
+            raise OverflowError
         return _tagged(b"i", str(int(value)).encode())
     if isinstance(value, Real):
         return _tagged(b"f", struct.pack("<d", value))
@@ -78,7 +90,7 @@ def encode(tokens: Tokens) -> bytes:
     else:
         try:
             return struct.pack(f"<{len(tokens)}I", *tokens)
-        except struct.error:
+        except (struct.error, TypeError):
             pass
     raise UserError(
         f"tokens must be whole numbers from 0 to {2**32 - 1}, got {_odd(tokens)}; "
@@ -90,8 +102,9 @@ def _odd(tokens: Tokens) -> str:
     """The first that is no token, or what they are."""
     if isinstance(tokens, np.ndarray) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
         return f"an array of {tokens.dtype} with {tokens.ndim} axes"
-    odd = (t for t in tokens if not (isinstance(t, Integral) and 0 <= t < 2**32))
-    return repr(next(odd, tokens))
+    several = tokens if isinstance(tokens, Sequence | np.ndarray) else [tokens]
+    odd = (t for t in several if not (is_whole(t) and 0 <= t < 2**32))
+    return f"{next(odd, tokens)!r:.60}"
 
 
 class Prompt(NamedTuple):
@@ -122,11 +135,8 @@ class Chain:
     hash: Hash = sha256
 
     def __post_init__(self) -> None:
-        whole("the tokens of a block or chunk", self.piece)
-        if self.hashing not in HASHINGS:
-            raise UserError(
-                f"hashing must be one of {', '.join(HASHINGS)}, got {self.hashing!r}; choose one"
-            )
+        whole("the tokens of a block or chunk", self.piece, most=LONGEST)
+        one_of("hashing", self.hashing, HASHINGS)
 
     def read(self, tokens: Tokens, root: bytes, partial: bool = False) -> Prompt:
         """The keys of a prompt's pieces. partial: of the last one too where it is not full.

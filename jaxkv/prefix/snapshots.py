@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, whole
 from jaxkv.prefix.counts import REASONS, Counts
 from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, sha256
 from jaxkv.prefix.recent import Recent
@@ -83,8 +83,8 @@ class Snapshots:
     ) -> None:
         for name, value, least in (("slots", slots, 1), ("host_slots", host_slots, 0),
                                    ("memory", memory, 2)):  # fmt: skip
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}; give more")
+            if value is not None or name != "slots":
+                whole(name, value, least)
         self.chain = Chain(chunk, hash=hash)
         self.chunk, self.where = chunk, where
         self.counts = Counts()
@@ -329,7 +329,7 @@ def rules(where: str) -> Where:
     Raises UserError for a part that is no rule.
     """
     last, junction, every = False, False, 0
-    for part in where.split("+"):
+    for part in where.split("+") if isinstance(where, str) else ("",):
         name, _, number = part.partition("=")
         if part == "last":
             last = True

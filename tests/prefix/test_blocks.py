@@ -346,8 +346,9 @@ def test_35_reset_and_double_release():
     lease = admit(pool, P)
     assert not pool.reset() and match(pool, P).matched == 14
     pool.release(lease)
-    with pytest.raises(RuntimeError, match="released before"):
-        pool.release(lease)
+    for use in (pool.release, pool.publish, lambda lease: pool.append(lease, 1)):
+        with pytest.raises(RuntimeError, match="released before"):
+            use(lease)
     held = pool.pin(pool.read(P, ROOT))
     assert not pool.reset()
     pool.release(held)
@@ -432,7 +433,7 @@ def test_growth_evicts_what_nobody_uses():
 
 @pytest.mark.parametrize(
     "wrong", [{"mode": "half"}, {"order": "random"}, {"hashing": "crc"}, {"total": 0},
-              {"capacity": -1}, {"block": 0}, {"ghosts": 1}],
+              {"capacity": -1}, {"block": 0}, {"ghosts": 1}, {"order": ["linked"]}, {"mode": None}],
 )  # fmt: skip
 def test_settings_are_checked(wrong):
     with pytest.raises(UserError, match="got"):

@@ -85,7 +85,7 @@ def test_tokens_are_numbers_whatever_holds_them():
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [2**32], [1.5], ["a"], np.array([-1]), np.array([2**32]), np.array([1.0]),
+    [[-1], [2**32], [1.5], ["a"], None, 5, np.array([-1]), np.array([2**32]), np.array([1.0]),
      np.zeros((1, 2), int)],
 )  # fmt: skip
 def test_what_is_no_token_is_refused(tokens):
@@ -93,8 +93,19 @@ def test_what_is_no_token_is_refused(tokens):
         encode(tokens)
 
 
+@pytest.mark.parametrize("value", ["\ud800", 2**64, (1, "\udfff"), object()])
+def test_what_can_be_no_field(value):
+    with pytest.raises(UserError, match="must be"):
+        root(a=value)
+
+
 def test_settings_are_checked():
-    for wrong in ({"piece": 0}, {"piece": 4, "hashing": "xor"}):
+    for wrong in (
+        {"piece": 0},
+        {"piece": 2**31},
+        {"piece": 4, "hashing": ["direct"]},
+        {"piece": 4, "hashing": "xor"},
+    ):
         with pytest.raises(UserError, match="got"):
             Chain(**wrong)
     with pytest.raises(UserError, match="at least one token"):

@@ -230,7 +230,9 @@ def test_a_host_of_one_slot_gives_way():
 
 def test_settings_are_checked():
     for wrong in ({"slots": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"memory": 1},
-                  {"where": "every=0"}, {"where": "every"}, {"host_slots": -1}):  # fmt: skip
+                  {"where": "every=0"}, {"where": "every"}, {"host_slots": -1},
+                  {"slots": 1.5}, {"slots": True}, {"slots": "a"}, {"host_slots": 1.5},
+                  {"memory": None}, {"where": None}):  # fmt: skip
         with pytest.raises(UserError, match="got"):
             Snapshots(**{"slots": 2, "chunk": 4} | wrong)
     index = Snapshots(2, 4)
