@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv import server
     keys, kept = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.read_keys(*keys) if keys else ()
-    if args.name == "":
-        raise UserError("--name must be what clients call the model, got nothing; leave it out")
+    if args.name is not None:
+        check_name(args.name)
     if args.per_key is not None and not tenants:
         raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
     # At once: a port in use is not found out after minutes of loading.
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         engine = make(args, llm, kept)
         from models.language import Language
 
-        language = Language(llm, args.name or name_of(args, llm))
+        language = Language(llm, check_name(args.name or name_of(args, llm)))
         app = server.application(engine, language, tenants, terms_of(args, llm))
         server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
         print(
@@ -135,6 +135,18 @@ def read_keys(path: str | None) -> tuple[str, str] | None:
 
 def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def check_name(name: str) -> str:
+    """The name, where clients can send it."""
+    from jaxkv.engine.request import is_unicode
+    from jaxkv.server.fields import TEXT
+
+    if not 0 < len(name) <= TEXT or not is_unicode(name):
+        raise UserError(
+            f"--name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; give another"
+        )
+    return name
 
 
 def name_of(args: argparse.Namespace, llm: Llm) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.engine.request import is_text
+from jaxkv.engine.request import is_unicode
 from jaxkv.server.faults import Fault, shown
 
 WHOLE = 2**31 - 1
@@ -71,8 +71,13 @@ def text(name: str, value: Any, most: int = TEXT) -> str:
 
 def salt(name: str, value: Any) -> str:
     """A text that can be hashed, as one with half a letter cannot."""
-    if not is_text(text(name, value)):
-        raise wrong(name, "valid Unicode", value)
+    return spelled(name, text(name, value))
+
+
+def spelled(name: str, value: str) -> str:
+    """A text without half a letter."""
+    if not is_unicode(value):
+        raise wrong(name, "valid Unicode without lone surrogates", value)
     return value
 
 
@@ -121,7 +126,7 @@ def prompt(name: str, value: Any) -> list[str | list[int]]:
         or all(type(one) is list and _is_ids(one) for one in several)
     ):
         raise wrong(name, rule, value)
-    return several
+    return [spelled(name, one) if type(one) is str else one for one in several]
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -150,7 +155,8 @@ def _message(name: str, value: Any) -> dict[str, str]:
     parts = [{"type": "text", "text": content}] if type(content) is str else content
     if type(parts) is not list or not all(map(_is_text_part, parts)):
         raise wrong(f"{name}.content", "a text, or a list of parts of type text", content)
-    return {"role": ROLES[role], "content": "".join(part["text"] for part in parts)}
+    joined = spelled(f"{name}.content", "".join(part["text"] for part in parts))
+    return {"role": ROLES[role], "content": joined}
 
 
 def _is_text_part(part: Any) -> bool:

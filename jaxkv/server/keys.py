@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,12 +43,13 @@ ANYONE = Tenant()
 def read_keys(content: str, where: str) -> tuple[Tenant, ...]:
     """A key a line, behind it the salt that it shares with others; without one it shares nothing.
 
-    where: as errors name it; they never quote a key. Raises UserError.
+    A word that begins with # begins a comment. where: as errors name it; they never quote a key.
+    Raises UserError.
     """
     tenants: dict[bytes, Tenant] = {}
     for number, line in enumerate(content.splitlines(), 1):
-        words = line.split()
-        if not words or line.startswith("#"):
+        words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
+        if not words:
             continue
         if len(words) > 2 or not words[0].isascii():
             raise UserError(

@@ -32,8 +32,9 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
-        raise UserError(f"--host {host} is unknown: {error.strerror}; try 127.0.0.1") from None
+    except (socket.gaierror, UnicodeError) as error:  # a name may be none to begin with
+        why = error.strerror if isinstance(error, OSError) else "no such name can be"
+        raise UserError(f"--host {host!r:.60} is unknown: {why}; try 127.0.0.1") from None
     listener = socket.socket(family, kind)
     with contextlib.suppress(AttributeError, OSError):
         # Else what such a client never read would be kept for as long as it likes.

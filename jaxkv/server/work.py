@@ -77,8 +77,9 @@ def read(
     if max(biased, default=0) >= engine.vocab:
         raise fields.wrong("logit_bias", f"of token ids from 0 to {engine.vocab - 1}", max(biased))
     count, n = 1 if "messages" in values else len(values["prompt"]), values["n"]
-    if count * n > terms.answers:  # before anything of them becomes tokens
-        message = f"a request may ask for {terms.answers} answers, got {count} prompts, n={n}"
+    most = terms.answers if terms.each is None else min(terms.answers, terms.each)
+    if count * n > most:  # before anything of them becomes tokens
+        message = f"a request may ask for {most} answers, got {count} prompts, n={n}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
         prompts = _prompts(values, shape, engine, language)

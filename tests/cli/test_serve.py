@@ -35,9 +35,15 @@ def test_a_port_in_use(run):
 
 
 @pytest.mark.parametrize("words, told", [
-    (["--host", "no.such.host.invalid"], ["--host no.such.host.invalid", "127.0.0.1"]),
+    (["--host", "no.such.host.invalid"], ["--host 'no.such.host.invalid'", "127.0.0.1"]),
     (["--host", "192.0.2.1"], ["192.0.2.1 port", "not an address of this machine"]),
     (["--port", "65536"], ["--port", "0 to 65535", "65536"]),
+    (["--host", "a..b"], ["--host 'a..b' is unknown", "127.0.0.1"]),
+    (["--host", "a" * 100], ["--host", "is unknown"]),
+    (["--host", "\udcff"], ["--host", "is unknown"]),
+    (["--name", ""], ["--name must be", "got ''"]),
+    (["--name", "\udcff"], ["--name must be Unicode"]),
+    (["--name", "x" * 1001], ["--name must be", "1000 characters"]),
     (["--slots", "0"], ["--slots", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--api-key-file", "absent"], ["no such key file absent"]),

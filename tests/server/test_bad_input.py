@@ -40,7 +40,7 @@ BODIES = {
     ),
     "a long name": (b'{"%b": 1}' % (b"x" * 100_000), "unknown or unsupported", "..."),
     "a line end": (b'{"a\\nb\\ud800": 1}', r"'a\nb\ud800'"),
-    "half a pair": (b'{"model": "bytes", "prompt": "\\ud800"}', "lone surrogate"),
+    "half a pair": (b'{"model": "bytes", "prompt": "\\ud800"}', "prompt must be", "lone surrogate"),
     "half a pair in a stop": (
         b'{"model": "bytes", "prompt": "|x", "stop": [1, "\\ud800"]}', "stop must be a text"
     ),
@@ -97,6 +97,7 @@ COMPLETIONS = {
     "bias of a huge id": ({"logit_bias": {str(HUGE): 1}}, "logit_bias", "token ids"),
     "bias of no such token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
     "biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "at most 300"),
+    "half a letter": ({"prompt": ["a", "\ud800"]}, "prompt", "valid Unicode", "surrogates"),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
     "a salt of half a letter": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
@@ -106,6 +107,9 @@ COMPLETIONS = {
 }  # fmt: skip
 
 CHATS = {
+    "half a letter": (
+        {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
+    ),
     "of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
     "tools": ({"tools": []}, "tools", "unknown or unsupported"),
     "echo": ({"echo": True}, "echo", "unknown or unsupported"),

@@ -107,6 +107,7 @@ def test_all_together_have_so_many():
 @pytest.mark.parametrize("content, words", [
     ("", ["at least one key"]),
     ("# nothing\n\n", ["at least one key"]),
+    ("  # nothing\n", ["at least one key"]),
     ("a b c\n", ["line 1", "3 words"]),
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
     ("good\nother\ngood salt\n", ["line 3", "there already"]),
@@ -117,6 +118,12 @@ def test_files_of_keys_that_are_wrong(content, words):
     message = str(caught.value)
     assert message.startswith("keys.txt") and all(word in message for word in words)
     assert "good" not in message  # a key is never quoted
+
+
+def test_comments_are_no_salts():
+    """One behind a key would let all who have one share what they asked."""
+    commented = read_keys("  # all\nfirst #of us\nsecond pepper # and salt\n", "keys")
+    assert commented == read_keys("first\nsecond pepper", "keys")
 
 
 def test_without_keys_a_salt_is_taken_as_it_is(served):
@@ -130,7 +137,7 @@ def test_answers_are_counted_and_not_requests():
         headers = {"authorization": "Bearer key"}
         assert served.complete("|a", headers, n=3).status == 200
         answer = served.complete("|a", headers, n=4)
-        assert answer.status == 429 and "3 answers" in answer.error["message"]
+        assert answer.status == 400 and "3 answers" in answer.error["message"]  # never any more
         assert served.complete(["|a"] * 3, headers).status == 200
     with serving(FakeEngine(), in_hand=5) as served:
         assert served.complete("|a", n=6).status == 503
