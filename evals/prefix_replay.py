@@ -15,13 +15,17 @@ take longer to hash. Azure publishes lengths alone, so nothing is ever found the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from evals import prefix_report, prefix_traces
+from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.prefix import Chain, root
 from jaxkv.prefix.blocks import MODES
@@ -30,6 +34,13 @@ from jaxkv.prefix.orders import ORDERS
 PROGRAM = "python -m evals.prefix_replay"
 FAST = 300_000  # block look-ups a second, at least
 BLOCK = 16  # tokens, but of Mooncake's traces
+MOST = 10**7  # tokens of all prompts of the report's experiment
+OF_REPORT = {
+    "p": "chance of a frequent prompt", "frequent": "prompts; 1: all are the same",
+    "slots": "requests that run at once", "length": "tokens of a prompt",
+    "requests": "that come one after another", "greedy": "equal prompts, equal answers",
+    "seed": "of all that is drawn",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -42,7 +53,11 @@ def main() -> None:
     except UserError as error:
         refuse(str(error))
     lines = json.dumps(found, indent=1).splitlines() if given.json else show(found)
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(CLOSED) from None
 
 
 def parse() -> argparse.Namespace:
@@ -60,27 +75,48 @@ def parse() -> argparse.Namespace:
     )
     ask.add_argument("--mode", choices=MODES, help="what is found of a prompt's tail (default: "
                      "alias, of the report rekey)")  # fmt: skip
-    ask.add_argument("--order", choices=ORDERS, default="linked", help="of eviction")
+    ask.add_argument("--order", choices=ORDERS, help="of eviction (default: linked)")
     ask.add_argument("--cap", action="store_true", help="leave the last token to be computed")
-    ask.add_argument("--keys", choices=("ids", "tokens"), default="ids", help="of Mooncake's files")
-    of_report = ask.add_argument_group("of the report")
-    of_report.add_argument("--p", type=float, default=1.0, help="chance of a frequent prompt")
-    of_report.add_argument(
-        "--frequent", type=whole_number, default=10, help="prompts; 1: all are the same"
-    )
-    of_report.add_argument(
-        "--slots", type=whole_number, default=16, help="requests that run at once"
-    )
-    of_report.add_argument("--length", type=whole_number, default=15, help="tokens of a prompt")
-    of_report.add_argument("--requests", type=whole_number, default=1000)
-    of_report.add_argument("--greedy", action="store_true", help="equal prompts, equal answers")
-    of_report.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--keys", choices=("ids", "tokens"), help="of Mooncake's files (default: ids)")
+    report = ask.add_argument_group("of the report")
+    for name, about in OF_REPORT.items():
+        default = getattr(prefix_report.Setting, name, 0)
+        help = f"{about} (default: {default})"
+        if name == "greedy":
+            report.add_argument(f"--{name}", action="store_true", help=about)
+        else:
+            kind = {"p": share, "seed": partial(whole_number, least=0)}.get(name, whole_number)
+            report.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     given = ask.parse_args()
     if given.trace is None:
         ask.error("--trace must be given: a file, or report")
-    if not 0 <= given.p <= 1:
-        ask.error(f"--p must be from 0 to 1, got {given.p}")
+    check(given)
     return given
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuse flags that would change nothing here, and experiments beyond any memory."""
+    here = {"trace", "agents"} if given.record else set(vars(given)) - {"agents"}
+    if given.trace != "report":
+        here -= set(OF_REPORT)
+    else:
+        here -= {"keys"}
+    for name, value in vars(given).items():
+        if name not in here | {"record"} and value not in (None, False):
+            refuse(f"--{name} changes nothing here, got {value}; leave it out")
+    if given.trace != "report":
+        return
+    setting = setting_of(given)
+    size = max(setting.frequent, setting.requests) * setting.length
+    if size > MOST:
+        refuse(f"prompts may have {MOST} tokens together, got {size}; give fewer or shorter ones")
+
+
+def setting_of(given: argparse.Namespace) -> prefix_report.Setting:
+    """The report's experiment as it was asked for."""
+    names = {field.name for field in fields(prefix_report.Setting)}
+    asked = {name: value for name, value in vars(given).items() if name in names}
+    return prefix_report.Setting(**{k: v for k, v in asked.items() if v is not None})
 
 
 def refuse(message: str) -> NoReturn:
@@ -89,10 +125,18 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
+def whole_number(text: str, least: int = 1) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        rule = f"must be a whole number from {least} to 999999999"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r:.60}")
     return int(text)
+
+
+def share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text!r}")
 
 
 def blocks(text: str) -> int | None:
@@ -106,12 +150,8 @@ def show(found: dict[str, Any]) -> list[str]:
 
 def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     """One run of the report's experiment."""
-    setting = prefix_report.Setting(
-        mode=given.mode or "rekey", block=given.block or BLOCK, slots=given.slots, p=given.p,
-        frequent=given.frequent, length=given.length, requests=given.requests,
-        greedy=given.greedy, capacity=given.capacity, order=given.order, cap=given.cap,
-    )  # fmt: skip
-    counts, seconds = prefix_report.simulate(setting, given.seed)
+    setting, seed = setting_of(given), given.seed or 0
+    counts, seconds = prefix_report.simulate(setting, seed)
     found = counts.first
     rates = prefix_traces.Found(
         found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
@@ -122,7 +162,7 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
         "mode": setting.mode, "block": setting.block, "capacity": named(given.capacity),
         "order": setting.order, "cap": setting.cap, "slots": setting.slots, "p": setting.p,
         "frequent": setting.frequent, "length": setting.length, "greedy": setting.greedy,
-        "seed": given.seed, "requests": found.requests, "blocks": found.blocks,
+        "seed": seed, "requests": found.requests, "blocks": found.blocks,
         "tokens": found.tokens, "missed_tokens": found.missed,
     }  # fmt: skip
 
@@ -130,7 +170,10 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
 def replay_file(given: argparse.Namespace) -> dict[str, Any]:
     """One replay of a file."""
     trace = prefix_traces.read(Path(given.trace))
-    by_ids = trace.kind == "mooncake" and given.keys == "ids"
+    if given.keys and trace.kind != "mooncake":
+        raise UserError(f"--keys is for traces of Mooncake, got one of {trace.kind}; leave it out")
+    by_ids = trace.kind == "mooncake" and given.keys != "tokens"
+    order = given.order or "linked"
     if by_ids and (given.block or given.mode):
         raise UserError(
             "--block and --mode must be left out where ids are looked up as they stand, got "
@@ -143,13 +186,13 @@ def replay_file(given: argparse.Namespace) -> dict[str, Any]:
     else:
         block, prepare = block or BLOCK, prefix_traces.same
     found = prefix_traces.replay(
-        trace, given.capacity, 1 if by_ids else block, "full" if by_ids else mode, given.order,
+        trace, given.capacity, 1 if by_ids else block, "full" if by_ids else mode, order,
         given.cap, prepare,
     )  # fmt: skip
     return found.rates() | {
         "trace": trace.kind, "prefixes": PREFIXES[trace.kind],
         "timed": "ids" if by_ids else "tokens", "mode": mode, "block": block,
-        "capacity": named(given.capacity), "order": given.order, "cap": given.cap,
+        "capacity": named(given.capacity), "order": order, "cap": given.cap,
         "requests": found.requests, "blocks": found.blocks, "tokens": found.tokens,
         "missed_blocks" if by_ids else "missed_tokens": found.missed,
         "look_ups_per_second": found.blocks / found.seconds,

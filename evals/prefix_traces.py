@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, is_whole
 from jaxkv.prefix import BlockPool, Snapshots, root
 
 MOONCAKE_BLOCK = 512  # tokens that an id of its traces stands for
+IDS = 2**32 // MOONCAKE_BLOCK  # of which the tokens have room in 32 bits
+LONGEST = 2**24  # tokens of a prompt
 # Hits of blocks in our reference, least recently used first.
 MOONCAKE = {1_000: 0.0445, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
 SLOTS = (64, 256, 1024, 4096, None)
@@ -79,11 +81,11 @@ def read(path: Path) -> Trace:
             first = file.readline()
             file.seek(0)
             if first.startswith("TIMESTAMP,ContextTokens"):
-                return Trace("azure", list(_azure(file)))
+                return _some("azure", _azure(file))
             for field, kind, parse in (("hash_ids", "mooncake", _mooncake),
                                        ("messages", "trajectories", _trajectories)):  # fmt: skip
                 if f'"{field}"' in first:
-                    return Trace(kind, list(parse(map(json.loads, file))))
+                    return _some(kind, parse(map(_row, file)))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -93,9 +95,33 @@ def read(path: Path) -> Trace:
     )
 
 
-def _mooncake(rows: Iterator[dict[str, Any]]) -> Iterator[Asked]:
+def _some(kind: str, asked: Iterable[Asked]) -> Trace:
+    trace = Trace(kind, list(asked))
+    if not trace.asked:
+        raise ValueError("it holds no prompt")
+    return trace
+
+
+def _row(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is no object: {line:.60}")
+    return row
+
+
+def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
     for row in rows:
-        yield Asked(row["hash_ids"], row["input_length"], MOONCAKE_BLOCK)
+        ids, tokens = row["hash_ids"], row["input_length"]
+        if not isinstance(ids, list) or not all(is_whole(one) and 0 <= one < IDS for one in ids):
+            raise ValueError(
+                f"hash_ids must be a list of whole numbers below {IDS}, got {ids!r:.60}"
+            )
+        if not is_whole(tokens) or tokens < 1 or -(-tokens // MOONCAKE_BLOCK) != len(ids):
+            raise ValueError(
+                f"input_length must have an id for each {MOONCAKE_BLOCK} tokens, got "
+                f"{tokens!r:.60} with {len(ids)}"
+            )
+        yield Asked(ids, tokens, MOONCAKE_BLOCK)
 
 
 def _azure(file: Iterator[str]) -> Iterator[Asked]:
@@ -103,12 +129,14 @@ def _azure(file: Iterator[str]) -> Iterator[Asked]:
     begun = 0
     for row in csv.DictReader(file):
         tokens = int(row["ContextTokens"])
+        if not 0 <= tokens <= LONGEST or begun + tokens > IDS * MOONCAKE_BLOCK:
+            raise ValueError(f"ContextTokens must be from 0 to {LONGEST}, got {tokens}")
         if tokens:
             yield Asked(np.arange(begun, begun + tokens), tokens)
             begun += tokens
 
 
-def _trajectories(rows: Iterator[dict[str, Any]]) -> Iterator[Asked]:
+def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
     """Sessions side by side, a turn of each in its turn; every turn sends all before it again.
 
     Messages are encoded one by one, as a chat template would have them between special tokens.
@@ -122,11 +150,13 @@ def _trajectories(rows: Iterator[dict[str, Any]]) -> Iterator[Asked]:
         prompt: list[int] = []
         turns = []
         for message in row["messages"]:
+            if not isinstance(message, dict):
+                raise ValueError(f"a message is no object: {message!r:.60}")
             if message["role"] == "assistant" and prompt:
                 turns.append(len(prompt))
             prompt += tokenizer.encode(f"{message['role']}\n{message['content']}\n", bos=False)
         sessions.append((np.array(prompt), turns))
-    for turn in range(max(len(turns) for _, turns in sessions)):
+    for turn in range(max((len(turns) for _, turns in sessions), default=0)):
         for prompt, turns in sessions:
             if turn < len(turns):
                 yield Asked(prompt[: turns[turn]], turns[turn])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from evals import figures, prefix_figures, prefix_replay, prefix_report, prefix_traces
 from evals.prefix_report import ONE_PROMPT, TEN_SEEDS, Setting, closed_form, hits, measure
+from jaxkv.errors import UserError
 
 RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
          "microseconds_per_block")  # fmt: skip
@@ -197,24 +200,73 @@ def test_lengths_alone_are_never_found(tmp_path, monkeypatch, capsys):
         ((), "--trace must be given"),
         (("--trace", "absent"), "cannot read absent"),
         (("--trace", "report", "--capacity", "few"), "--capacity: must be a whole number"),
-        (("--trace", "report", "--p", "2"), "--p must be from 0 to 1"),
+        (("--trace", "report", "--p", "2"), "--p: must be from 0 to 1"),
         (("--trace", "report", "--mode", "half"), "invalid choice"),
         (("--trace", "report", "--slots", "0"), "--slots: must be a whole number"),
         (("--trace", "TRACE", "--block", "8"), "add --keys tokens"),
         (("--trace", "WRONG"), "a trace must have"),
         (("--trace", "BROKEN"), "is broken"),
+        (("--trace", "report", "--seed", "-1"), "--seed: must be a whole number from 0"),
+        (("--trace", "report", "--frequent", "99999999999999"), "--frequent: must be a whole"),
+        (("--trace", "report", "--length", "100000000", "--requests", "1"), "10000000 tokens"),
+        (("--trace", "report", "--p", "nan"), "--p: must be from 0 to 1"),
+        (("--trace", "report", "--keys", "tokens"), "--keys changes nothing here"),
+        (("--trace", "TRACE", "--p", "0.5"), "--p changes nothing here"),
+        (("--trace", "TRACE", "--greedy"), "--greedy changes nothing here"),
+        (("--trace", "AZURE", "--keys", "tokens"), "--keys is for traces of Mooncake"),
+        (("--trace", "TRACE", "--record", "--capacity", "5"), "--capacity changes nothing here"),
+        (("--trace", "TRACE", "--agents", "x"), "--agents changes nothing here"),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_line(trace, monkeypatch, capsys, words, said):
     (trace.parent / "wrong").write_text("x\n")
     (trace.parent / "broken").write_text('{"hash_ids": [1]}\n')
-    files = {"TRACE": trace, "WRONG": trace.parent / "wrong", "BROKEN": trace.parent / "broken"}
+    (trace.parent / "azure").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,40,1\n")
+    files = {word: trace.parent / word.lower() for word in ("WRONG", "BROKEN", "AZURE")}
+    files["TRACE"] = trace
     monkeypatch.setattr("sys.argv", ["x", *(str(files.get(word, word)) for word in words)])
     with pytest.raises(SystemExit) as end:
         prefix_replay.main()
     told = capsys.readouterr()
     assert end.value.code == 2 and not told.out
     assert said in told.err and told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"hash_ids": 5, "input_length": 5}', "hash_ids must be a list"),
+        ('{"hash_ids": [1, -1], "input_length": 600}', "hash_ids must be a list"),
+        ('{"hash_ids": [8388608], "input_length": 5}', "below 8388608"),
+        ('{"hash_ids": [1], "input_length": "x"}', "input_length must have"),
+        ('{"hash_ids": [1], "input_length": null}', "input_length must have"),
+        ('{"hash_ids": [], "input_length": 0}', "input_length must have"),
+        ('{"hash_ids": [1], "input_length": -5}', "input_length must have"),
+        ('{"hash_ids": [1], "input_length": 1e999}', "input_length must have"),
+        ('{"hash_ids": [1], "input_length": 513}', "513 with 1"),
+        ('{"hash_ids": [1], "input_length": 5}\n[]', "a row is no object"),
+        ('{"messages": []}', "holds no prompt"),
+        ('{"messages": [5]}', "a message is no object"),
+        ('{"messages": 5}', "TypeError"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "holds no prompt"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,0,1", "holds no prompt"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,5000000000,1", "ContextTokens must be"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx", "is broken"),
+    ],
+)
+def test_traces_that_are_broken(tmp_path, content, said):
+    (tmp_path / "trace").write_text(content + "\n")
+    with pytest.raises(UserError, match="is broken") as caught:
+        prefix_traces.read(tmp_path / "trace")
+    assert said in str(caught.value)
+
+
+def test_a_reader_that_leaves():
+    """As `| head` does: nothing is said, and the exit code tells."""
+    words = [sys.executable, "-m", "evals.prefix_replay", "--trace", "report", "--requests", "1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
 
 
 def test_the_record(trace, monkeypatch, tmp_path, capsys):
