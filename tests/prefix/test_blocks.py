@@ -435,7 +435,7 @@ def test_growth_evicts_what_nobody_uses():
     "wrong", [{"mode": "half"}, {"order": "random"}, {"hashing": "crc"}, {"total": 0},
               {"capacity": -1}, {"block": 0}, {"ghosts": 1}, {"order": ["linked"]}, {"mode": None}],
 )  # fmt: skip
-def test_settings_are_checked(wrong):
+def test_settings_are_checked(wrong, unchecked):
     with pytest.raises(UserError, match="got"):
         BlockPool(**{"block": 4} | wrong)
 

@@ -88,7 +88,7 @@ def test_tokens_are_numbers_whatever_holds_them():
     [[-1], [2**32], [1.5], ["a"], None, 5, np.array([-1]), np.array([2**32]), np.array([1.0]),
      np.zeros((1, 2), int)],
 )  # fmt: skip
-def test_what_is_no_token_is_refused(tokens):
+def test_what_is_no_token_is_refused(tokens, unchecked):
     with pytest.raises(UserError, match="tokens must be whole numbers from 0"):
         encode(tokens)
 
@@ -99,7 +99,7 @@ def test_what_can_be_no_field(value):
         root(a=value)
 
 
-def test_settings_are_checked():
+def test_settings_are_checked(unchecked):
     for wrong in (
         {"piece": 0},
         {"piece": 2**31},

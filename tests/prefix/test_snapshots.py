@@ -228,7 +228,7 @@ def test_a_host_of_one_slot_gives_way():
     assert at(index, range(5)) == 0
 
 
-def test_settings_are_checked():
+def test_settings_are_checked(unchecked):
     for wrong in ({"slots": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"memory": 1},
                   {"where": "every=0"}, {"where": "every"}, {"host_slots": -1},
                   {"slots": 1.5}, {"slots": True}, {"slots": "a"}, {"host_slots": 1.5},
