@@ -13,6 +13,7 @@ from typing import Any
 
 from evals import palette, recompute
 from jaxkv import memory
+from jaxkv.contract import Policy
 from jaxkv.stack import spell, state_bytes
 from models.llm import Llm
 from models.score import Score, check_scorable, gather, score
@@ -54,12 +55,14 @@ def compare(
     return scores
 
 
-def result(llm: Llm, policy: str, found: Score, block: int) -> dict[str, Any]:
-    """One policy's figures as they stand in compare.json."""
+def result(
+    llm: Llm, policy: str, found: Score, block: int, own: Policy | None = None
+) -> dict[str, Any]:
+    """One policy's figures as they stand in compare.json; own: one that has no string."""
     again = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "spelled": policy if again else spell(llm.policies(policy)),
+        "spelled": policy if again else spell(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
         "predictions": len(found.losses),
@@ -98,7 +101,7 @@ def _state(row: dict[str, Any]) -> str:
     return memory.show(row["state_bytes"]) if row["state_bytes"] else "no cache"
 
 
-def draw(results: Sequence[dict[str, Any]], context: int, caption: str) -> bytes:
+def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int = 150) -> bytes:
     """The loss by position of every policy, as a PNG."""
     import matplotlib
 
@@ -135,6 +138,6 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str) -> bytes
     )  # fmt: skip
     figure.supxlabel(caption, fontsize=8, color="#404040")
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png", metadata={"Software": None})
+    figure.savefig(picture, dpi=dpi, format="png", metadata={"Software": None})
     pyplot.close(figure)
     return picture.getvalue()

@@ -5,6 +5,8 @@ when it has run. A figure in a page stands between marks that say where it comes
 the path in its results and the format:
 
     <!--=latency recompute/most .1f-->22.2<!--/-->
+
+and a table between <!--table NAME--> and <!--/table-->, where evals/policies.py makes it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ LEGENDS = {
     "prefix_items": "lower left",
     "agents": "lower right",
 }
+TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
 
 
@@ -51,7 +54,12 @@ def fill(text: str, folder: Path = RESULTS) -> str:
         opening, name, path, form, closing = mark.groups()
         return opening + format(look_up(read(name, folder)["results"], path), form) + closing
 
-    return MARK.sub(figure, text)
+    filled = MARK.sub(figure, text)
+    if not TABLE.search(filled):
+        return filled
+    from evals.policies import TABLES
+
+    return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], filled)
 
 
 def look_up(results: Any, path: str) -> Any:

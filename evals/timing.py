@@ -74,9 +74,12 @@ def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> d
 
 def decoding(stream: Stream, tokens: int) -> Variant:
     """Writes so many tokens a row, every time from the state that the stream is in now."""
+    lengths = stream.lengths
+    stream.reserve(tokens)  # which takes time of its own
     start = jax.tree.map(jnp.copy, stream.decoding)
 
     def run() -> float:
+        stream.lengths = lengths  # or a policy that grows would make room in every round
         stream.decoding = jax.block_until_ready(jax.tree.map(jnp.copy, start))
         begun = perf_counter()
         write(stream, tokens)

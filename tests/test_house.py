@@ -31,7 +31,8 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "scipy", "torch", "transformers"),
+        *("matplotlib", "scipy", "torch", "transformers", "jupytext", "nbclient", "nbformat"),
+        "PIL",
     },
     "tests": None,
     "colab": None,

@@ -162,6 +162,7 @@ def test_ctrl_c(process, client):
     assert running.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_what_stops_services(model):
     """SIGTERM lets answers end for some seconds, and tells those that do not."""

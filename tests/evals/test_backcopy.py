@@ -21,7 +21,7 @@ def test_behind_a_trigger_comes_the_letter_before_it():
     assert 0 < chain.floor(letters) < np.log(len(LETTERS))
 
 
-@pytest.mark.slow
+@pytest.mark.record  # colab/05_train_a_sink asks the same in CI
 def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
     """Table 3's effect: without the sink the same cache reads worse, a second one adds nothing."""
     monkeypatch.setattr(backcopy, "LENGTH", 20_000)

@@ -1,0 +1,172 @@
+"""Runs the notebooks under colab/ and keeps what they showed.
+
+Each is a text in percent format, colab/NN_name.py, which is its source; beside it lies the notebook
+of the same cells with what they printed and drew, and the picture of its cell tagged `picture`. A
+notebook runs in a kernel of its own, in an
+empty folder, and checks its own results: a wrong one ends the run.
+
+    python -m evals.notebooks                     all in full, kept; minutes go into a record
+    python -m evals.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept
+    python -m evals.notebooks --smoke --install   the first one from its own first cell on
+
+That cell installs jaxkv, here from the commit of this folder, and no package that is there may
+change: that is what goes wrong on Colab.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from evals.record import ROOT, Record
+
+FOLDER = ROOT / "colab"
+REPOSITORY = "https://github.com/jaxkv/jaxkv"
+BADGE = "https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/"
+LONGEST = 180  # seconds of a notebook with JAXKV_SMOKE=1
+ANY = 7200  # seconds of a cell in full
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m evals.notebooks", description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    ask.add_argument("names", nargs="*", metavar="NAME", help="as of the files; all by default")
+    ask.add_argument("--smoke", action="store_true", help="small sizes; nothing is kept")
+    ask.add_argument("--install", action="store_true", help="the first one installs")
+    given = ask.parse_args()
+    known = [path.stem for path in sources()]
+    unknown = [name for name in given.names if name not in known]
+    if unknown:
+        ask.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]!r}")
+    chosen = given.names or known
+    if given.install and not given.smoke:
+        ask.error("--install is for --smoke: what is kept is what this folder has")
+    if not given.smoke:
+        keep(chosen)
+        return
+    try_out(chosen[: given.install], install=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda name: try_out([name]), chosen[given.install :]))
+
+
+def try_out(names: list[str], install: bool = False) -> None:
+    """Run with JAXKV_SMOKE=1; nothing is kept."""
+    for name in names:
+        took = run(name, smoke=True, install=install)[1]
+        print(f"{name}: {took:.0f} s", flush=True)
+
+
+def sources() -> list[Path]:
+    return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+
+
+def keep(names: list[str]) -> None:
+    """Run in full, write what was shown, and record the minutes beside those of the others."""
+    import jax
+    import nbformat
+
+    from evals.record import RESULTS, read
+
+    record_name = f"notebooks_{jax.default_backend()}"
+    there = (RESULTS / f"{record_name}.json").exists()
+    minutes = read(record_name)["results"]["minutes"] if there else {}
+    record = Record(record_name)
+    for name in names:
+        done, took = run(name)
+        nbformat.write(done, FOLDER / f"{name}.ipynb")
+        (FOLDER / f"{name}.png").write_bytes(picture_of(done))
+        minutes[name] = took / 60
+        print(f"{name}: {minutes[name]:.1f} minutes", flush=True)
+    print("wrote", record.save({"minutes": dict(sorted(minutes.items()))}))
+
+
+def load(name: str) -> Any:
+    """The cells of a source as a notebook without outputs; their ids follow from their order."""
+    import jupytext
+
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02}"
+    notebook.metadata = {
+        "accelerator": "GPU",
+        "colab": {"provenance": []},
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return notebook
+
+
+def run(name: str, smoke: bool = False, install: bool = False) -> tuple[Any, float]:
+    """A notebook with its outputs, and the seconds that it took.
+
+    Raises nbclient's CellExecutionError or CellTimeoutError, and RuntimeError where a cell that
+    installs changed what was there.
+    """
+    from nbclient import NotebookClient
+
+    notebook = load(name)
+    skipped = [] if install else [cell for cell in notebook.cells if "install" in tags(cell)]
+    sources = [cell.source for cell in skipped]
+    for cell in skipped:
+        cell.source = ""
+    before = packages() if install else {}
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook, timeout=LONGEST if smoke else ANY, kernel_name="python3",
+            resources={"metadata": {"path": folder}}, record_timing=False,
+        )  # fmt: skip
+        begun = time.perf_counter()
+        client.execute(env=environment(smoke, install))
+        took = time.perf_counter() - begun
+    for cell, source in zip(skipped, sources, strict=True):
+        cell.source = source
+    if smoke and took > LONGEST:
+        raise RuntimeError(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, took {took:.0f}")
+    changed = [each for each, was in before.items() if packages().get(each) != was]
+    if changed:
+        raise RuntimeError(f"the first cell must leave what is there, changed {', '.join(changed)}")
+    return notebook, took
+
+
+def picture_of(notebook: Any) -> bytes:
+    """What the cell tagged `picture` drew, which README shows."""
+    (cell,) = [cell for cell in notebook.cells if "picture" in tags(cell)]
+    (png,) = [one.data["image/png"] for one in cell.outputs if "image/png" in one.get("data", {})]
+    return base64.b64decode(png)
+
+
+def tags(cell: Any) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def environment(smoke: bool, install: bool) -> Mapping[str, str]:
+    """That of the kernel: it finds jaxkv only where it is installed."""
+    made = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if smoke:
+        made["JAXKV_SMOKE"] = "1"
+    if install:  # the cell says where users get it; here that leads to this folder
+        made |= {
+            "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
+            "GIT_CONFIG_VALUE_0": REPOSITORY,
+        }  # fmt: skip
+    return made
+
+
+def packages() -> dict[str, str]:
+    """Name and version of whatever is installed here."""
+    asked = [sys.executable, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    return dict(line.split("==", 1) for line in told.splitlines() if "==" in line)
+
+
+if __name__ == "__main__":
+    main()
