@@ -155,8 +155,8 @@ caption = "The Hound of the Baskervilles, mean of 500 tokens a point"
 runtime.shrink(compare.draw(results, llm.config.context, caption, dpi=80))
 
 # %% [markdown]
-# With the default model it gains nothing over `streaming`: a model this small has no head that needs to
-# look far. A larger one has, put its id into the field above.
+# Here it gains nothing over `streaming`. DuoAttention finds out which heads of a model look far; this
+# policy takes the first ones, whichever they are.
 #
 # ## In a model that is not ours
 #
@@ -212,9 +212,11 @@ print(f"largest difference: {apart:.1e}")
 #
 # In a clone the class becomes `jaxkv/policies/duo.py`, with `summary` and `source` for `jaxkv
 # policies`, one line in `jaxkv/policies/__init__.py` so that `--policy duo:heads=1` finds it, and one
-# in `tests/laws/cases.py`, where all seventeen laws are asked of it. Attention has to be shown to a
-# policy only if it chooses by it (`needs_scores`); one that makes room as it grows has `reserve`, one
-# that thins a finished prompt `seal`, and a faster way for a single token is `decode`.
+# in `tests/laws/cases.py`, where all seventeen laws are asked of it. (Law 6, that a state may be split
+# over kv heads, this policy cannot keep, for its halves are kv heads; it is for one device.) Attention
+# has to be shown to a policy only if it chooses by it (`needs_scores`); one that makes room as it grows
+# has `reserve`, one that thins a finished prompt `seal`, and a faster way for a single token is
+# `decode`.
 #
 # The cell below fails if anything above was not as it says.
 

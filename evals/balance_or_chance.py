@@ -17,7 +17,7 @@ import numpy as np
 import models
 from evals import heads, runtime, single_layer, timing
 from evals.figures import draw_spreads
-from evals.palette import THINNED
+from evals.palette import COLOURS, THINNED
 from evals.record import spread
 from evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.contract import Spec
@@ -35,6 +35,8 @@ KINDS = 32  # of keys, where keys are alike
 HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
 WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
 SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
+LOOKS = THINNED | {"ends alone": {"color": COLOURS["full"], "linestyle": "dotted"}}
+ABOVE = {"loc": "outside upper center", "frameon": False, "fontsize": 8}  # legends
 COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
 Errors = dict[str, list[float]]  # by method, one for each seed
 
@@ -85,14 +87,15 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
     figure, (*planes, right) = runtime.axes(9.0, 3.5, columns=3)
-    colours = [THINNED[name]["color"] for name in ("uniform, weighted", "balance, walk")]
+    colours = [LOOKS[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
         axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
-        for number, (at, size) in enumerate(zip(0.5 * CENTRES, SIZES, strict=True)):
-            kept = (signs[found.group == number] > 0).sum()
-            axes.annotate(f"{kept} of {size}", at, ha="center", va="center", fontsize=8)
-        axes.set_title(name, fontsize=10)
+        for number, at in enumerate(0.5 * CENTRES):
+            of_group = signs[found.group == number]
+            told = f"{(of_group > 0).sum()} : {(of_group < 0).sum()}"
+            axes.annotate(told, at, ha="center", va="center", fontsize=9)
+        axes.set_title(f"{name}, kept : dropped", fontsize=10)
         axes.set(xlabel="key, 1st number", ylabel="key, 2nd number", aspect="equal",
                  xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
         lengths = found.lengths[name]
@@ -100,9 +103,8 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         right.fill_between(at, *np.quantile(lengths, [0.1, 0.9], axis=0), color=colour, alpha=0.25)
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
     right.set(xlabel="points that have a sign", ylabel="length of the signed sum", ylim=(0, None))
-    right.set_title("kept less dropped", fontsize=10)
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, dpi=80)
 
 
 def compare(
@@ -111,8 +113,8 @@ def compare(
 ) -> Errors:  # fmt: skip
     """The errors of attention of the last QUERIES to what each method leaves of what is before.
 
-    q, k, v: [T,*,H]. ends: tokens that stay, the first and the last. Of those between one in
-    2^rounds stays. `snapkv` draws nothing, so it has one error.
+    q, k, v: [T,*,H]. ends: how many of the first and last tokens stay; of those between one in
+    2^rounds does. `snapkv` draws nothing, so it has one error.
     """
     exact = attend(spec, q, k, v, policy("full"))
     between, found = len(k) - QUERIES - sum(ends), {}
@@ -157,19 +159,16 @@ def of_model(
     chosen = np.unique(np.linspace(0, layers - 1, min(6, layers)).round().astype(int)).tolist()
     found: dict[int, list[Any]] = {layer: [] for layer in chosen}
     for number, ids in enumerate(stretches):
-        for layer, seen in enumerate(single_layer.capture(llm, ids)):
-            if layer not in found:
-                continue
+        captured = single_layer.capture(llm, ids)
+        for layer in chosen:
+            seen = captured[layer]
             first = seeds * (layer + layers * number)  # no draw serves twice
-            draws = range(first, first + seeds)
-            names = ("balance, walk", *COMPARED)
+            draws, names = range(first, first + seeds), ("balance, walk", *COMPARED)
             errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
-            exact, alone = (attend(llm.spec, *seen, policy("full"), between=all_of)
-                            for all_of in (True, False))  # fmt: skip
+            given = partial(attend, llm.spec, *seen, policy("full"))
             for each in errors.values():
-                each["ends alone"] = [relative(alone, exact)]
-            between = slice(ENDS, len(ids) - QUERIES - ENDS)
-            tenth = heaviest(llm.spec, *seen, between, 0.1)
+                each["ends alone"] = [relative(given(between=False), given())]
+            tenth = heaviest(llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1)
             found[layer].append({"errors": errors, "tenth": tenth})
     return {
         layer: jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
@@ -188,16 +187,15 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
         for place, name in enumerate(names):
             lines = {t: spread(np.mean([e[t][name] for e in layers], axis=0)) for t in of_first}
             # Beside each other, so that the ranges can be told apart.
-            at = [100 / 2**t * 1.03 ** (place - len(names) / 2) for t in lines]
+            at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
-            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **THINNED[name])
-        axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)", title=title)
-        axes.set_xticks([100 / 2**t for t in lines], [f"{100 / 2**t:g}" for t in lines])
-        axes.set_xticks([], minor=True)
-    top = max(axes.get_ylim()[1] for axes in panels)
-    for axes, label in zip(panels, ("relative error of attention", ""), strict=True):
-        axes.set(ylabel=label, ylim=(0, top))
-    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=4)
+            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **LOOKS[name])
+        axes.set(xlabel="of the tokens between the ends, kept (%)", title=title)
+        axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
+    for axes in panels:
+        axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
+    panels[0].set_ylabel("relative error of attention")
+    figure.legend(ncols=4, **ABOVE)
     return runtime.picture(figure, caption)
 
 
@@ -253,14 +251,14 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
         lines = {which: spread(each[name]) for which, each in found.items()}
-        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=THINNED[name]["color"],
+        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=LOOKS[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
     axes.axhline(1, color="#8c8c8c", lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
     axes.set_xticks(range(len(found)), found)
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
-    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=5)
+    figure.legend(ncols=5, **ABOVE)
     return runtime.picture(figure, caption)
 
 
@@ -270,43 +268,32 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
         lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
-        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **THINNED[name])
+        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **LOOKS[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
-    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=5)
+    figure.legend(ncols=5, **ABOVE)
     return runtime.picture(figure, caption)
 
 
 def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
-    """Milliseconds to read this prompt and to thin it, with all layers, medians of `count`; and
-    `left`, the bytes of the thinned caches over those of the prompt."""
+    """Milliseconds to read this prompt and to thin it, with all layers, medians of `count`; and how
+    much of the caches' bytes is left, in per cent."""
 
-    def read() -> models.Stream:
+    def read() -> tuple[Any, ...]:
         stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
         stream.read([ids])
-        jax.block_until_ready(stream.decoding)
-        return stream
+        return jax.block_until_ready(stream.decoding).states
 
     def thin(name: str) -> tuple[Any, ...]:
         chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
         made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
-    states = read().decoding.states  # of one form, whichever of these will thin them
+    states = read()  # of one form, whichever of these will thin them
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
-    variants = {"read": timing.timed(read)}
-    variants |= {name: timing.timed(partial(thin, name)) for name in names}
+    variants = {"read it (ms)": timing.timed(read)}
+    variants |= {f"thin it: {name} (ms)": timing.timed(partial(thin, name)) for name in names}
     seconds = timing.rounds(variants, count, f"thinning {len(ids):,} tokens")
     size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
     found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
-    return found | {"left": size(thin("uniform, weighted")) / size(states)}
-
-
-def costs_table(costs: Mapping[int, Mapping[str, float]]) -> str:
-    """Milliseconds by the length of the prompt, and how much memory is left."""
-    lines = [f"{'tokens of the prompt':28}" + "".join(f"{tokens:>12,}" for tokens in costs)]
-    for name in next(iter(costs.values())):
-        title = {"read": "read it (ms)", "left": "memory left"}.get(name, f"thin: {name} (ms)")
-        form = "12.0%" if name == "left" else "12.1f"
-        lines.append(f"{title:28}" + "".join(f"{each[name]:{form}}" for each in costs.values()))
-    return "\n".join(lines)
+    return found | {"memory left (%)": 100 * size(thin("uniform, weighted")) / size(states)}

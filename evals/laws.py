@@ -100,6 +100,16 @@ def cut(tokens: Chunk, begin: int, end: int) -> Chunk:
     return Chunk(*(leaf[:, begin:end] for leaf in tokens))
 
 
+def pad_between(tokens: Chunk) -> Chunk:
+    """The same tokens with padding in front of them and behind every second one."""
+    count = tokens.q.shape[1]
+    places = np.repeat(np.arange(count), np.where(np.arange(count) % 2, 2, 1))
+    there = np.append(True, places[1:] != places[:-1])
+    places, there = np.append([0, 0, 0], places), np.append([False] * 3, there)
+    chunk = Chunk(*(leaf[:, places] for leaf in tokens))
+    return chunk._replace(valid=jnp.broadcast_to(jnp.asarray(there), chunk.valid.shape))
+
+
 @partial(jax.jit, static_argnums=0)
 def step(policy: Policy, state: State, tokens: Chunk) -> tuple[jax.Array, State]:
     """jaxkv.step, compiled once for each width."""
@@ -144,6 +154,11 @@ def padding_is_nothing(asked: Asked) -> Parts:
         out, after = step(asked.policy, state, pad._replace(valid=jnp.zeros((ROWS, width), bool)))
         yield f"{width} tokens of padding change a state", same(state, after)
         yield f"the output of {width} tokens of padding is not 0", not np.asarray(out).any()
+    out, state = asked.read(asked.tokens, 7)
+    mixed = pad_between(asked.tokens)
+    other, after = asked.read(mixed, 7)
+    yield "padding between tokens is kept", asked.held(state) == asked.held(after)
+    yield "padding between tokens is seen", close(out, other[:, np.asarray(mixed.valid[0])])
 
 
 def rows_are_alone(asked: Asked) -> Parts:
