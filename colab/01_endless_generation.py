@@ -74,6 +74,10 @@ caption = "letters that the model has not seen, mean of 100 a point"
 runtime.shrink(compare.draw(copied, small.config.context, caption, dpi=80))
 
 # %% [markdown]
+# The orange line lies above the blue one: without its sink the head looks at letters that disturb, and
+# copies go wrong. Large models fail altogether; of Llama-2-13B the paper has a perplexity of 5158 in
+# place of 5.40 (Table 1).
+#
 # ## What mends it
 #
 # Keep the sink beside the newest tokens and number all by their place in the cache: *streaming*, the
@@ -96,7 +100,7 @@ POLICIES = ["full", "window:window=256", STREAMING]
 ids = runtime.passage(llm, runtime.size(8_000, 2_000))
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.quietly)
 results = [compare.result(llm, name, scores[name], block=250) for name in POLICIES]
-print(compare.table(results))
+runtime.Text(compare.table(results))
 
 # %% tags=["picture"]
 caption = "The Hound of the Baskervilles, mean of 250 tokens a point"

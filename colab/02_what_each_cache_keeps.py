@@ -78,7 +78,7 @@ kept.shade(llm, ids, found, ["streaming", "stratified", "balance", "snapkv"])
 # %%
 NAMES = {"the engraving": "To James Mortimer", "its date": "1884", "the end": "this mark of"}
 places = {name: kept.find(llm, ids, words) for name, words in NAMES.items()}
-print(kept.table(found, places))
+runtime.Text(kept.table(found, places))
 
 # %% [markdown]
 # To be held is not yet to be used. A token that few heads hold may be of no use to them, and a model
@@ -93,8 +93,9 @@ print(kept.table(found, places))
 # reading: see [04_sampling_beats_topk](04_sampling_beats_topk.ipynb).
 
 # %%
-whole = kept.read(llm, ids, {name: SETTINGS[name] for name in EVERYTHING[1:]})
-print(kept.table(whole, places))
+some = EVERYTHING[1 : runtime.size(7, 3)]
+whole = kept.read(llm, ids, {name: SETTINGS[name] for name in some})
+runtime.Text(kept.table(whole, places))
 
 # %% [markdown]
 # The cell below fails if anything above was not as it says.

@@ -94,7 +94,7 @@ thinning.draw_errors(found, caption)
 # ends goes to its heaviest tenth of the keys. Below 1 balance is nearer than the other method.
 
 # %%
-print(thinning.table(found, rounds=2))
+runtime.Text(thinning.table(found, rounds=2))
 
 # %% [markdown]
 # Where attention is spread, balance wins; where a few keys have most of it, choosing by attention
@@ -159,10 +159,11 @@ lengths = runtime.size([1_024, 4_096], [512])
 costs = {each: thinning.cost(llm, runtime.passage(llm, each)) for each in lengths}
 
 # %%
-print(f"all layers, a quarter kept between 32 tokens at each end; {runtime.device()}\n")
-print(f"{'tokens of the prompt':32}", *(f"{tokens:10,}" for tokens in costs))
+lines = [f"all layers, a quarter kept between 32 tokens at each end; {runtime.device()}", ""]
+lines.append(f"{'tokens of the prompt':32}" + "".join(f"{tokens:11,}" for tokens in costs))
 for row in costs[lengths[0]]:
-    print(f"{row:32}", *(f"{cost[row]:10.1f}" for cost in costs.values()))
+    lines.append(f"{row:32}" + "".join(f"{cost[row]:11.1f}" for cost in costs.values()))
+runtime.Text("\n".join(lines))
 
 # %% [markdown]
 # ## When to take which

@@ -89,7 +89,7 @@ long_tail.draw_chances(spec, layers[0], long_tail.PAIRS[:3])
 # %%
 pairs = runtime.size(long_tail.PAIRS, long_tail.PAIRS[2:])
 read = long_tail.tables(spec, layers, pairs, runtime.size(2, 1))
-print(long_tail.told(read, llm.config.context))
+runtime.Text(long_tail.told(read, llm.config.context))
 
 # %% [markdown]
 # Read as many as the error allows, with the smallest L that does so. For a model and a text of yours
@@ -101,11 +101,13 @@ print(long_tail.told(read, llm.config.context))
 
 # %%
 ENDS = f"sinks={long_tail.SINKS},window={long_tail.WINDOW}"
-policies = {name: f"{name}:share=0.1,{ENDS}" for name in ("topk", "oracle")}
-policies |= {
-    "vattention": f"vattention:top=0.05,base=0.05,{ENDS}",
+policies = {
     "magicpig": f"magicpig:K=8,L=75,{ENDS}",
+    "topk": f"topk:share=0.1,{ENDS}",
+    "oracle": f"oracle:share=0.1,{ENDS}",
+    "vattention": f"vattention:top=0.05,base=0.05,{ENDS}",
 }
+policies = dict(list(policies.items())[: runtime.size(4, 1)])
 text = runtime.passage(llm, runtime.size(7_000, 2_000))
 behind = long_tail.losses(llm, text, policies, runtime.size(12, 2))
 for name, over in behind.items():

@@ -80,7 +80,7 @@ found = {
     name: arms.losses(arm, arms.held_back(arm, letters, count), CACHES)
     for name, arm in trained.items()
 }
-print(arms.table(found))
+runtime.Text(arms.table(found))
 
 # %%
 arms.draw_losses(found, floor)

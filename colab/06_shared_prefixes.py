@@ -76,7 +76,7 @@ served = {
     policy: tuple(conversations.serve(llm, policy, asked, kept) for kept in (None, Prefixes(slots)))
     for policy, slots in SLOTS.items()
 }
-print(conversations.table(served))
+runtime.Text(conversations.table(served))
 
 # %% tags=["picture"]
 conversations.draw_first(served, asked.turns)

@@ -112,7 +112,7 @@ from evals import laws
 
 small = Duo(heads=1, far=16, near=8)
 verdicts = laws.check(small, capacity=12)
-print(laws.table(verdicts))
+runtime.Text(laws.table(verdicts))
 
 
 # %% [markdown]
@@ -129,7 +129,7 @@ class Wrong(Duo):
 
 
 mistaken = laws.check(Wrong(heads=1, far=16, near=8), capacity=12)
-print(laws.table(mistaken))
+runtime.Text(laws.table(mistaken))
 
 # %% [markdown]
 # ## Its place beside the others
@@ -148,7 +148,7 @@ POLICIES = ["full", "window:window=128", "streaming:sinks=4,window=124"]
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.quietly)
 results = [compare.result(llm, name, scores[name], 500) for name in POLICIES]
 results.append(compare.result(llm, "duo", models.score(llm, ids, Duo()), 500, Duo()))
-print(compare.table(results))
+runtime.Text(compare.table(results))
 
 # %% tags=["picture"]
 caption = "The Hound of the Baskervilles, mean of 500 tokens a point"

@@ -7,6 +7,7 @@ are kept.
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import logging
@@ -49,12 +50,13 @@ def begin(name: str) -> None:
 
     keep_compilations()
     warnings.showwarning = say_warning
+    sys.stderr = sys.stdout  # progress is no error: notebooks show that on a red ground
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     platform_found = jax.default_backend()
     check(platform_found, accelerator(), os.environ.get("JAX_PLATFORMS", ""))
     print(f"jaxkv {version('jaxkv')}, jax {jax.__version__}, Python {platform.python_version()}")
     print(f"runs on {device()}")
-    print(*(f"took {line}" for line in minutes(name)), sep="\n")
+    print(*minutes(name), sep="\n")
     if SMOKE:
         print("JAXKV_SMOKE is set: sizes are a test's, and figures mean nothing")
 
@@ -104,11 +106,12 @@ def minutes(name: str) -> list[str]:
         file = HERE / "results" / f"notebooks_{kind}.json"
         record = json.loads(file.read_text("utf-8")) if file.exists() else None
         if record is None or name not in record["results"]["minutes"]:
-            lines.append(f"an unknown time on a {kind.upper()}: nobody has measured it yet")
+            lines.append(f"on a {kind.upper()}: not measured yet")
             continue
         device = record["cpu"]["model"] if kind == "cpu" else record["device"]
         count = f"{record['cpu']['cores']} cores of " if kind == "cpu" else ""
-        lines.append(f"{record['results']['minutes'][name]:.1f} minutes on {count}{device}")
+        took = record["results"]["minutes"][name]
+        lines.append(f"on a {kind.upper()}: {took:.1f} minutes ({count}{device})")
     return lines
 
 
@@ -142,6 +145,20 @@ class Picture:
 
     def _repr_png_(self) -> bytes:
         return self.png
+
+
+@dataclass(frozen=True)
+class Text:
+    """Lines that keep their columns however narrow the page, and are scrolled there."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        style = "white-space:pre;overflow-x:auto;line-height:1.3;margin:0"
+        return f'<pre style="{style}">{html.escape(self.text)}</pre>'
 
 
 def picture(figure: Figure, caption: str, dpi: int = 90) -> Picture:

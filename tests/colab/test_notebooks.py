@@ -153,8 +153,15 @@ def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
               "results": {"minutes": {"01_one": 1.26}}}  # fmt: skip
     (tmp_path / "results" / "notebooks_cpu.json").write_text(json.dumps(record))
     of_cpu, of_gpu, _ = runtime.minutes("01_one")
-    assert of_cpu == "1.3 minutes on 2 cores of a processor" and "nobody has measured" in of_gpu
-    assert "nobody has measured" in runtime.minutes("02_other")[0]
+    assert of_cpu == "on a CPU: 1.3 minutes (2 cores of a processor)"
+    assert of_gpu == "on a GPU: not measured yet"
+    assert runtime.minutes("02_other")[0] == "on a CPU: not measured yet"
+
+
+def test_a_table_keeps_its_columns():
+    shown = runtime.Text("a  < b\n1    2")
+    assert repr(shown) == "a  < b\n1    2"
+    assert ">a  &lt; b\n1    2</pre>" in shown._repr_html_()
 
 
 def test_the_passage_is_as_long_as_it_is(monkeypatch):

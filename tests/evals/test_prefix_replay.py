@@ -23,7 +23,7 @@ RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.mark.slow
+@pytest.mark.record
 @pytest.mark.parametrize("slots", [16, 64])
 def test_ten_seeds(slots):
     """Ours are drawn by another generator: the mean must be within, no run far away."""
@@ -71,7 +71,7 @@ def test_all_is_found_by_single_tokens():
     assert hits(replace(ONE_PROMPT, block=1, outputs=(2, 12)), 0) >= 99.8
 
 
-@pytest.mark.slow
+@pytest.mark.record
 @pytest.mark.parametrize("mode, block, slots", prefix_report.CURVES)
 def test_figure_1(mode, block, slots):
     curve = prefix_report.CURVES[mode, block, slots]
@@ -110,7 +110,7 @@ def test_mooncake(mooncake, capacity, wanted):
     assert sum(found.missed.values()) + found.blocks_hit == found.blocks
 
 
-@pytest.mark.slow
+@pytest.mark.record
 @pytest.mark.parametrize("capacity, wanted", [(4_000, 0.0882), (None, 0.3736)])
 def test_mooncake_by_tokens(mooncake, capacity, wanted):
     """Whichever is looked up, ids or the tokens that follow from them."""

@@ -362,7 +362,7 @@ def wide(start, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [20, 300])
+@pytest.mark.parametrize("limit", [20, pytest.param(300, marks=pytest.mark.record)])
 def test_a_full_disk(start, wide, tmp_path, limit):
     """A limit on the size of files stands for it: one line, and earlier checkpoints stay.
 
