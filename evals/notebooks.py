@@ -8,6 +8,7 @@ empty folder, and checks its own results: a wrong one ends the run.
     python -m evals.notebooks                     all in full, kept; minutes go into a record
     python -m evals.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept
     python -m evals.notebooks --smoke --install   the first one from its own first cell on
+    python -m evals.notebooks --smoke --model DIR with another model in the field
 
 That cell installs jaxkv, here from the commit of this folder, and no package that is there may
 change: that is what goes wrong on Colab.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import base64
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from evals.record import ROOT, Record
 FOLDER = ROOT / "colab"
 REPOSITORY = "https://github.com/jaxkv/jaxkv"
 BADGE = "https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/"
+FIELD = 'MODEL = ""'  # the cell where a reader names another model begins so
 LONGEST = 180  # seconds of a notebook with JAXKV_SMOKE=1
 ANY = 7200  # seconds of a cell in full
 
@@ -41,28 +44,31 @@ def main() -> None:
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("names", nargs="*", metavar="NAME", help="as of the files; all by default")
     ask.add_argument("--smoke", action="store_true", help="small sizes; nothing is kept")
+    ask.add_argument("--model", default="", help="with --smoke, another one than our own")
     ask.add_argument("--install", action="store_true", help="the first one installs")
     given = ask.parse_args()
     known = [path.stem for path in sources()]
     unknown = [name for name in given.names if name not in known]
     if unknown:
         ask.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]!r}")
-    chosen = given.names or known
+    chosen = given.names or list(known)
     if given.install and not given.smoke:
         ask.error("--install is for --smoke: what is kept is what this folder has")
+    if given.model and not given.smoke:
+        ask.error("--model is for --smoke: what is kept is of the model of our own")
     if not given.smoke:
         keep(chosen)
         return
-    try_out(chosen[: given.install], install=True)
+    if given.install:
+        try_out(chosen.pop(0), given.model, install=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda name: try_out([name]), chosen[given.install :]))
+        list(pool.map(lambda name: try_out(name, given.model), chosen))
 
 
-def try_out(names: list[str], install: bool = False) -> None:
+def try_out(name: str, model: str, install: bool = False) -> None:
     """Run with JAXKV_SMOKE=1; nothing is kept."""
-    for name in names:
-        took = run(name, smoke=True, install=install)[1]
-        print(f"{name}: {took:.0f} s", flush=True)
+    took = run(name, smoke=True, install=install, model=model)[1]
+    print(f"{name}: {took:.0f} s", flush=True)
 
 
 def sources() -> list[Path]:
@@ -75,20 +81,29 @@ def keep(names: list[str]) -> None:
     import nbformat
 
     from evals.record import RESULTS, read
+    from evals.runtime import device
 
-    record_name = f"notebooks_{jax.default_backend()}"
-    there = (RESULTS / f"{record_name}.json").exists()
-    minutes = read(record_name)["results"]["minutes"] if there else {}
-    record = Record(record_name)
+    known = record_name(jax.default_backend(), jax.devices()[0].device_kind)
+    there = (RESULTS / f"{known}.json").exists()
+    notebooks = read(known)["results"]["notebooks"] if there else {}
+    record = Record(known)
     for name in names:
         done, took = run(name)
         nbformat.write(done, FOLDER / f"{name}.ipynb")
         (FOLDER / f"{name}.png").write_bytes(picture_of(done))
-        minutes[name] = took / 60
-        print(f"{name}: {minutes[name]:.1f} minutes", flush=True)
-    print("wrote", record.save({"minutes": dict(sorted(minutes.items()))}))
+        notebooks[name] = {"minutes": took / 60, "commit": record.about["commit"],
+                           "date": record.about["date"]}  # fmt: skip
+        print(f"{name}: {took / 60:.1f} minutes", flush=True)
+    results = {"platform": jax.default_backend(), "device": device(), "notebooks": notebooks}
+    print("wrote", record.save(results))
     for name in names:
         tell_minutes(name)
+
+
+def record_name(platform: str, kind: str) -> str:
+    """Of the record of one kind of device; minutes of a T4 are none of an A100."""
+    words = platform if platform == "cpu" else f"{platform} {kind}"
+    return "notebooks_" + re.sub(r"[^a-z0-9]+", "_", words.lower())
 
 
 def tell_minutes(name: str) -> None:
@@ -119,24 +134,29 @@ def load(name: str) -> Any:
     return notebook
 
 
-def run(name: str, smoke: bool = False, install: bool = False) -> tuple[Any, float]:
+def run(
+    name: str, smoke: bool = False, install: bool = False, model: str = ""
+) -> tuple[Any, float]:
     """A notebook with its outputs, and the seconds that it took.
 
-    Raises nbclient's CellExecutionError or CellTimeoutError, and RuntimeError where a cell that
-    installs changed what was there.
+    model: what stands in its field; nothing takes the model of our own. Raises nbclient's
+    CellExecutionError or CellTimeoutError, and RuntimeError where a cell that installs changed what
+    was there.
     """
     notebook = load(name)
-    skipped = [] if install else [cell for cell in notebook.cells if "install" in tags(cell)]
-    sources = [cell.source for cell in skipped]
-    for cell in skipped:
-        cell.source = ""
+    sources = [cell.source for cell in notebook.cells]
+    for cell in notebook.cells:
+        if "install" in tags(cell) and not install:
+            cell.source = ""
+        cell.source = cell.source.replace(FIELD, f"MODEL = {model!r}")
     before = packages() if install else {}
     took = execute(notebook, smoke, install)
-    for cell, source in zip(skipped, sources, strict=True):
+    for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
     if smoke and took > LONGEST:
         raise RuntimeError(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, took {took:.0f}")
-    changed = [each for each, was in before.items() if packages().get(each) != was]
+    after = packages() if install else {}
+    changed = [each for each, was in before.items() if after.get(each) != was]
     if changed:
         raise RuntimeError(f"the first cell must leave what is there, changed {', '.join(changed)}")
     return notebook, took

@@ -149,7 +149,7 @@ def run(
     longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
     engines = {
         name: engine_of(llm, policy, slots=slots, room=longest, chunk=load.chunk,
-                        queue=len(load.requests), queue_tokens=2**40, prefixes=prefixes)
+                        queue=len(load.requests), queue_tokens=2**31 - 1, prefixes=prefixes)
         for name, prefixes in (("none", None), ("kept", Prefixes(kept)))
     }  # fmt: skip
     told: dict[str, list] = {}

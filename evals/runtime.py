@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import platform
-import shutil
+import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +32,12 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SMOKE = os.environ.get("JAXKV_SMOKE", "0") not in ("", "0")
 PLATFORMS = ("cpu", "gpu", "tpu")
+GOOGLE = (
+    "0x1ae0"  # as a vendor of PCI devices, of which these are TPUs (jax/_src/hardware_utils.py)
+)
+TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c")
 PASSAGE = HERE / "passage.txt"  # the beginning of a novel that the default model has not seen
-COLOURS = 64  # of a picture that is kept
+COLOURS = 64  # of a picture of lines and letters
 Size = TypeVar("Size")
 
 
@@ -88,30 +92,40 @@ def check(found: str, there: str, asked: str) -> None:
 
 def accelerator() -> str:
     """What this machine has besides a CPU, whether or not JAX found it."""
-    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+    if has_gpu():
         return "GPU"
-    if (
-        os.environ.get("TPU_NAME")
-        or os.environ.get("COLAB_TPU_ADDR")
-        or Path("/dev/accel0").exists()
-    ):
-        return "TPU"
-    return ""
+    return "TPU" if has_tpu() else ""
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver lists a device; the program alone may be there without one."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
+
+
+def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether a TPU is attached; Google's network cards have the same vendor."""
+    return any(
+        (device / "vendor").read_text().strip() == GOOGLE
+        and (device / "device").read_text().strip() in TPUS
+        for device in devices.glob("*")
+    )
 
 
 def minutes(name: str) -> list[str]:
-    """How long a notebook took where it was measured, and where it was not."""
+    """How long a notebook took on each device where it was run, and where nobody has run it."""
+    files = sorted((HERE / "results").glob("notebooks_*.json"))
+    records = [json.loads(file.read_text("utf-8"))["results"] for file in files]
     lines = []
     for kind in PLATFORMS:
-        file = HERE / "results" / f"notebooks_{kind}.json"
-        record = json.loads(file.read_text("utf-8")) if file.exists() else None
-        if record is None or name not in record["results"]["minutes"]:
-            lines.append(f"on a {kind.upper()}: not measured yet")
-            continue
-        device = record["cpu"]["model"] if kind == "cpu" else record["device"]
-        count = f"{record['cpu']['cores']} cores of " if kind == "cpu" else ""
-        took = record["results"]["minutes"][name]
-        lines.append(f"on a {kind.upper()}: {took:.1f} minutes ({count}{device})")
+        there = [one for one in records if one["platform"] == kind and name in one["notebooks"]]
+        for one in there:
+            lines.append(f"on {one['device']}: {one['notebooks'][name]['minutes']:.1f} minutes")
+        if not there:
+            lines.append(f"on a {kind.upper()}: nobody has run it yet")
     return lines
 
 
@@ -120,15 +134,30 @@ def size(full: Size, smoke: Size) -> Size:
     return smoke if SMOKE else full
 
 
-def passage(llm: Llm, tokens: int) -> list[int]:
-    """So many tokens of a novel: "The Hound of the Baskervilles" (1902), which is free to share.
+def passage(llm: Llm, most: int) -> list[int]:
+    """The first tokens of a novel: "The Hound of the Baskervilles" (1902), which is free to share.
 
-    Raises UserError where it has not so many.
+    most: how many; where a tokenizer makes fewer of all of it, those are taken and that is said.
     """
     ids = llm.tokenizer.encode(PASSAGE.read_text("utf-8"))
-    if len(ids) < tokens:
-        raise UserError(f"the passage has {len(ids)} tokens, got {tokens}; ask for fewer")
-    return ids[:tokens]
+    if len(ids) < most:
+        print(f"all {len(ids):,} tokens of the passage are read, {most:,} were meant")
+    return ids[:most]
+
+
+def verify(model: str, always: Mapping[str, bool], ours: Mapping[str, bool]) -> None:
+    """Say what held, and raise AssertionError where something did not.
+
+    model: that of the reader's choice, or nothing. always: what must hold for any model. ours: what
+    a notebook says of the model that comes with jaxkv; for another one it is told and no more.
+    """
+    for says, holds in always.items():
+        print(f"{'holds' if holds else 'FAILS'}  {says}")
+    for says, holds in ours.items():
+        print(f"{'holds' if holds else 'not with this model' if model else 'FAILS'}  {says}")
+    must = dict(always) if model else {**always, **ours}
+    if failed := [says for says, holds in must.items() if not holds]:
+        raise AssertionError(f"must hold: {'; '.join(failed)}")
 
 
 @contextlib.contextmanager
@@ -157,32 +186,38 @@ class Text:
         return self.text
 
     def _repr_html_(self) -> str:
-        style = "white-space:pre;overflow-x:auto;line-height:1.3;margin:0"
+        style = "font-family:monospace;white-space:pre;overflow-x:auto;line-height:1.3;margin:0"
         return f'<pre style="{style}">{html.escape(self.text)}</pre>'
 
 
-def picture(figure: Figure, caption: str, dpi: int = 90) -> Picture:
+def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS) -> Picture:
     """A figure with its caption below, small enough to be kept in a notebook."""
     figure.supxlabel(caption, fontsize=8, color="#404040", wrap=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=dpi, format="png")
     figure.clear()
-    return shrink(buffer.getvalue())
+    return shrink(buffer.getvalue(), colours)
 
 
-def shrink(png: bytes) -> Picture:
-    """A drawing in a palette of its own colours: a third of the bytes, and nobody sees it."""
+def shrink(png: bytes, colours: int = COLOURS) -> Picture:
+    """A drawing in so many of its own colours, 256 at most: a third of the bytes.
+
+    Lines look the same in a few; where a colour is a value, all are wanted.
+    """
     from PIL import Image
 
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
-        flat = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        flat = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
         flat.save(buffer, "png", optimize=True)
     return Picture(buffer.getvalue())
 
 
-def axes(width: float = 7.0, height: float = 3.8, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes as all pictures here look; without a window, whatever the backend."""
+def axes(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure and its axes as all pictures here look; without a window, whatever the backend.
+
+    width and height in inches: so narrow that letters can be read on a telephone.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
