@@ -1,83 +1,122 @@
-"""Conversations through the engine, with what was read of prompts kept and without.
+"""Conversations, made up and recorded, with what was read of prompts kept and without.
 
-Each turn sends all that was said before once more, and all users begin with the same instructions,
-as clients of chat models do.
+Every turn sends all that was said before once more, the answers too, and all users begin with the
+same instructions, as clients of chat models do. mooncake_first.jsonl are the first requests of
+FAST25-release/traces/conversation_trace.jsonl of kvcache-ai/Mooncake, commit
+3b5a594133958449a1feaf1c9e0fc1b553e34a28 (Apache-2.0), as they stand there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals import prefix_report, runtime
-from evals.palette import styles
+from evals import prefix_report, prefix_traces, runtime
+from evals.figures import draw_spreads
+from evals.palette import COLOURS
 from evals.prefix_figures import MODES
-from jaxkv.engine import Collected, Prefixes, Request, answer
+from evals.record import spread
+from jaxkv.engine import Collected, Engine, Prefixes, Request, answer
 from jaxkv.memory import show
 from jaxkv.prefix import Chain, root
 from models.llm import Llm
 from models.serving import engine_of
 
-
-class Talk(NamedTuple):
-    """Requests in the order in which they come, and the turn of each, from 0."""
-
-    requests: list[Request]
-    turns: list[int]
+TRACE = Path(__file__).parent / "mooncake_first.jsonl"
+ANEW, KEPT = "read anew", "kept"
+NEW = 16  # tokens of an answer
+Talk = Callable[[Engine], list[Collected]]
+Said = list[list[list[int]]]  # by turn and user the tokens that are said
 
 
 class Served(NamedTuple):
-    """What an engine made of a talk. bytes: of the prefixes that it has room for."""
+    """What an engine made of the same requests in some rounds. bytes: of the prefixes that it has
+    room for."""
 
-    answers: list[Collected]
+    rounds: list[list[Collected]]
     bytes: int
 
     @property
-    def tokens(self) -> list[list[int]]:
-        return [one.tokens for one in self.answers]
+    def tokens(self) -> list[list[list[int]]]:
+        """Of every round all answers."""
+        return [[one.tokens for one in each] for each in self.rounds]
 
     @property
-    def read(self) -> int:
-        """Tokens of prompts that were computed."""
-        return sum(one.outcome.read_tokens for one in self.answers)
+    def prompts(self) -> np.ndarray:
+        """How many tokens each prompt has."""
+        return np.array([one.outcome.prompt_tokens for one in self.rounds[0]])
 
     @property
-    def found(self) -> int:
-        """Tokens of prompts that need not be."""
-        return sum(one.outcome.cached_tokens for one in self.answers)
+    def found(self) -> np.ndarray:
+        """How many of those need not be computed."""
+        return np.array([one.outcome.cached_tokens for one in self.rounds[0]])
 
-    def first(self, turns: Sequence[int]) -> list[float]:
-        """By turn the median seconds from where a slot was there to the first token."""
-        waited = np.array([one.outcome.first - one.outcome.begun for one in self.answers])
-        return [float(np.median(waited[np.array(turns) == turn])) for turn in sorted(set(turns))]
+    @property
+    def read(self) -> np.ndarray:
+        """How many are."""
+        return np.array([one.outcome.read_tokens for one in self.rounds[0]])
+
+    @property
+    def first(self) -> np.ndarray:
+        """By round and request the milliseconds from where a slot was there to the first token."""
+        times = [[one.outcome.first - one.outcome.begun for one in each] for each in self.rounds]
+        return 1e3 * np.array(times)
 
 
-def talk(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0) -> Talk:
-    """Users who take turns: the instructions, then again and again something of the passage."""
+def say(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0) -> Said:
+    """What users say: parts of the passage, and in front of the first one the instructions."""
     rng, ids = np.random.default_rng(seed), runtime.passage(llm, 15_000)
-    said = [list(ids[:instructions]) for _ in range(users)]
-    made = Talk([], [])
-    for turn in range(turns):
-        for prompt in said:
-            begin, size = rng.integers(1_000, 14_000), rng.integers(80, 160)
-            prompt += ids[begin : begin + size]
-            made.requests.append(Request(tuple(prompt), 8, seed=len(made.turns)))
-            made.turns.append(turn)
-    return made
+
+    def part() -> list[int]:
+        begin = rng.integers(instructions, len(ids) - 160)
+        return ids[begin : begin + rng.integers(80, 160)]
+
+    front = [ids[:instructions], *[[]] * (turns - 1)]
+    return [[front[turn] + part() for _ in range(users)] for turn in range(turns)]
 
 
-def serve(llm: Llm, policy: str, asked: Talk, prefixes: Prefixes | None, chunk: int = 64) -> Served:
-    """All answers of an engine of its own, which begins with nothing."""
-    longest = max(len(one.tokens) + one.max_new_tokens for one in asked.requests)
-    engine = engine_of(
-        llm, policy, slots=4, room=longest, chunk=chunk, queue=len(asked.requests),
-        prefixes=prefixes,
-    )  # fmt: skip
-    answer(engine, asked.requests[:1])  # what runs for the first time takes longer
-    engine.forget()
-    return Served(answer(engine, asked.requests), engine.bytes_of_prefixes)
+def converse(engine: Engine, said: Said) -> list[Collected]:
+    """The answers to all users, turn by turn; each sends what both said before, and goes on."""
+    prompts: list[list[int]] = [[] for _ in said[0]]
+    answers: list[Collected] = []
+    for turn in said:
+        prompts = [prompt + more for prompt, more in zip(prompts, turn, strict=True)]
+        answers += answer(engine, [Request(tuple(one), NEW) for one in prompts])
+        last = answers[-len(prompts) :]
+        prompts = [prompt + one.tokens for prompt, one in zip(prompts, last, strict=True)]
+    return answers
+
+
+def serve(
+    llm: Llm, policy: str, talk: Talk, room: int, prefixes: Prefixes, chunk: int, rounds: int
+) -> dict[str, Served]:
+    """The same requests to an engine that keeps nothing and to one that keeps prefixes, in turn.
+
+    room: tokens of the longest prompt with its answer. Every round begins with nothing kept.
+    """
+    engines = {
+        name: engine_of(llm, policy, slots=4, room=room, chunk=chunk, queue=1024,
+                        queue_tokens=2**24, prefixes=kept)
+        for name, kept in ((ANEW, None), (KEPT, prefixes))
+    }  # fmt: skip
+    told: dict[str, list[list[Collected]]] = {name: [] for name in engines}
+    for engine in engines.values():  # what runs for the first time takes longer
+        answer(engine, [Request((1, 2, 3), 2)])
+    for number in range(rounds):
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            engines[name].forget()
+            told[name].append(talk(engines[name]))
+    return {name: Served(told[name], engines[name].bytes_of_prefixes) for name in engines}
+
+
+def room(said: Said) -> int:
+    """Tokens of the longest conversation, answers and all."""
+    longest = max(sum(map(len, of_user)) for of_user in zip(*said, strict=True))
+    return longest + NEW * len(said)
 
 
 def keys(ids: Sequence[int], block: int = 16) -> list[str]:
@@ -85,49 +124,96 @@ def keys(ids: Sequence[int], block: int = 16) -> list[str]:
     return [key.hex()[:6] for key in Chain(block).read(ids, root(model="any")).keys]
 
 
-def hits(modes: Sequence[str], shares: Sequence[float], requests: int) -> dict[str, list[float]]:
-    """The report's experiment: blocks found in percent, by the share of frequent prompts."""
-    setting = {"requests": requests, "block": 16, "slots": 16}
-    return {
-        mode: [prefix_report.hits(prefix_report.Setting(mode=mode, p=p, **setting), 0)
-               for p in shares]
-        for mode in modes
-    }  # fmt: skip
+def hits(slots: Sequence[int], requests: int, seeds: int) -> dict[str, list[dict[str, float]]]:
+    """The report's experiment with one prompt for all: blocks found in percent, by how many
+    requests run at once; `formula` is what those of one step alone would find."""
+    settings = [replace(prefix_report.ONE_PROMPT, slots=each, requests=requests) for each in slots]
+    found = {
+        mode: [
+            spread([prefix_report.hits(replace(one, mode=mode), seed) for seed in range(count)])
+            for one in settings
+        ]
+        for mode, count in (("alias", 1), ("rekey", seeds), ("full", 1))
+    }
+    formula = [spread([prefix_report.closed_form(one.slots, one)]) for one in settings]
+    return found | {"formula": formula}
 
 
-def draw_hits(found: dict[str, list[float]], shares: Sequence[float]) -> runtime.Picture:
-    """What an index finds by how alike prompts are."""
-    figure, axes = runtime.axes(7.0, 3.2)
-    for mode, line in found.items():
-        axes.plot(100 * np.array(shares), line, "o-", ms=3, color=MODES[mode], label=mode)
-    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="blocks found (%)",
-             ylim=(0, 100))  # fmt: skip
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
-    return runtime.picture(figure, "prompts of 15 tokens in blocks of 16, 16 requests at a time")
+def by_capacity(trace: prefix_traces.Trace, shares: Sequence[float]) -> list[float]:
+    """Blocks found in percent where an index keeps so large a share of all that are distinct."""
+    distinct = len({key for one in trace.asked for key in one.keys})
+    found = [prefix_traces.replay(trace, round(share * distinct)) for share in shares]
+    return [100 * one.blocks_hit / one.blocks for one in found]
 
 
-def draw_first(served: dict[str, tuple[Served, Served]], turns: Sequence[int]) -> runtime.Picture:
-    """Seconds to the first token by turn, without and with prefixes kept."""
-    figure, axes = runtime.axes(7.0, 3.2)
-    at = np.arange(len(set(turns))) + 1
-    for (policy, pair), look in zip(served.items(), styles(list(served)), strict=True):
+def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]) -> Any:
+    """What an index finds by how many requests run at once."""
+    figure, axes = runtime.axes(height=3.2)
+    at = np.arange(len(slots))
+    for mode, colour in MODES.items():
+        lines = dict(zip(slots, found[mode], strict=True))
+        draw_spreads(axes, at, lines, label=mode, color=colour, marker="o", ms=3)
+    axes.plot(at, [one["median"] for one in found["formula"]], color="#404040", lw=1.2,
+              ls="dotted", zorder=3, label="rekey, by formula")  # fmt: skip
+    axes.set_xticks(at, slots)
+    axes.set(xlabel="requests that run at once", ylabel="blocks found (%)", ylim=(-2, 102))
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=4)
+    return runtime.picture(figure, "one prompt of 15 tokens for all, blocks of 16; least to most")
+
+
+def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> Any:
+    """Blocks found by what an index has room for."""
+    figure, axes = runtime.axes(height=3.0)
+    axes.plot(100 * np.array(shares), found, "o-", ms=3, color=COLOURS["streaming"])
+    axes.set(xlabel="distinct blocks that there is room for (%)", ylabel="blocks found (%)",
+             xlim=(0, None), ylim=(0, None))  # fmt: skip
+    return runtime.picture(figure, caption)
+
+
+def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: str) -> Any:
+    """Milliseconds to the first token by turn, medians over users; from the least round to the
+    most."""
+    figure, axes = runtime.axes()
+    at = np.arange(turns) + 1
+    for policy, pair in served.items():
         name = policy.split(":")[0]
-        for one, line, label in zip(pair, ("dashed", "solid"), ("read anew", "kept"), strict=True):
-            seconds = 1e3 * np.array(one.first(turns))
-            axes.plot(at, seconds, marker="o", ms=3, color=look["color"], linestyle=line,
-                      label=f"{name}, {label}")  # fmt: skip
+        for label, line in ((ANEW, "dashed"), (KEPT, "solid")):
+            by_turn = pair[label].first.reshape(len(pair[label].rounds), turns, -1)
+            lines = dict(enumerate(map(spread, np.median(by_turn, axis=2).T)))
+            draw_spreads(axes, at, lines, marker="o", ms=3, color=COLOURS[name], linestyle=line,
+                         label=f"{name}, {label}")  # fmt: skip
     axes.set(xlabel="turn of a conversation", ylabel="time to the first token (ms)", ylim=(0, None))
     axes.set_xticks(at)
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=2)
-    return runtime.picture(figure, f"median of all users, {runtime.device()}")
+    return runtime.picture(figure, caption)
 
 
-def table(served: dict[str, tuple[Served, Served]]) -> str:
-    """Tokens read and found again, and the memory of what is kept."""
-    lines = [f"{'':12}{'read anew':>12}{'read with it':>14}{'found again':>13}{'memory of it':>14}"]
-    lines += [
-        f"{policy.split(':')[0]:12}{none.read:12,}{kept.read:14,}{kept.found:13,}"
-        f"{show(kept.bytes):>14}"
-        for policy, (none, kept) in served.items()
-    ]
+def draw_each(served: Mapping[str, Served], caption: str) -> Any:
+    """Milliseconds to the first token of every request by the length of its prompt."""
+    figure, axes = runtime.axes()
+    share = served[KEPT].found / served[KEPT].prompts
+    looks = (
+        (ANEW, np.ones(len(share), bool), COLOURS["full"], 3, "read anew"),
+        (KEPT, share < 0.5, COLOURS["reservoir"], 3, "kept, less than half of it found"),
+        (KEPT, share >= 0.5, COLOURS["streaming"], 5, "kept, half of it or more found"),
+    )
+    for name, chosen, colour, size, label in looks:
+        took = np.median(served[name].first, axis=0)[chosen]
+        axes.plot(served[name].prompts[chosen], took, "o", ms=size, alpha=0.7, mew=0, color=colour,
+                  label=label)  # fmt: skip
+    axes.set(xlabel="tokens of the prompt", ylabel="time to the first token (ms)", ylim=(0, None),
+             xlim=(0, None))  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=2)
+    return runtime.picture(figure, caption)
+
+
+def table(served: Mapping[str, Mapping[str, Served]]) -> str:
+    """Tokens of prompts, how many of them were found, and the memory of what is kept."""
+    lines = [f"{'':12}{'tokens of prompts':>18}{'found':>12}{'hit rate':>10}{'memory of it':>14}"]
+    for policy, pair in served.items():
+        kept = pair[KEPT]
+        total, found = kept.prompts.sum(), kept.found.sum()
+        lines.append(f"{policy.split(':')[0]:12}{total:18,}{found:12,}{found / total:10.0%}"
+                     f"{show(kept.bytes):>14}")  # fmt: skip
     return "\n".join(lines)

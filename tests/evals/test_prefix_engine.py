@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,15 @@ def test_the_report_draws_from_ten_prompts(llm):
     assert len({one.tokens for one in prefix_engine.report(llm, 0.0, 50).requests}) == 50
     assert {len(one.tokens) for one in load.requests} == {15}
     assert 100 < np.mean([one.max_new_tokens for one in load.requests]) < 124
+
+
+@pytest.mark.slow
+def test_equal_prompts_are_found_but_for_the_first(llm):
+    load = prefix_engine.report(llm, 1.0, 6)
+    load = load._replace(requests=[replace(one, max_new_tokens=2) for one in load.requests])
+    found = prefix_engine.run(llm, load, "full", 2, 64, 1, "title")
+    assert (found["requests"], found["prompt_tokens"], found["new_tokens"]) == (6, 90, 12)
+    assert 0 < found["hit_rate_tokens"] < 8 / 15 and found["times_faster"]["n"] == 1
 
 
 def test_answers_that_differ_end_the_run(llm, monkeypatch):
