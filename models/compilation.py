@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
+from collections import deque
 from pathlib import Path
 
 import jax
@@ -55,9 +57,26 @@ def _user_cache() -> Path:
 
 
 class Clock:
-    """Seconds this process has spent tracing and compiling, from JAX's own monitoring."""
+    """Seconds this process has spent tracing and compiling, from JAX's own monitoring.
 
-    seconds = 0.0
+    A function that is traced inside another is told of by itself and counts in the other's time
+    too, so what counts is the time in which any of it went on.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._spans: deque[tuple[float, float]] = deque(maxlen=10_000)
+
+    def add(self, end: float, duration: float) -> None:
+        """Something that took so long has ended; what it holds has ended before it."""
+        begin = end - duration
+        while self._spans and self._spans[-1][0] >= begin:
+            first, last = self._spans.pop()
+            self.seconds -= last - first
+        if self._spans:
+            begin = max(begin, self._spans[-1][1])
+        self._spans.append((begin, end))
+        self.seconds += end - begin
 
 
 @functools.cache
@@ -67,7 +86,7 @@ def clock() -> Clock:
 
     def listen(event: str, duration: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
-            running.seconds += duration
+            running.add(time.perf_counter(), duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return running

@@ -52,11 +52,12 @@ def _download(hub_id: str) -> Path:
     # The Hub client raises its own, OS and HTTP errors alike, and their types move between
     # versions; for the user all of them mean the same thing.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+        reason = reason.removeprefix("Got: ")
         raise UserError(
             f"no such folder, and the Hub did not give {hub_id}: {reason}; check the name and "
             "the network, or name a local folder"
-        ) from error
+        ) from None
     return Path(found)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from models import compilation
-from models.compilation import VARIABLE, clock, keep_compilations
+from models.compilation import VARIABLE, Clock, clock, keep_compilations
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -137,3 +138,29 @@ def test_the_clock_counts_compiling_and_nothing_else():
     for _ in range(5):
         work(x).block_until_ready()
     assert watch.seconds == compiled
+
+
+def test_what_is_traced_inside_another_counts_once():
+    """Inner ones are told of first; 1 to 2 and 3 to 4 lie in 0 to 5, then comes 6 to 8."""
+    watch = Clock()
+    told = []
+    for end, duration in ((2, 1), (4, 1), (5, 5), (8, 2)):
+        watch.add(end, duration)
+        told.append(watch.seconds)
+    assert told == [1, 2, 5, 7]
+    watch.add(9, 1.5)  # of another thread, half of it while 6 to 8 went on
+    assert watch.seconds == 8
+
+
+def test_no_more_is_counted_than_went_by():
+    watch, begun = clock(), time.perf_counter()
+    before = watch.seconds
+
+    @jax.jit
+    def nested(x):
+        for n in range(40):
+            x = jax.jit(lambda y, n=n: jax.jit(lambda z: z * n)(y) + n)(x)
+        return x
+
+    nested(np.ones(7, np.float32)).block_until_ready()
+    assert 0 < watch.seconds - before <= time.perf_counter() - begun
