@@ -112,10 +112,11 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int
     height = 3.8 + 0.2 * -(-len(results) // columns)
     figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
     looks = palette.styles([row["policy"] for row in results])
-    for row, look in zip(results, looks, strict=True):
+    for number, (row, look) in enumerate(zip(results, looks, strict=True)):
         at = [(block["start"] + block["end"] - 1) / 2 for block in row["blocks"]]
         label = f"{row['policy']}   {row['perplexity']:.2f}, {_state(row)}"
-        axes.plot(at, [block["loss"] for block in row["blocks"]], lw=1.6, label=label, **look)
+        width = 1.4 + 1.1 * min(3, len(results) - 1 - number)  # what lies below shows beside it
+        axes.plot(at, [block["loss"] for block in row["blocks"]], lw=width, label=label, **look)
     end = results[0]["blocks"][-1]["end"]
     if context < end:
         axes.axvline(context, color="#404040", lw=0.8, ls=(0, (4, 4)), zorder=0)

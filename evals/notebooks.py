@@ -66,8 +66,17 @@ def main() -> None:
 
 
 def try_out(name: str, model: str, install: bool = False) -> None:
-    """Run with JAXKV_SMOKE=1; nothing is kept."""
-    took = run(name, smoke=True, install=install, model=model)[1]
+    """Run with JAXKV_SMOKE=1; nothing is kept.
+
+    Raises SystemExit where a cell takes too long, be it that the machine has other work.
+    """
+    from nbclient.exceptions import CellTimeoutError
+
+    try:
+        took = run(name, smoke=True, install=install, model=model)[1]
+    except CellTimeoutError:
+        raise SystemExit(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, a cell took longer; "
+                         "run it alone on a quiet machine") from None  # fmt: skip
     print(f"{name}: {took:.0f} s", flush=True)
 
 
