@@ -207,23 +207,8 @@ def attend(
 ) -> Partial:
     """The sinks (those of this chunk too), the ring as it was before, and the chunk itself."""
     numbers = number(slots, chunk.valid)
-    q = spec.encoding.rotate(chunk.q, chunk.positions)
     kv_heads = slots.k.shape[1]
-
-    def ring_bias(start: Array | int, size: int) -> Array:
-        ring = jax.lax.dynamic_slice_in_dim(slots.positions, start, size, 1)
-        slot = start + jnp.arange(size)[None, :]
-        # The sinks are masked here, for slicing them off would copy the ring.
-        seen = ((slot >= sinks) & (slot < slots.count[:, None]))[:, None] & chunk.valid[:, :, None]
-        if window is not None:
-            seen &= (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32) < window
-        return _bias(spec, seen, chunk.positions, ring, kv_heads)
-
-    size = slots.positions.shape[1]
-    # A mask of moderate size is made once for all layers, a larger one block by block.
-    wide = jax.eval_shape(lambda: ring_bias(0, size)).size
-    bias = ring_bias(0, size) if wide <= _WHOLE_MASK else ring_bias
-    parts = [slot_attention(q, slots.k, slots.v, bias, spec.scale, spec.softcap)]
+    parts = [attend_ring(spec, slots, chunk, sinks, window)]
     if sinks:
         first = Slots(slots.k[:, :, :sinks], slots.v[:, :, :sinks], slots.positions[:, :sinks],
                       slots.count)  # fmt: skip
@@ -237,6 +222,26 @@ def attend(
     hidden = _first_sinks(numbers, sinks) if sinks else None
     parts.append(local_attention(spec, chunk, window, hidden))
     return merge(*parts)
+
+
+def attend_ring(spec: Spec, slots: Slots, chunk: Chunk, sinks: int, window: int | None) -> Partial:
+    """The ring as it was before the chunk, without sinks and without the chunk's own tokens."""
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    size, kv_heads = slots.positions.shape[1], slots.k.shape[1]
+
+    def ring_bias(start: Array | int, size: int) -> Array:
+        ring = jax.lax.dynamic_slice_in_dim(slots.positions, start, size, 1)
+        slot = start + jnp.arange(size)[None, :]
+        # The sinks are masked here, for slicing them off would copy the ring.
+        seen = ((slot >= sinks) & (slot < slots.count[:, None]))[:, None] & chunk.valid[:, :, None]
+        if window is not None:
+            seen &= (chunk.positions[:, :, None] - ring[:, None, :]).astype(jnp.int32) < window
+        return _bias(spec, seen, chunk.positions, ring, kv_heads)
+
+    # A mask of moderate size is made once for all layers, a larger one block by block.
+    wide = jax.eval_shape(lambda: ring_bias(0, size)).size
+    bias = ring_bias(0, size) if wide <= _WHOLE_MASK else ring_bias
+    return slot_attention(q, slots.k, slots.v, bias, spec.scale, spec.softcap)
 
 
 def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]:
