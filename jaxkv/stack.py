@@ -157,6 +157,15 @@ def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int,
     return max(rows.nbytes(whole), rows.nbytes(sealed) - host), host
 
 
+def formula_bytes(chosen: Policy, spec: Spec) -> int:
+    """Bytes of one row of one layer as `init` makes it, by what the policy's `formula` says."""
+    settings = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    sizes = {"K": spec.kv_heads, "G": spec.group, "H": spec.head_dim}
+    itemsize = jax.numpy.dtype(spec.dtype).itemsize
+    known = {**settings, **sizes, "itemsize": itemsize, "min": min}
+    return eval(chosen.formula.split(", doubling")[0], {"__builtins__": {}}, known)
+
+
 def describe() -> list[dict[str, object]]:
     """Every policy: its fields with types and defaults, what it keeps, its bytes, its source."""
     return [

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 import jax
-import numpy as np
 import pytest
 
 import jaxkv
@@ -14,7 +13,7 @@ from jaxkv import rows
 from jaxkv.errors import UserError
 from jaxkv.policies import POLICIES, Full, Streaming, Window
 from jaxkv.rotary import rotary
-from jaxkv.stack import by_layer, describe, policy, reach, spell, state_bytes
+from jaxkv.stack import by_layer, describe, formula_bytes, policy, reach, spell, state_bytes
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
 
@@ -201,6 +200,11 @@ def test_describe():
         "type": "cache|absolute",
         "default": "cache",
     }
-    sizes = {"sinks": 4, "window": 252, "K": 2, "H": 8, "itemsize": np.dtype("f4").itemsize}
-    promised = eval(table["streaming"]["bytes_per_row_and_layer"], {}, sizes)
-    assert promised == state_bytes((Streaming(),), SPEC, 1)
+    assert table["streaming"]["bytes_per_row_and_layer"] == Streaming.formula
+
+
+def test_a_formula_is_computed():
+    spec = dataclasses.replace(SPEC, dtype="bfloat16")
+    # 256 slots of keys and values of two heads in two bytes, their positions, and the count.
+    assert formula_bytes(Streaming(), spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
+    assert formula_bytes(Full(max=10, start=32), spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4

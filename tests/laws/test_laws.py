@@ -13,6 +13,7 @@ from jaxkv.contract import Chunk, Policy, is_letters
 from jaxkv.driver import step
 from jaxkv.sharding import mesh_of, sharded_seal, sharded_step
 from jaxkv.slots import Slots
+from jaxkv.stack import formula_bytes
 from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import (
@@ -284,12 +285,7 @@ def test_law_10_take_is_attend_and_extend(case):
 @every
 def test_law_11_bytes_are_what_the_formula_says(case):
     state = jax.eval_shape(lambda: begin(case, rows=5))
-    itemsize = jnp.dtype(case.dtype).itemsize
-    sizes = {"K": case.spec.kv_heads, "G": case.group, "H": case.spec.head_dim}
-    known = {**sizes, "itemsize": itemsize, "min": min}
-    formula = case.policy.formula.split(", doubling")[0]
-    a_row = eval(formula, dataclasses.asdict(case.policy) | known)
-    assert rows.nbytes(state) == 5 * a_row
+    assert rows.nbytes(state) == 5 * formula_bytes(case.policy, case.spec)
 
 
 @some(lambda case: case.scored)
