@@ -1,16 +1,18 @@
 """Small models with and without a sink, trained on the spot: how they learn, look and forget.
 
 The stream is that of evals/backcopy.py: letters of a Markov chain, and triggers behind which the
-letter before comes again. A head that copies has nothing to do at all other letters.
+letter before comes again. A head that copies has nothing to do at all other letters. What is drawn
+takes one dictionary of arms a seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +26,10 @@ from models.data import Tokens
 from models.llm import Llm
 from models.pretrain import pretrain
 
+RUNS = 1_000  # samples of held-back letters
+STRETCHES = 200  # of them, one of which is drawn
+ALIKE = 2  # from this place of a sample on all arms have seen the letters that matter
+
 
 class Arm(NamedTuple):
     """One trained model. log: a line for each step that was logged; seconds: of training."""
@@ -36,22 +42,35 @@ class Arm(NamedTuple):
 def train(
     arms: Sequence[str], steps: int, seed: int, folder: Path
 ) -> tuple[dict[str, Arm], Tokens]:
-    """A model of each arm (`none`, `token`, `logit`, ...), and the letters they learnt from."""
+    """A model of each arm (`none`, `token`, `logit`, ...), and the letters they learnt from.
+
+    folder: keeps data and runs; seeds may share one.
+    """
     tokens = backcopy.write(backcopy.Chain(0), folder / "data")
     found = {}
     for arm in arms:
         recipe = dataclasses.replace(backcopy.recipe_of(arm, seed), steps=steps)
-        out = folder / arm
+        out = folder / f"{arm}-{seed}"
         llm = models.load(pretrain(recipe, tokens, out, tell=lambda line: None))
         log = logged(out)
         found[arm] = Arm(llm, log, log[-1]["seconds"])
-        print(f"{arm}: {steps} steps in {found[arm].seconds:.0f} s")
+        print(f"{arm}, seed {seed}: {steps} steps in {found[arm].seconds:.0f} s")
     return found, tokens
 
 
-def held_back(arm: Arm, tokens: Tokens, count: int) -> list[int]:
+def held_back(arm: Arm, tokens: Tokens, count: int, start: int = 0) -> list[int]:
     """Letters that no model has seen, with what this one expects in front of a text."""
-    return [*arm.llm.tokenizer.front, *tokens.run("valid", 0, count).tolist()]
+    return [*arm.llm.tokenizer.front, *tokens.run("valid", start, count).tolist()]
+
+
+def most_idle(arm: Arm, tokens: Tokens, count: int) -> int:
+    """Where the stretch of so many held-back letters begins, of `STRETCHES`, that looks most at its
+    first token."""
+    starts = [number * count for number in range(STRETCHES)]
+    ids = [held_back(arm, tokens, count, start) for start in starts]
+    inputs = jnp.asarray(ids, jnp.int32)
+    _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, inputs, uncached.look)
+    return starts[int(np.asarray(seen[0])[:, 0, :, 0].mean(axis=1).argmax())]
 
 
 def attention(arm: Arm, ids: Sequence[int]) -> Float32[np.ndarray, "T S"]:
@@ -59,6 +78,21 @@ def attention(arm: Arm, ids: Sequence[int]) -> Float32[np.ndarray, "T S"]:
     inputs = jnp.asarray([ids], jnp.int32)
     _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, inputs, uncached.look)
     return np.asarray(seen[0][0, 0])
+
+
+def looks(arm: Arm, tokens: Tokens) -> tuple[float, float]:
+    """Mean attention that triggers give the letter before them, and that all other letters give
+    themselves and the sink token, if there is one."""
+    context, front = arm.llm.config.context, arm.llm.tokenizer.front
+    ids = tokens.run("valid", 0, 100 * context).reshape(100, context).astype(np.int32)
+    ids[:, : len(front)] = front
+    _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, jnp.asarray(ids), uncached.look)
+    maps = np.asarray(seen[0][:, 0])  # [B,T,T]
+    back, own = (np.diagonal(maps, offset, 1, 2) for offset in (-1, 0))
+    idle = own + maps[:, :, 0] * len(front)
+    begin = 1 + len(front)  # in front of it there is a letter to copy
+    trigger = np.isin(ids, backcopy.Chain(0).triggers)[:, begin:]
+    return float(back[:, begin - 1 :][trigger].mean()), float(idle[:, begin:][~trigger].mean())
 
 
 def share_of_first(arm: Arm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
@@ -69,53 +103,77 @@ def share_of_first(arm: Arm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
     return np.sort(backcopy.dormant(arm.llm, chain, ids, context // 2))[::-1]
 
 
-def losses(arm: Arm, ids: Sequence[int], policies: Sequence[str]) -> dict[str, float]:
-    """The mean loss of a long text under each cache, in nats a letter."""
+def loss_by_place(arm: Arm, tokens: Tokens) -> Float32[np.ndarray, " T"]:
+    """The mean loss of held-back letters by their place in a sample, in nats a letter.
+
+    A sink token has the place of a sample's first letter, which the model then has not seen: the
+    letter behind it is predicted from nothing, and the next one, if that was a trigger, too.
+    """
+    context, front = arm.llm.config.context, arm.llm.tokenizer.front
+    runs = tokens.run("valid", 0, RUNS * (context + 1)).reshape(RUNS, context + 1)
+    inputs, targets = runs[:, :-1].astype(np.int32), jnp.asarray(runs[:, 1:], jnp.int32)
+    inputs[:, : len(front)] = front
+    decoder, hidden, _ = uncached.forward(arm.llm.config, arm.llm.weights, jnp.asarray(inputs))
+    logits = decoder.logits(hidden)  # [V,B,T]
+    picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
+    return np.asarray(jnp.mean(jax.nn.logsumexp(logits, axis=0) - picked, axis=0))
+
+
+def losses(arm: Arm, ids: Sequence[int], caches: Mapping[str, str]) -> dict[str, float]:
+    """The mean loss of a long text under each cache, in nats a letter; caches: policies by name."""
     front = len(arm.llm.tokenizer.front)
     return {
-        policy: float(np.concatenate(list(models.losses(arm.llm, ids, policy)))[front:].mean())
-        for policy in policies
+        name: float(np.concatenate(list(models.losses(arm.llm, ids, policy)))[front:].mean())
+        for name, policy in caches.items()
     }
 
 
 def draw_learning(
-    arms: dict[str, Arm], floor: float, shares: dict[str, Float32[np.ndarray, " V"]]
+    places: Sequence[Mapping[str, Float32[np.ndarray, " T"]]],
+    shares: Sequence[Mapping[str, Float32[np.ndarray, " V"]]],
+    floor: float,
 ) -> runtime.Picture:
-    """The loss of held-back letters by step with the least there can be, and `share_of_first`."""
-    figure, (left, right) = runtime.axes(7.5, 3.2, columns=2)
-    for name, arm in arms.items():
-        lines = [line for line in arm.log if "valid_loss" in line and "first_token" in line]
-        steps = [line["step"] for line in lines]
-        left.plot(steps, [line["valid_loss"] for line in lines], color=ARMS[name], label=name)
-        right.plot(np.arange(len(shares[name])) + 1, shares[name], color=ARMS[name])
+    """`loss_by_place` with the least there can be, and `share_of_first`; a line for each seed."""
+    figure, (left, right) = runtime.axes(6.6, 3.4, columns=2)
+    for axes, seeds in ((left, places), (right, shares)):
+        for number, found in enumerate(seeds):
+            for name, line in found.items():
+                label = name if axes is left and not number else None
+                axes.plot(np.arange(len(line)) + 1, line, color=ARMS[name], lw=1.2, label=label)
     left.axhline(floor, color="#404040", lw=0.8, ls="--", label="the least there can be")
-    left.set(xlabel="steps of training", ylabel="loss (nats a letter)")
+    left.set(xlabel="place in a sample", ylabel="loss (nats a letter)", ylim=(floor - 0.2, None))
     right.set(xlabel="letters that copy nothing, sorted", ylabel="attention on the first token",
               ylim=(0, 1))  # fmt: skip
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
-    return runtime.picture(figure, "held-back letters; models of one layer and head")
+    return runtime.picture(figure, "held-back letters, a line for each seed")
 
 
-def draw_maps(arms: dict[str, Arm], tokens: Tokens, letters: int) -> runtime.Picture:
-    """What each letter of a short text looks at, by arm."""
-    figure, all_axes = runtime.axes(3.7 * len(arms) + 0.4, 4.0, columns=len(arms))
+def draw_maps(arms: Mapping[str, Arm], tokens: Tokens, letters: int, start: int) -> runtime.Picture:
+    """What each letter of a short text looks at, by arm; triggers have a dot."""
+    figure, all_axes = runtime.axes(3.3 * len(arms), 3.9, columns=len(arms))
+    triggers = set(backcopy.Chain(0).triggers.tolist())
     for axes, (name, arm) in zip(np.ravel(all_axes), arms.items(), strict=True):
-        ids = held_back(arm, tokens, letters)
+        ids = held_back(arm, tokens, letters, start)
         front = len(arm.llm.tokenizer.front)
         seen = attention(arm, ids)
         hidden = np.triu(np.ones(seen.shape, bool), 1)
         image = axes.imshow(np.ma.masked_where(hidden, seen), vmin=0, vmax=1, cmap="viridis")
-        told = ["sink"] * front + [backcopy.LETTERS[i] for i in ids[front:]]
-        axes.set_xticks(range(len(told)), told, fontsize=6, rotation=90 if front else 0)
-        axes.set_yticks(range(len(told)), told, fontsize=6)
+        told = [backcopy.LETTERS[i] + "." * (i in triggers) for i in ids[front:]]
+        told = [*["sink"] * front, *told]
+        axes.set_xticks(range(len(ids)), told, fontsize=8)
+        axes.set_yticks(range(len(ids)), told, fontsize=8)
+        for label in axes.get_xticklabels()[:front]:
+            label.set_rotation(90)
+        axes.tick_params(length=0)
         axes.set(title=name, xlabel="looks at this letter", ylabel="a letter")
         axes.grid(False)
-    figure.colorbar(image, ax=list(np.ravel(all_axes)), shrink=0.6, label="attention")
-    return runtime.picture(figure, f"attention of {letters} held-back letters")
+    figure.colorbar(image, ax=list(np.ravel(all_axes)), orientation="horizontal", shrink=0.6,
+                    aspect=30, label="attention")  # fmt: skip
+    return runtime.picture(figure, f"{letters} held-back letters", colours=256)
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    """Losses by arm (rows) and cache (columns)."""
+def table(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Losses by model (rows) and cache (columns)."""
     caches = list(next(iter(found.values())))
     width = max(map(len, found)) + 2
     lines = [" " * width + "  ".join(caches)]
@@ -126,15 +184,20 @@ def table(found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def draw_losses(found: dict[str, dict[str, float]], floor: float) -> runtime.Picture:
-    """The same as points."""
-    figure, axes = runtime.axes(7.0, 3.2)
-    caches = list(next(iter(found.values())))
-    for number, (arm, loss) in enumerate(found.items()):
-        at = np.arange(len(caches)) + 0.1 * (number - (len(found) - 1) / 2)
-        axes.plot(at, [loss[cache] for cache in caches], "o", color=ARMS[arm], label=arm)
+def draw_losses(
+    found: Sequence[Mapping[str, Mapping[str, float]]], floor: float
+) -> runtime.Picture:
+    """Losses by arm and cache as points, one for each seed."""
+    figure, axes = runtime.axes(6.0, 3.2)
+    for seed, arms in enumerate(found):
+        for number, (arm, loss) in enumerate(arms.items()):
+            at = np.arange(len(loss)) + 0.16 * (number - (len(arms) - 1) / 2)
+            label = None if seed else arm
+            axes.plot(at, list(loss.values()), "o", ms=5, color=ARMS[arm], label=label)
+    caches = list(next(iter(found[0].values())))
     axes.axhline(floor, color="#404040", lw=0.8, ls="--", label="the least there can be")
-    axes.set_xticks(range(len(caches)), caches, fontsize=8)
-    axes.set(ylabel="loss (nats a letter)", xlabel="cache of 24 letters", ylim=(floor - 0.1, None))
+    axes.set_xticks(range(len(caches)), caches)
+    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss (nats a letter)",
+             ylim=(floor - 0.1, None))  # fmt: skip
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
-    return runtime.picture(figure, "held-back letters, far beyond the trained context of 48")
+    return runtime.picture(figure, "held-back letters, a point for each seed")

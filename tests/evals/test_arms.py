@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from evals import arms, backcopy
+import models
+from evals import arms, backcopy, compare, runtime
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,63 @@ def test_idle_letters_are_those_that_copy_nothing(trained):
     assert (np.diff(share) <= 0).all() and 0 <= share[-1] <= share[0] <= 1
 
 
+def test_a_loss_by_place_is_that_of_reading_a_sample(trained, monkeypatch):
+    """Of one sample; a sink token stands where its first letter was."""
+    monkeypatch.setattr(arms, "RUNS", 1)
+    found, letters = trained
+    for arm in found.values():
+        front, sample = arm.llm.tokenizer.front, letters.run("valid", 0, 49).tolist()
+        ids = [*front, *sample[len(front) :]]
+        read = np.concatenate(list(models.losses(arm.llm, ids, "full")))
+        np.testing.assert_allclose(arms.loss_by_place(arm, letters), read, atol=1e-4)
+
+
+@pytest.mark.parametrize("at_first, told", [(False, (1, 1)), (True, (1, 0))])
+def test_letters_look_where_they_look(trained, monkeypatch, at_first, told):
+    """Triggers look one back, others at themselves or at the first token, which may be a sink."""
+    found, letters = trained
+    triggers = backcopy.Chain(0).triggers
+
+    def look(config, weights, inputs, run):
+        ids = np.asarray(inputs)
+        rows, count = ids.shape
+        own = np.zeros(count, int) if at_first else np.arange(count)
+        places = np.where(np.isin(ids, triggers), np.maximum(np.arange(count) - 1, 0), own)
+        seen = np.zeros((rows, 1, count, count))
+        np.put_along_axis(seen[:, 0], places[:, :, None], 1, axis=2)
+        return None, None, [seen]
+
+    monkeypatch.setattr(arms.uncached, "forward", look)
+    assert arms.looks(found["none"], letters) == told
+    assert arms.looks(found["token"], letters) == (1, 1)
+
+
+def test_the_stretch_that_is_drawn_looks_most_at_its_first_token(trained, monkeypatch):
+    monkeypatch.setattr(arms, "STRETCHES", 9)
+    arm, letters = trained[0]["token"], trained[1]
+    chosen = arms.most_idle(arm, letters, 7)
+    shares = {
+        start: arms.attention(arm, arms.held_back(arm, letters, 7, start))[:, 0].mean()
+        for start in range(0, 63, 7)
+    }
+    assert shares[chosen] == pytest.approx(max(shares.values()), abs=1e-6)
+
+
+def test_an_arm_can_be_compared(trained):
+    found, letters = trained
+    llm, ids = found["token"].llm, arms.held_back(found["token"], letters, 40)
+    names = ["full", "window:window=24"]
+    scores = compare.compare(llm, ids, names, None, 0, runtime.quietly)
+    results = [compare.result(llm, name, scores[name], 20) for name in names]
+    assert [row["predictions"] for row in results] == [40, 40]
+    assert compare.draw(results, llm.config.context, "letters").startswith(b"\x89PNG")
+
+
 def test_below_its_capacity_a_cache_is_no_other(trained):
     found, letters = trained
     ids = arms.held_back(found["none"], letters, 20)
-    loss = arms.losses(found["none"], ids, ["full", "window:window=24"])
-    assert abs(loss["full"] - loss["window:window=24"]) < 1e-4
+    loss = arms.losses(found["none"], ids, {"all": "full", "new": "window:window=24"})
+    assert abs(loss["all"] - loss["new"]) < 1e-4
 
 
 def test_a_table_has_a_line_for_each_arm():
