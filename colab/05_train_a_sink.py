@@ -3,7 +3,7 @@
 #
 # # Train a sink
 #
-# Two small models, alike but for a learnable sink token in front of every sample
+# Small models of two kinds, alike but for a learnable sink token in front of every sample
 # ([StreamingLLM](https://arxiv.org/abs/2309.17453), section 3.3): how well they learn, what their
 # heads look at, and what each needs of a cache. The third cell says where it has been run, and how
 # long it took.
@@ -76,8 +76,8 @@ for seed, loss in zip(SEEDS, late, strict=True):
 # while a sample is read whole the sink is no gain: it costs a place in it.
 #
 # On the right is how much of its attention each idle letter gives to the first token of its sample,
-# in the mean: with plain softmax hardly any, with a sink token some letters much. Another seed has
-# other letters, more or fewer of them, but not one of the seeds here has none.
+# in the mean: with plain softmax hardly any, with a sink token some letters much. How many letters do
+# so differs from seed to seed, but no seed here has none.
 #
 # ## What they look at
 #

@@ -3,9 +3,9 @@
 #
 # # Write your own policy
 #
-# What a cache remembers is one small class. Here is one that the library does not have: about ten
-# lines, checked by the laws that all others keep, compared with them, and then used in a model that
-# is not ours. The third cell says where it has been run, and how long it took.
+# What a cache remembers is one small class. Here is one that the library does not have: five methods,
+# about ten lines in them, checked by the laws that all others keep, compared with them, and then used
+# in a model that is not ours. The third cell says where it has been run, and how long it took.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"

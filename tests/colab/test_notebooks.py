@@ -85,6 +85,16 @@ def test_functions_of_notebooks_are_short(name):
                 assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
 
 
+def test_a_policy_takes_about_ten_lines():
+    """As README says: those in the bodies of its methods."""
+    source = "\n".join(cell.source for cell in code("07_write_your_own_policy")[1:])
+    (policy,) = (node for node in ast.walk(ast.parse(source))
+                 if isinstance(node, ast.ClassDef) and node.name == "Strided")  # fmt: skip
+    bodies = [node for node in policy.body if isinstance(node, ast.FunctionDef)]
+    lines = sum(node.end_lineno - node.body[0].lineno + 1 for node in bodies)
+    assert len(bodies) >= 4 and 8 <= lines <= 12
+
+
 @pytest.mark.slow
 def test_it_runs(name):
     notebooks.run(name, smoke=True)
