@@ -155,6 +155,13 @@ def _read(
     state = chosen.reserve(spec, chosen.seal(spec, state), len(q) - prompt)
     if last > prompt:
         state = chosen.extend(spec, state, middle)
+    return met_of(chosen, spec, state, asking, last)
+
+
+def met_of(
+    chosen: Policy, spec: Spec, state: Any, asking: Chunk, last: int | Array
+) -> Float32[Array, ""]:
+    """The share of the keys between that some queries meet; last: number of the first of them."""
     if isinstance(chosen, MagicPIG):
         return jnp.mean(met_by_tables(chosen, spec, state, asking, last))
     shares = []

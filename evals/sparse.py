@@ -113,12 +113,14 @@ def middle(wanted: Sequence[float]) -> Sequence[float]:
 
 
 class Text(NamedTuple):
-    """A model and stretches as long as its context; others, between those, to choose K and L on."""
+    """A model and stretches, as long as its context where nothing else is said; others, between
+    those, to choose K and L on. first: tokens of a prompt; 0: three quarters of the context."""
 
     llm: Llm
     files: Sequence[Path]
     stretches: list[list[int]]
     between: list[list[int]]
+    first: int = 0
 
     @classmethod
     def of(cls, llm: Llm, texts: Path, given: argparse.Namespace) -> Text:
@@ -139,7 +141,7 @@ class Text(NamedTuple):
 
     @property
     def prompt(self) -> int:
-        return 3 * self.llm.config.context // 4
+        return self.first or 3 * self.llm.config.context // 4
 
     def tables(self, wanted: Sequence[float]) -> dict[float, tuple[int, int]]:
         """K and L for each share, from the angles in other stretches."""
