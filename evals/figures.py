@@ -6,7 +6,7 @@ the path in its results and the format:
 
     <!--=latency recompute/most .1f-->22.2<!--/-->
 
-and a table between <!--table NAME--> and <!--/table-->, where evals/policies.py makes it.
+and a table between <!--table NAME--> and <!--/table-->, where evals/readme.py makes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fill(text: str, folder: Path = RESULTS) -> str:
     filled = MARK.sub(figure, text)
     if not TABLE.search(filled):
         return filled
-    from evals.policies import TABLES
+    from evals.readme import TABLES
 
     return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], filled)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ from jaxkv.stack import by_layer, spell
 from models.device import cores
 from models.llm import Llm
 
+Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
 SINKS, WINDOW = 4, 16
 FLOOR, FLOORED = 1e-4, 0.05  # u_floor of the published code, and the share at which it is tried
@@ -246,7 +247,7 @@ def behind(
     return float(found.mean(dtype=np.float64))
 
 
-def told(items: Iterator[float], count: int, title: str) -> list[float]:
+def told(items: Iterator[Item], count: int, title: str) -> list[Item]:
     """All of them, with the rate and the time left on stderr."""
     found, begun = [], perf_counter()
     for number, item in enumerate(items, 1):
