@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 import models
 from evals import runtime
 from jaxkv.memory import show
-from jaxkv.typing import Float32
+from jaxkv.typing import Float32, Int32
 from models.llm import Llm
 from models.tokenizer import Pieces
 
@@ -30,6 +29,15 @@ class Held(NamedTuple):
     def mean(self) -> Float32[np.ndarray, " T"]:
         """Over all layers and kv heads."""
         return self.weights.mean(axis=(0, 1))
+
+    @property
+    def counts(self) -> Int32[np.ndarray, "L K"]:
+        """How many tokens each kv head holds."""
+        return (self.weights > 0).sum(axis=2, dtype=np.int32)
+
+    def share(self, place: slice) -> float:
+        """In how many of the heads the tokens of a place are held, of all."""
+        return float(np.mean(self.weights[:, :, place] > 0))
 
 
 def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str, Held]:
@@ -57,9 +65,9 @@ def of_layer(positions: np.ndarray, log_weight: np.ndarray, tokens: int) -> np.n
     return made
 
 
-def draw(found: Mapping[str, Held], caption: str) -> runtime.Picture:
+def draw(found: Mapping[str, Held]) -> runtime.Picture:
     """A strip for each cache, the text from left to right."""
-    figure, axes = runtime.axes(7.0, 0.7 + 0.3 * len(found))
+    figure, axes = runtime.axes(6.5, 0.9 + 0.3 * len(found))
     image = axes.imshow(
         np.stack([held.mean for held in found.values()]), aspect="auto", cmap="Blues", vmin=0,
         vmax=MOST, interpolation="nearest",
@@ -71,43 +79,64 @@ def draw(found: Mapping[str, Held], caption: str) -> runtime.Picture:
     axes.tick_params(which="minor", length=0)
     axes.set(xlabel="position in the text (tokens)")
     figure.colorbar(image, ax=axes, label="weight", extend="max", ticks=range(int(MOST) + 1))
-    return runtime.picture(figure, caption)
+    layers, heads, tokens = next(iter(found.values())).weights.shape
+    caption = f"{tokens} tokens of a novel; mean weight over {layers} layers of {heads} kv heads"
+    return runtime.picture(figure, caption, colours=256)
 
 
-def find(llm: Llm, ids: Sequence[int], words: str) -> slice:
-    """The tokens of the first place where a text has these words.
+def find(llm: Llm, ids: Sequence[int], words: str) -> slice | None:
+    """The tokens of the first place where a text has these words, or None.
 
-    Raises ValueError where it has them not.
+    Spaces and capitals count for nothing: some tokenizers change them.
     """
     pieces = Pieces(llm.tokenizer)
-    ends = np.cumsum([len(pieces.push(token)) for token in ids])
-    begin = llm.tokenizer.decode(ids).index(words)
-    first, last = np.searchsorted(ends, [begin, begin + len(words) - 1], side="right")
-    return slice(int(first), int(last) + 1)
+    letters = [
+        (letter, number)
+        for number, token in enumerate(ids)
+        for letter in pieces.push(token).casefold()
+        if not letter.isspace()
+    ]
+    wanted = "".join(words.split()).casefold()
+    begin = "".join(letter for letter, _ in letters).find(wanted)
+    if begin < 0:
+        return None
+    return slice(letters[begin][1], letters[begin + len(wanted) - 1][1] + 1)
 
 
-def table(found: Mapping[str, Held], places: Mapping[str, slice]) -> str:
-    """Of some places in how many heads they are held, and the bytes of each cache."""
-    lines = [f"{'':16}" + "".join(f"{name:>18}" for name in places) + f"{'cache':>12}"]
+def places(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> dict[str, slice]:
+    """Where a text has each of some words; those that it has not are named and left out."""
+    found = {name: find(llm, ids, some) for name, some in words.items()}
+    for name, place in found.items():
+        if place is None:
+            print(f"{name}: not among the first {len(ids)} tokens of this model")
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def sizes(found: Mapping[str, Held], settings: Mapping[str, str]) -> runtime.Text:
+    """How many tokens a kv head holds in each cache, its bytes, and how it was set."""
+    lines = [f"{'tokens of a kv head:':16}{'mean':>6}{'least':>7}{'most':>6}{'bytes':>12}  setting"]
     for name, held in found.items():
-        shares = [np.mean(held.weights[:, :, place] > 0) for place in places.values()]
-        cells = "".join(f"{share:18.0%}" for share in shares)
+        held_by = f"{held.counts.mean():10.0f}{held.counts.min():7}{held.counts.max():6}"
+        lines.append(f"{name:16}{held_by}{show(held.state_bytes):>12}  {settings[name]}")
+    return runtime.Text("\n".join(lines))
+
+
+def shares(found: Mapping[str, Held], places: Mapping[str, slice]) -> runtime.Text:
+    """In how many of the heads the tokens of some places are held, and the bytes of each cache."""
+    lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
+    for name, held in found.items():
+        cells = "".join(f"{held.share(place):22.0%}" for place in places.values())
         lines.append(f"{name:16}{cells}{show(held.state_bytes):>12}")
-    return "\n".join(lines)
+    return runtime.Text("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Page:
-    """HTML that a notebook shows when it is the last value of a cell."""
+def shade(
+    llm: Llm, ids: Sequence[int], found: Mapping[str, Held], names: Sequence[str]
+) -> runtime.Page:
+    """A text, or its beginning, once for each cache, every token on a ground as dark as its weight.
 
-    text: str = field(repr=False)
-
-    def _repr_html_(self) -> str:
-        return self.text
-
-
-def shade(llm: Llm, ids: Sequence[int], found: Mapping[str, Held], names: Sequence[str]) -> Page:
-    """The text once for each cache, every token on a ground as dark as its weight."""
+    ids: as many of its first tokens as are shown.
+    """
     pieces = Pieces(llm.tokenizer)
     words = [html.escape(pieces.push(token)).replace("\n", "<br>") for token in ids]
     rules = "".join(
@@ -117,7 +146,7 @@ def shade(llm: Llm, ids: Sequence[int], found: Mapping[str, Held], names: Sequen
     parts = [f"<style>.kept i{{font-style:normal}}.kept{{line-height:1.5;max-width:60em}}{rules}"
              "</style>"]  # fmt: skip
     for name in names:
-        weights = np.minimum(found[name].mean, MOST) / MOST
+        weights = np.minimum(found[name].mean[: len(ids)], MOST) / MOST
         # The square root, for most that is held has the weight 1 of 4.
         shades = np.ceil(SHADES * np.sqrt(weights) - 1e-6).astype(int)
         text = "".join(
@@ -125,4 +154,4 @@ def shade(llm: Llm, ids: Sequence[int], found: Mapping[str, Held], names: Sequen
             for word, dark in zip(words, shades, strict=True)
         )
         parts.append(f"<div class=kept><h4>{html.escape(name)}</h4>{text}</div>")
-    return Page("".join(parts))
+    return runtime.Page("".join(parts))

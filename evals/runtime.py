@@ -190,6 +190,16 @@ class Text:
         return f'<pre style="{style}">{html.escape(self.text)}</pre>'
 
 
+@dataclass(frozen=True)
+class Page:
+    """HTML that a notebook shows when it is the last value of a cell."""
+
+    html: str = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
 def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS) -> Picture:
     """A figure with its caption below, small enough to be kept in a notebook."""
     figure.supxlabel(caption, fontsize=8, color="#404040", wrap=True)

@@ -23,24 +23,31 @@ def test_weights_stand_at_their_tokens():
     )
 
 
-def test_words_are_found_in_their_tokens(llm):
+def test_words_are_found_in_their_tokens(llm, capsys):
     ids = runtime.passage(llm, 200)
     for words in ("Baskervilles", "who was usually", "Mr."):
         place = kept.find(llm, ids, words)
         text, fewer = (llm.tokenizer.decode(ids[place.start + n : place.stop]) for n in (0, 1))
         assert words in text and words not in fewer
-    with pytest.raises(ValueError):
-        kept.find(llm, ids, "nowhere to be found")
+        assert place == kept.find(llm, ids, words.upper().replace(" ", "  "))
+    there = kept.places(llm, ids, {"here": "Baskervilles", "gone": "nowhere to be found"})
+    assert list(there) == ["here"] and "gone: not among the first 200" in capsys.readouterr().out
 
 
 def test_a_window_holds_the_end(llm):
     ids = runtime.passage(llm, 20)
-    found = kept.read(llm, ids, {"window": "window:window=5", "full": "full"})
+    settings = {"window": "window:window=5", "full": "full"}
+    found = kept.read(llm, ids, settings)
     np.testing.assert_array_equal(found["window"].mean, np.arange(20) >= 15)
-    lines = kept.table(found, {"there": slice(15, 20), "gone": slice(0, 15)}).splitlines()
+    lines = kept.shares(found, {"there": slice(15, 20), "gone": slice(0, 15)}).text.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
         ["window", "100%", "0%"], ["full", "100%", "100%"]
     ]  # fmt: skip
+    lines = kept.sizes(found, settings).text.splitlines()
+    assert lines[1].split()[:4] == ["window", "5", "5", "5"]
+    assert lines[1].endswith("window:window=5") and lines[2].split()[:2] == ["full", "20"]
     page = kept.shade(llm, ids, found, ["window"])._repr_html_()
     assert page.count("<i class=s") == 5
-    assert kept.draw(found, "a caption").png.startswith(b"\x89PNG")
+    beginning = kept.shade(llm, ids[:16], found, ["window"])._repr_html_()
+    assert beginning.count("<i class=s") == 1
+    assert kept.draw(found).png.startswith(b"\x89PNG")
