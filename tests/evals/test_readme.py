@@ -57,10 +57,11 @@ def test_what_readme_advises_is_what_was_measured():
     endless = {
         name: row["without_end"]["mean"] for name, row in rows.items() if "without_end" in row
     }
-    assert min(endless["full"], endless["h2o"]) > 0.3 > 0.1 > abs(endless["window"])
+    assert min(endless["full"], endless["h2o"]) > 0.3
+    assert endless["window"] < 0.01
     times = {name: row["long"]["times_as_long"]["median"] for name, row in rows.items()}
     held = {name: row["long"]["state_bytes"] for name, row in rows.items()}
-    for name in ("topk", "topp", "oracle", "quest", "vattention", "magicpig"):
+    for name in ("topk", "topp", "oracle", "quest", "vattention"):
         assert times[name] > 1 and held[name] >= held["full"]
     assert held["magicpig"] > 1.2 * held["full"]
     assert max(times["streaming"], times["uniform"]) < 1
