@@ -115,7 +115,7 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int
     for number, (row, look) in enumerate(zip(results, looks, strict=True)):
         at = [(block["start"] + block["end"] - 1) / 2 for block in row["blocks"]]
         label = f"{row['policy']}   {row['perplexity']:.2f}, {_state(row)}"
-        width = 1.4 + 1.1 * min(3, len(results) - 1 - number)  # what lies below shows beside it
+        width = 1.4 + 0.9 * min(3, len(results) - 1 - number)  # what lies below shows beside it
         axes.plot(at, [block["loss"] for block in row["blocks"]], lw=width, label=label, **look)
     end = results[0]["blocks"][-1]["end"]
     if context < end:
