@@ -15,8 +15,8 @@ COLOURS = {
     # Of a finished prompt; never in one picture with those above but full and streaming.
     "balance": "#56b4e9",
     "uniform": "#e69f00",
-    "snapkv": "#cc79a7",
-    "pyramidkv": "#009e73",
+    "snapkv": "#009e73",
+    "pyramidkv": "#000000",
     # Of what a query reads; never in one picture with those above but full and uniform.
     "magicpig": "#d55e00",
     "topk": "#0072b2",
@@ -33,14 +33,14 @@ ARMS = {  # of training; plain softmax is what the others are held against
     "two_tokens": "#56b4e9",
 }
 THINNED = {  # what is made of a prompt, in evals.single_layer
-    "balance, walk": {"color": "#0072b2"},
-    "balance, pairs": {"color": "#0072b2", "linestyle": "dashed"},
-    "balance, walk at temperature 1": {"color": "#56b4e9"},
-    "balance, near the published code": {"color": "#56b4e9", "linestyle": "dashed"},
-    "stratified": {"color": "#009e73"},
-    "uniform, weighted": {"color": "#e69f00"},
-    "uniform": {"color": "#e69f00", "linestyle": "dashed"},
-    "snapkv": {"color": "#cc79a7"},
+    "balance, walk": {"color": COLOURS["balance"]},
+    "balance, pairs": {"color": COLOURS["balance"], "linestyle": "dashed"},
+    "balance, walk at temperature 1": {"color": "#000000"},
+    "balance, near the published code": {"color": "#000000", "linestyle": "dashed"},
+    "stratified": {"color": COLOURS["stratified"]},
+    "uniform, weighted": {"color": COLOURS["uniform"]},
+    "uniform": {"color": COLOURS["uniform"], "linestyle": "dashed"},
+    "snapkv": {"color": COLOURS["snapkv"]},
     "ends alone": {"color": "#d55e00", "linestyle": "dotted"},
 }
 OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without one of their own
