@@ -5,8 +5,8 @@
 #
 # A prompt is read once and then thinned to a half, a quarter or an eighth of its tokens.
 # [BalanceKV](https://arxiv.org/abs/2502.07861) chooses them so that those kept and those dropped are
-# alike. Here one sees which keys make that better than a random sample, and which do not. Runs on a
-# CPU, a GPU or a TPU; the third cell says how many minutes.
+# alike. Here one sees which keys make that better than a random sample, and which do not. The third
+# cell says where it has been run, and how long it took.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -52,9 +52,9 @@ import models
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
-length = min(llm.config.context, 512)
 count = runtime.size(8, 2)
-ids = runtime.passage(llm, count * length)
+ids = runtime.passage(llm, count * min(llm.config.context, 512))
+length = len(ids) // count
 stretches = [ids[i * length : (i + 1) * length] for i in range(count)]
 print(f"{llm.folder.name}: {llm.config.layers} layers; {count} stretches of {length} tokens")
 
@@ -85,9 +85,9 @@ caption = (
 thinning.draw_errors(found, caption)
 
 # %% [markdown]
-# Two things stand out. In the first layer balance is far nearer than any sample; in the others it
-# gains little or nothing. And the fewer are kept, the less weights are worth: at an eighth the same
-# sample is nearer where every token counts once. A sum in which few terms matter is badly estimated
+# Two things stand out in our model. In the first layer balance is far nearer than any sample; in the
+# others it gains little or nothing. And the fewer are kept, the less weights are worth: at an eighth
+# the same sample is nearer where every token counts once. A sum in which few terms matter is badly estimated
 # by a few of them that count for eight each. Balance counts them so too.
 #
 # What sets the first layer apart? Below, for a quarter kept, is how much of the attention between the
@@ -97,8 +97,8 @@ thinning.draw_errors(found, caption)
 runtime.Text(thinning.table(found, rounds=2))
 
 # %% [markdown]
-# Where attention is spread, balance wins; where a few keys have most of it, choosing by attention
-# does. (The policy takes a tenth of the keys' products, `temperature=0.1`. At 1, as in the theorem,
+# So it is in our model: where attention is spread, balance wins; where a few keys have most of it,
+# choosing by attention does. (The policy takes a tenth of the keys' products, `temperature=0.1`. At 1, as in the theorem,
 # real keys are unlike all others, and less is left to balance.)
 #
 # ## Which keys make it win
@@ -152,16 +152,18 @@ thinning.draw_sharper(by_sharpness, caption)
 # ## What it costs
 #
 # A prompt is thinned once. Chance takes a sort; balance compares every token of a block with every
-# other, and its signs come one after another. Pairs take half as many steps as single tokens.
+# other, and its signs come one after another, so it takes longer. Pairs take half as many steps as
+# single tokens.
 
 # %%
 lengths = runtime.size([1_024, 4_096], [512])
-costs = {each: thinning.cost(llm, runtime.passage(llm, each)) for each in lengths}
+prompts = [runtime.passage(llm, each) for each in lengths]
+costs = {len(prompt): thinning.cost(llm, prompt) for prompt in prompts}
 
 # %%
 lines = [f"all layers, a quarter kept between 32 tokens at each end; {runtime.device()}", ""]
 lines.append(f"{'tokens of the prompt':32}" + "".join(f"{tokens:11,}" for tokens in costs))
-for row in costs[lengths[0]]:
+for row in next(iter(costs.values())):
     lines.append(f"{row:32}" + "".join(f"{cost[row]:11.1f}" for cost in costs.values()))
 runtime.Text("\n".join(lines))
 
@@ -183,33 +185,76 @@ runtime.Text("\n".join(lines))
 # records and their commands are in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) and
 # [NEGATIVE.md](https://github.com/jaxkv/jaxkv/blob/main/evals/NEGATIVE.md).
 #
-# The cell below fails if anything above was not as it says.
+# The cell below says what held, and fails where something did not.
 
 # %%
 import numpy as np
 
-chance, balanced = (np.median(each[:, -1]) for each in points.lengths.values())
-assert 1.5 * balanced < chance
 
-first = {name: np.median(each) for name, each in found[0]["errors"][2].items()}
+def medians(errors):
+    return {name: np.median(each) for name, each in errors.items() if name != "heaviest"}
+
+
 samples = ("uniform", "uniform, weighted", "stratified")
-assert first["balance, pairs"] < 0.85 * min(first[name] for name in samples)
-assert first["balance, walk"] < 0.95 * min(first[name] for name in samples)
-last = {name: np.median(each) for name, each in found[max(found)]["errors"][2].items()}
-assert last["balance, pairs"] / last["uniform, weighted"] > 0.7
-assert first["balance, pairs"] < first["snapkv"] and last["snapkv"] < last["balance, pairs"]
-assert found[0]["tenth"] < found[max(found)]["tenth"]
-few = found[0]["errors"][max(found[0]["errors"])]
-assert np.median(few["uniform"]) < np.median(few["uniform, weighted"])
-
-near, kinds, apart, heavy = (
-    {name: np.median(each) for name, each in world.items()} for world in worlds.values()
-)
-assert max(near["balance, pairs"], near["stratified"]) < 0.6 * near["uniform, weighted"]
-assert kinds["balance, pairs"] < 0.7 * min(kinds[name] for name in samples)
-assert apart["balance, pairs"] > 0.8 * min(apart[name] for name in samples)
-assert heavy["snapkv"] < 0.2 * min(heavy[name] for name in ("balance, pairs", *samples))
-leads = [np.median(e["balance, pairs"]) / np.median(e["uniform"]) for e in by_sharpness]
-assert leads[-1] > leads[0] + 0.15
-assert all(25 < cost["memory left (%)"] < 50 for cost in costs.values())
-print("as it should be")
+chance, balanced = (np.median(each, axis=0) for each in points.lengths.values())
+first, *others = (medians(each["errors"][2]) for each in found.values())
+fewest = max(found[0]["errors"])
+few = {n: medians(each["errors"][fewest]) for n, each in found.items()}
+mean = {name: np.mean([each[name] for each in few.values()]) for name in samples[:2]}
+near, kinds, apart, heavy = map(medians, worlds.values())
+sharper = [medians(each) for each in by_sharpness]
+leads = [each["balance, pairs"] / each["uniform"] for each in sharper]
+longest = costs[max(costs)]
+ours = {
+    "in the first layer balance is far nearer than any sample": (
+        max(first["balance, pairs"] / 0.85, first["balance, walk"] / 0.95)
+        < min(first[name] for name in samples)
+    ),
+    "in the others it gains little or nothing": (
+        all(each["balance, pairs"] > 0.75 * each["uniform, weighted"] for each in others)
+    ),
+    "where few are kept a sample is nearer if every token counts once": (
+        mean["uniform"] < mean["uniform, weighted"]
+        and few[0]["uniform"] < few[0]["uniform, weighted"]
+    ),
+    "attention is spread in the first layer, and less so in all others": (
+        found[0]["tenth"] < 0.8 * min(each["tenth"] for n, each in found.items() if n)
+    ),
+    "balance is nearer than snapkv in the first layer, and farther in the others": (
+        first["balance, pairs"] < 0.8 * first["snapkv"]
+        and all(each["snapkv"] < each["balance, pairs"] for each in others)
+    ),
+}
+always = {
+    "in the plane chance leaves a longer sum than the walk": 1.5 * balanced[-1] < chance[-1],
+    "chance's sum grows on, the walk's hardly": (
+        chance[-1] > 1.4 * chance[len(chance) // 4]
+        and balanced[-1] < 1.4 * balanced[len(balanced) // 4]
+    ),
+    "neighbours alike: balance and stratified are about as near, and nearer than chance": (
+        0.5 < near["balance, pairs"] / near["stratified"] < 2
+        and max(near["balance, pairs"], near["stratified"]) < 0.6 * near["uniform, weighted"]
+    ),
+    "kinds, mixed: only balance finds them": (
+        kinds["balance, pairs"] < 0.7 * min(kinds[name] for name in (*samples, "snapkv"))
+    ),
+    "nothing alike: no method comes near, and balance is about as far as a sample": (
+        min(apart.values()) > 0.3
+        and 0.8 < apart["balance, pairs"] / min(apart[name] for name in samples) < 1.25
+    ),
+    "a few heavy keys: what is kept has to be chosen by attention": (
+        heavy["snapkv"] < 0.2 * min(heavy[name] for name in ("balance, pairs", *samples))
+    ),
+    "the longer queries are, the smaller balance's lead": (
+        leads[0] < 0.8 and leads[-1] > leads[0] + 0.15
+    ),
+    "there snapkv is no better than the rest": (
+        all(each["snapkv"] > 0.9 * min(each[name] for name in samples) for each in sharper)
+    ),
+    "balance takes longer than chance": longest["thin it: stratified (ms)"]
+    < longest["thin it: balance, walk (ms)"],
+    "a quarter and both ends are left": (
+        all(25 < cost["memory left (%)"] < 50 for cost in costs.values())
+    ),
+}
+runtime.verify(MODEL, always=always, ours=ours)

@@ -17,7 +17,7 @@ import numpy as np
 import models
 from evals import heads, runtime, single_layer, timing
 from evals.figures import draw_spreads
-from evals.palette import COLOURS, THINNED
+from evals.palette import THINNED
 from evals.record import spread
 from evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.contract import Spec
@@ -35,7 +35,6 @@ KINDS = 32  # of keys, where keys are alike
 HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
 WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
 SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
-LOOKS = THINNED | {"ends alone": {"color": COLOURS["full"], "linestyle": "dotted"}}
 ABOVE = {"loc": "outside upper center", "frameon": False, "fontsize": 8}  # legends
 COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
 Errors = dict[str, list[float]]  # by method, one for each seed
@@ -86,16 +85,16 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
-    figure, (*planes, right) = runtime.axes(9.0, 3.5, columns=3)
-    colours = [LOOKS[name]["color"] for name in ("uniform, weighted", "balance, walk")]
+    figure, (*planes, right) = runtime.axes(7.0, 3.2, columns=3)
+    colours = [THINNED[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
         axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
-        for number, at in enumerate(0.5 * CENTRES):
+        for number, at in enumerate(0.55 * CENTRES):
             of_group = signs[found.group == number]
-            told = f"{(of_group > 0).sum()} : {(of_group < 0).sum()}"
-            axes.annotate(told, at, ha="center", va="center", fontsize=9)
-        axes.set_title(f"{name}, kept : dropped", fontsize=10)
+            told = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
+            axes.annotate(told, at, ha="center", va="center", fontsize=8)
+        axes.set_title(f"{name},\nkept : dropped", fontsize=9)
         axes.set(xlabel="key, 1st number", ylabel="key, 2nd number", aspect="equal",
                  xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
         lengths = found.lengths[name]
@@ -104,7 +103,7 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
     right.set(xlabel="points that have a sign", ylabel="length of the signed sum", ylim=(0, None))
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    return runtime.picture(figure, caption, dpi=80)
+    return runtime.picture(figure, caption)
 
 
 def compare(
@@ -178,7 +177,7 @@ def of_model(
 
 def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
     """Errors by what is kept: of the first layer, and of the others in the mean."""
-    figure, panels = runtime.axes(8.0, 3.9, columns=2)
+    figure, panels = runtime.axes(7.0, 3.9, columns=2)
     (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
     title = f"layers {others[0][0]} to {others[-1][0]}, mean"
     shown = {f"layer {first}": [of_first], title: [errors for _, errors in others]}
@@ -189,14 +188,14 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
             # Beside each other, so that the ranges can be told apart.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
-            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **LOOKS[name])
-        axes.set(xlabel="of the tokens between the ends, kept (%)", title=title)
+            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **THINNED[name])
+        axes.set(xlabel="kept between the ends (%)", title=title)
         axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
     for axes in panels:
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     figure.legend(ncols=4, **ABOVE)
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, colours=256)  # many hues, each with its shades
 
 
 def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
@@ -251,15 +250,15 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
         lines = {which: spread(each[name]) for which, each in found.items()}
-        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=LOOKS[name]["color"],
+        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=THINNED[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
-    axes.axhline(1, color="#8c8c8c", lw=0.8, linestyle="dotted")
+    axes.axhline(1, color="#404040", lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
     axes.set_xticks(range(len(found)), found)
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
     figure.legend(ncols=5, **ABOVE)
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, colours=256)
 
 
 def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
@@ -268,7 +267,7 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
         lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
-        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **LOOKS[name])
+        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **THINNED[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     figure.legend(ncols=5, **ABOVE)
