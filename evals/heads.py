@@ -134,10 +134,15 @@ def centred(spec: Spec, layer: Layer, sinks: int, window: int) -> tuple[jax.Arra
     return k, scores(unit(q), unit(k), 1.0)
 
 
-def errors(found: jax.Array, exact: jax.Array) -> np.ndarray:
-    """|found - exact| / |exact| of each stretch [B], in the mean over query heads."""
+def errors_by_head(found: jax.Array, exact: jax.Array) -> np.ndarray:
+    """|found - exact| / |exact| of each stretch and query head [B,N]."""
     norm = lambda a: np.sqrt((np.asarray(a, np.float64) ** 2).sum(axis=(1, 3)))  # noqa: E731
-    return (norm(found - exact) / norm(exact)).mean(axis=1)
+    return norm(found - exact) / norm(exact)
+
+
+def errors(found: jax.Array, exact: jax.Array) -> np.ndarray:
+    """The same in the mean over query heads [B]."""
+    return errors_by_head(found, exact).mean(axis=1)
 
 
 def interval(values: np.ndarray) -> dict[str, float]:

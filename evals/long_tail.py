@@ -1,30 +1,36 @@
-"""Reading a part of the keys of a real model: a sample by weight, the largest, or any.
+"""Reading a part of the keys: a sample by weight, the largest, or any.
 
-What the notebook on MagicPIG (arXiv 2410.16179) computes and draws; the same at full size is in
+What the notebook on MagicPIG (arXiv 2410.16179) computes of a model's attention and of drawn
+attention, and its tables; evals/long_tail_figures.py has the pictures. The same at full size is in
 evals/sampling.py, tune_lsh.py and sparse.py, from which the parts are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from evals import heads, inclusion, runtime, shares, sparse
+from evals import heads, shares, sparse, synthetic
 from evals.heads import Layer
-from evals.palette import COLOURS
-from evals.sparse import Text
+from evals.sparse import SINKS, WINDOW, Text
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies import MagicPIG, Oracle, TopK, VAttention
 from jaxkv.typing import Float32
 from models.llm import Llm
 
-SINKS, WINDOW = 4, 64
 SINK = 1  # first tokens that count as the sink
+FIFTH = 0.2  # of the keys, as in the paper's Figure 4
 KINDS = ("topk", "oracle", "uniform")
+BARE = "magicpig, not centred"
 PAIRS = ((10, 150), (8, 75), (6, 40), (4, 20))  # K and L, from the paper's on
+DRAWN = (8, 69)  # K and L that find 5 % of keys of random direction in synthetic.DIM dimensions
+SIGMAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # deviations of drawn logits
+DRAWINGS = 4
+MOST = 6  # layers of a model that are looked at
 
 
 class Read(NamedTuple):
@@ -32,6 +38,29 @@ class Read(NamedTuple):
 
     share: float
     error: float
+
+
+class Heads(NamedTuple):
+    """Query heads of some layers. layer, head [M]: their numbers; fifth [M]: the weight of the
+    heaviest fifth of the keys; error: by kind the error of attention to a part of them [M]."""
+
+    layer: np.ndarray
+    head: np.ndarray
+    fifth: np.ndarray
+    error: dict[str, np.ndarray]
+
+
+class World(NamedTuple):
+    """Drawn attention by the deviation of its logits. fifth, error: as of Heads [sigmas]."""
+
+    fifth: np.ndarray
+    error: dict[str, np.ndarray]
+
+
+def some(layers: Sequence[Layer]) -> dict[int, Layer]:
+    """MOST of them at most, evenly spread, the first and the last among them."""
+    at = np.unique(np.linspace(0, len(layers) - 1, min(MOST, len(layers))).round().astype(int))
+    return {n: layers[n] for n in at.tolist()}
 
 
 def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
@@ -53,16 +82,61 @@ def sink(spec: Spec, layer: Layer) -> float:
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
 
 
-def chosen(kind: str, share: float) -> Policy:
-    """A way to read a share of all keys but the query's own."""
-    ends = {"sinks": 0, "window": 1}
+def chosen(kind: str, share: float, sinks: int = 0) -> Policy:
+    """A way to read a share of all keys but the first `sinks` and the query's own."""
+    ends = {"sinks": sinks, "window": 1}
     evenly = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}  # no more than it was told to
     make = {
         "topk": lambda: TopK(share, **ends),
         "oracle": lambda: Oracle(share, **ends),
         "uniform": lambda: VAttention(0.0, share, **evenly, **ends),
+        "magicpig": lambda: MagicPIG(*DRAWN, **ends, zone=shares.ROOM),
     }
     return make[kind]()
+
+
+def fifth_of(sums: Float32[np.ndarray, "N S"]) -> np.ndarray:
+    """By query head the weight of the heaviest fifth of the keys [N]."""
+    return sums[:, round(FIFTH * sums.shape[1]) - 1]
+
+
+def by_head(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -> Heads:
+    """Every query head of these layers, with the error of each of KINDS at one share of the keys,
+    in the mean over stretches and seeds."""
+    fifth = {n: fifth_of(tails(spec, layer)) for n, layer in layers.items()}
+    error: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
+    for number, layer in layers.items():
+        exact = heads.exactly(spec, layer, f"layer {number}")
+        for kind, line in error.items():
+            met = [heads.meet(chosen(kind, share), spec, layer, seed) for seed in range(seeds)]
+            each = [heads.errors_by_head(one.out, exact) for one in met]
+            line.append(np.mean(each, axis=(0, 1)))
+    return Heads(
+        np.repeat(list(fifth), [len(each) for each in fifth.values()]),
+        np.concatenate([np.arange(len(each)) for each in fifth.values()]),
+        np.concatenate(list(fifth.values())),
+        {kind: np.concatenate(line) for kind, line in error.items()},
+    )
+
+
+def lead(found: Heads) -> np.ndarray:
+    """The error of a sample by weight over that of the better of the other two [M]."""
+    return found.error["oracle"] / np.minimum(found.error["topk"], found.error["uniform"])
+
+
+def telling(found: Heads) -> dict[str, int]:
+    """Which of the heads is the flattest, which the most peaked, and in which a sample by weight
+    gains the most, or loses the least."""
+    at = {"flattest": found.fifth.argmin(), "sample gains most": lead(found).argmin(),
+          "most peaked": found.fifth.argmax()}  # fmt: skip
+    return {name: int(number) for name, number in at.items()}
+
+
+def alone(spec: Spec, layer: Layer, head: int) -> tuple[Spec, Layer]:
+    """One query head of a layer, with the keys that it reads."""
+    own = slice(head, head + 1), slice(head // spec.group, head // spec.group + 1)
+    cut = Layer(layer.q[:, :, own[0]], layer.k[:, :, own[1]], layer.v[:, :, own[1]])
+    return replace(spec, kv_heads=1, group=1), cut
 
 
 def budgets(spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int) -> dict[str, list[Read]]:
@@ -79,6 +153,35 @@ def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: i
     met = [heads.meet(policy, spec, layer, seed) for seed in range(seeds)]
     error = np.mean([heads.errors(one.out, exact) for one in met])
     return Read(float(np.mean([one.share for one in met])), float(error))
+
+
+def world(
+    keys: int, sigmas: Sequence[float], share: float, follow: float, kinds: Sequence[str] = KINDS
+) -> World:
+    """Drawn attention to so many keys; follow: how far values follow the logit, from 0 to 1."""
+    error: dict[str, list[float]] = {kind: [] for kind in kinds}
+    fifth, spec = [], synthetic.SPEC
+    for sigma in sigmas:
+        layer = synthetic.layer(sigma, range(DRAWINGS), keys, follow)
+        exact = heads.exactly(spec, layer, "drawn attention")
+        fifth.append(fifth_of(tails(spec, layer)).mean())
+        for kind, line in error.items():
+            line.append(measure(chosen(kind, share), spec, layer, exact, 1).error)
+    return World(np.array(fifth), {kind: np.array(line) for kind, line in error.items()})
+
+
+def beside_a_sink(keys: int, share: float) -> dict[str, dict[str, Read]]:
+    """Drawn keys in a cone that queries point away from, and a sink with half of the weight: what
+    is read and what that leaves wrong, with the sink among the rest and with it always read."""
+    spec, layer = synthetic.SPEC, synthetic.cone(synthetic.layer(1.0, range(DRAWINGS), keys), 1.0)
+    exact = heads.exactly(spec, layer, "a cone and a sink")
+    found: dict[str, dict[str, Read]] = {}
+    for name, sinks in (("among the rest", 0), ("always read", SINK)):
+        ways = {kind: chosen(kind, share, sinks) for kind in (*KINDS, "magicpig")}
+        if sinks:
+            ways[BARE] = replace(ways["magicpig"], center=False)
+        found[name] = {way: measure(p, spec, layer, exact, 1) for way, p in ways.items()}
+    return found
 
 
 def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
@@ -108,80 +211,83 @@ def tables(
     return found
 
 
-def told(found: Mapping[tuple[int, int, bool], Read], keys: int) -> str:
-    """The same as a table; keys: that are hashed, of which each table has two bytes."""
-    lines = [f"{'K':>3}{'L':>5}{'read':>9}{'error':>8}{'not centred: read':>20}{'error':>8}"
-             f"{'tables, bytes a key':>22}"]  # fmt: skip
-    for bits, count, center in found:
-        if center:
-            own, bare = (found[bits, count, each] for each in (True, False))
-            lines.append(f"{bits:3}{count:5}{own.share:9.1%}{own.error:8.3f}{bare.share:20.1%}"
-                         f"{bare.error:8.3f}{2 * count:22}")  # fmt: skip
-    return "\n".join(lines)
+def ways(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
+    """Every method at one share between the ends, tables with this K and L; and the ends alone."""
+    made = shares.methods(share, pair, SINKS, WINDOW)
+    shown = ("uniform", "magicpig", "topk", "oracle", "vattention")
+    return {"ends alone": shares.Ends(SINKS, WINDOW), **{name: made[name] for name in shown}}
+
+
+def read_by(
+    spec: Spec, layers: Mapping[int, Layer], policies: Mapping[str, Policy]
+) -> dict[str, float]:
+    """The share of the keys between the ends that the last queries read, in the mean."""
+    each = {
+        name: [np.mean(heads.meet(policy, spec, layer, n).share) for n, layer in layers.items()]
+        for name, policy in policies.items()
+    }
+    return {name: float(np.mean(line)) for name, line in each.items()}
 
 
 def losses(
-    llm: Llm, ids: Sequence[int], policies: Mapping[str, str], stretches: int
+    llm: Llm, ids: Sequence[int], stretches: int, policies: Mapping[str, Policy]
 ) -> dict[str, dict[str, Any]]:
-    """By how much the loss behind prompts is over full attention's, with two standard errors."""
-    size, front = llm.config.context, llm.tokenizer.front
-    cuts = [[*front, *ids[at : at + size - len(front)]] for at in range(1, len(ids) - size, size)]
-    text = Text(llm, [], cuts[:stretches], [])
+    """By how much the loss behind three quarters of each stretch is over full attention's, with
+    two standard errors."""
+    front, size = llm.tokenizer.front, len(ids) // stretches
+    cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]
+    text = Text(llm, [], cuts, [])
     base = sparse.losses(text, "full", 1, "full")
+    seeds = {name: 2 if name in shares.DRAWING else 1 for name in policies}
     return {
-        name: sparse.over(sparse.losses(text, policy, 2, name), base)
+        name: sparse.over(sparse.losses(text, policy, seeds[name], name), base)
         for name, policy in policies.items()
     }
 
 
-def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
-    """The weight of the heaviest keys, a line for each head; a panel for each layer."""
-    figure, all_axes = runtime.axes(7.5, 3.2, columns=len(found))
-    for axes, (number, sums) in zip(np.ravel(all_axes), found.items(), strict=True):
-        at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
-        for line in sums:
-            axes.plot(at, 100 * line, color=COLOURS["full"], lw=1.2)
-        axes.plot([20, 20], [0, 100], color="#404040", lw=0.8, ls="--")
-        axes.set(xlabel="heaviest keys (%)", title=f"layer {number}", ylim=(0, 100), xlim=(0, 100))
-    np.ravel(all_axes)[0].set(ylabel="their weight (%)")
-    return runtime.picture(figure, "a line for each query head; dashed: a fifth of the keys")
+def tell_heads(spec: Spec, layers: Mapping[int, Layer], found: Heads) -> str:
+    """By layer how long the tails of its heads are, and in how many of them each of KINDS is
+    nearest to exact attention."""
+    best = np.array(KINDS)[np.argmin([found.error[kind] for kind in KINDS], axis=0)]
+    lines = ["        weight of the     of the     heads in which the nearest is"]
+    lines.append(f"layer   heaviest fifth   1st token{KINDS[0]:>8}{KINDS[1]:>9}{KINDS[2]:>10}")
+    for number, layer in layers.items():
+        own = found.layer == number
+        fifth, counts = found.fifth[own], [(best[own] == kind).sum() for kind in KINDS]
+        lines.append(f"{number:5}{fifth.min():9.0%} to {fifth.max():4.0%}{sink(spec, layer):12.1%}"
+                     f"{counts[0]:8}{counts[1]:9}{counts[2]:10}")  # fmt: skip
+    return "\n".join(lines)
 
 
-def draw_budgets(
-    found: Mapping[int, Mapping[str, Sequence[Read]]], wanted: Sequence[float]
-) -> runtime.Picture:
-    """The error by budget; a panel for each layer."""
-    figure, all_axes = runtime.axes(7.5, 3.2, columns=len(found))
-    at = 100 * np.array(wanted)
-    for axes, (number, kinds) in zip(np.ravel(all_axes), found.items(), strict=True):
-        for kind, line in kinds.items():
-            axes.plot(at, [one.error for one in line], "o-", ms=3, color=COLOURS[kind], label=kind)
-        axes.set(xlabel="budget (% of the keys)", title=f"layer {number}", xscale="log",
-                 yscale="log")  # fmt: skip
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" else "")
-        axes.set_xticks(at, [f"{x:g}" for x in at], fontsize=7)
-        axes.set_xticks([], minor=True)
-    np.ravel(all_axes)[0].set(ylabel="error over exact attention")
-    handles, labels = np.ravel(all_axes)[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize=8, ncols=3)
-    return runtime.picture(figure, "keys drawn with replacement count each time they are drawn")
+def tell_sink(found: Mapping[str, Mapping[str, Read]]) -> str:
+    """What is read with the sink among the rest and with it always read, as a table."""
+    lines = [f"{'':23}" + "".join(f"{'sink ' + name:>21}" for name in found)]
+    lines.append(f"{'':23}" + f"{'read':>12}{'error':>9}" * len(found))
+    for way in list(found.values())[-1]:
+        cells = (
+            f"{each[way].share:12.2%}{each[way].error:9.3f}" if way in each else " " * 21
+            for each in found.values()
+        )  # fmt: skip
+        lines.append(f"{way:23}" + "".join(cells))
+    return "\n".join(lines)
 
 
-def draw_chances(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> runtime.Picture:
-    """Where keys lie, and the chance that tables find them there."""
-    figure, axes = runtime.axes(7.0, 3.4)
-    edges = np.linspace(-1, 1, 81)
-    for center, label in ((False, "as they are"), (True, "less their mean")):
-        counts = np.histogram(cosines(spec, layer, center), edges)[0]
-        colour = COLOURS["topk"] if center else COLOURS["full"]
-        axes.stairs(counts / counts.max(), edges, fill=True, alpha=0.35, color=colour,
-                    label=f"keys, {label}")  # fmt: skip
-    at = np.linspace(-0.999, 0.999, 200)
-    for (bits, count), line in zip(pairs, ("-", "--", ":", "-."), strict=False):
-        chance = np.exp(inclusion.log_u(at, bits, count))
-        axes.plot(at, chance, color=COLOURS["magicpig"], ls=line, label=f"found, {bits=}, {count=}"
-                  .replace("bits", "K").replace("count", "L"))  # fmt: skip
-    axes.set(xlabel="cosine of a query with a key", ylabel="chance to be found", ylim=(0, 1.02))
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return runtime.picture(figure, "the height of the ground: how many keys lie there")
+def tell_tables(found: Mapping[tuple[int, int, bool], Read]) -> str:
+    """By K and L what is read and what that leaves wrong, with and without centring."""
+    lines = [f"{'':8}{'keys less their mean':>22}{'keys as they are':>22}"]
+    lines.append(f"{'K':>3}{'L':>5}" + f"{'read':>13}{'error':>9}" * 2)
+    for bits, count, center in found:
+        if center:
+            both = (found[bits, count, each] for each in (True, False))
+            cells = (f"{one.share:13.1%}{one.error:9.3f}" for one in both)
+            lines.append(f"{bits:3}{count:5}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def tell_losses(behind: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
+    """By policy what it reads between the ends, and what it loses."""
+    lines = [f"{'':12}{'keys read':>11}   loss over full attention's"]
+    for name, over in behind.items():
+        lines.append(f"{name:12}{read[name]:11.1%}{over['mean']:+11.4f}"
+                     f" ± {over['two_errors']['stretches']:.4f}")  # fmt: skip
+    return "\n".join(lines)

@@ -142,7 +142,7 @@ class Text(NamedTuple):
 
     @property
     def prompt(self) -> int:
-        return self.first or 3 * self.llm.config.context // 4
+        return self.first or 3 * len(self.stretches[0]) // 4
 
     def tables(self, wanted: Sequence[float]) -> dict[float, tuple[int, int]]:
         """K and L for each share, from the angles in other stretches."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.heads import attend, progress
+from evals.heads import Layer, attend, progress
 from evals.inclusion import isotropic
 from evals.record import spread
 from evals.shares import methods
@@ -27,6 +27,7 @@ from jaxkv.rotary import NoPosition
 KEYS, DIM = 16_384, 64
 TABLES = ((10, 150), (9, 120), (8, 75))  # K and L as published
 CORRELATION = 0.45  # of a value's part along one direction with its logit
+FAR = 8.0  # of a cone: how far its keys lie from the origin; each is as long about their mean
 SPEC = Spec(1, DIM, 1.0, NoPosition())
 
 
@@ -38,15 +39,41 @@ class Drawing(NamedTuple):
     v: np.ndarray
 
 
-def draw(sigma: float, seed: int, keys: int = KEYS) -> Drawing:
+def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION) -> Drawing:
     """v = m + r (s / sigma) e + sqrt(1 - r^2) z, all else normal; s is sigma times a key's first
-    number."""
+    number, r is `follow`."""
     rng = np.random.default_rng(seed)
     k = rng.normal(size=(keys, DIM))
     mean, along = rng.normal(size=(2, DIM))
-    own = rng.normal(size=(keys, DIM)) * (1 - CORRELATION**2) ** 0.5
-    v = mean + CORRELATION * k[:, :1] * along + own
+    own = rng.normal(size=(keys, DIM)) * (1 - follow**2) ** 0.5
+    v = mean + follow * k[:, :1] * along + own
     return Drawing(*(a.astype(np.float32) for a in (sigma * k[:, 0], k, v)))
+
+
+def layer(
+    sigma: float, seeds: Sequence[int], keys: int = KEYS, follow: float = CORRELATION
+) -> Layer:
+    """A stretch for each seed, whose queries all ask alike: each sees a drawing's logits."""
+    drawings = [draw(sigma, seed, keys, follow) for seed in seeds]
+    k, v = (
+        jnp.asarray(np.stack(each))[:, :, None] for each in list(zip(*drawings, strict=True))[1:]
+    )
+    q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)
+    return Layer(jnp.broadcast_to(q, k.shape), k, v)
+
+
+def cone(flat: Layer, sigma: float) -> Layer:
+    """The same with all keys moved by FAR along the second direction, from which queries point
+    away; and the first key, the sink, moved to where they point, so that it has about half of the
+    weight, with a value of zero. The weights of the others among each other stay.
+    """
+    q, k, v = (np.array(a) for a in flat)
+    q[..., 1], k[..., 1] = -1.0, FAR
+    half = np.log(k.shape[1]) + sigma**2 / 2  # the log of the sum of the others' weights
+    k[:, 0] = 0.0
+    k[:, 0, :, 1] = FAR - half
+    v[:, 0] = 0.0
+    return Layer(*map(jnp.asarray, (q, k, v)))
 
 
 def asked(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
