@@ -64,8 +64,7 @@ runtime.Text(long_tail.tell_heads(spec, layers, by_head))
 # %% [markdown]
 # In our model top-k is nearest in most heads. In the first layer it is the farthest of the three:
 # there attention is flat, and the keys with the largest weights speak for themselves alone. A sample
-# is better, but it need not be drawn by weight: any keys do as well. (Which of the two is nearer in a
-# head is chance.)
+# is better, but it need not be drawn by weight: any keys do about as well.
 #
 # In a few heads of the layers behind it a sample by weight is nearest. Their tails are long: too much
 # weight for top-k lies in the tail, and too little for even chance. Here are three heads: the flattest,
@@ -104,15 +103,15 @@ figures.draw_when(by_head, worlds, share, caption)
 # %% [markdown]
 # Three things make a sample by weight win.
 #
-# - **The tail is long.** With the same number of keys, top-k gains as the tail gets shorter, and in
-#   the end it wins.
+# - **The tail is long.** With the same number of keys, top-k gains as the tail gets shorter, and with
+#   few keys it wins in the end.
 # - **Heavy keys say something else than light ones.** Where values do not follow the weight (dotted),
 #   the heaviest keys stand well for the others, and top-k is as near as a sample or nearer.
 # - **There are many keys.** One in twenty of eight times as many keys are eight times as many draws.
 #   Chance averages out; what top-k leaves out does not.
 #
-# The last is the largest difference to the paper: its models read 16 thousand tokens and more, where
-# this one reads hundreds. `magicpig` draws as many keys by tables, by a chance that only roughly
+# The last is a difference to the paper: its models read 16 thousand tokens and more, where this one
+# reads hundreds. `magicpig` draws as many keys by tables, by a chance that only roughly
 # follows the weight. Where many keys are and the tail is long it is far nearer than top-k.
 #
 # So neither is best everywhere. [vAttention](https://arxiv.org/abs/2510.05688) reads the heaviest and a
@@ -129,9 +128,9 @@ figures.draw_when(by_head, worlds, share, caption)
 figures.draw_chances(spec, layers[0], long_tail.PAIRS[:3])
 
 # %% [markdown]
-# Most keys stand about at right angles to the query, where the chance is small and a little nearer is
-# found a lot more often. Keys are hashed less their mean. In our model's first layer (above) that
-# moves them a little towards the query.
+# In the first layer of our model, above, most keys stand nearer to a right angle with the query than to
+# its direction. There few are found, and the nearer a key is, the more often. Keys are hashed less
+# their mean. Here that moves them a little towards the query.
 #
 # ## The sink, and centring
 #
@@ -176,7 +175,8 @@ runtime.Text(long_tail.tell_tables(read))
 # %%
 policies = long_tail.ways(0.1, (8, 75))
 part = long_tail.read_by(spec, layers, policies)
-behind = long_tail.losses(llm, ids, count, policies)
+scored = dict(list(policies.items())[: runtime.size(len(policies), 4)])
+behind = long_tail.losses(llm, ids, count, scored)
 runtime.Text(long_tail.tell_losses(behind, part))
 
 # %% [markdown]
@@ -201,14 +201,14 @@ flattest, between, peak = (
     {k: [x.error for x in v] for k, v in of.items()} for of in of_head.values()
 )
 centred = {pair: read[*pair, True].share / read[*pair, False].share for pair in pairs}
-cosine = [long_tail.cosines(spec, layers[0], center).mean() for center in (True, False)]
+cosines = [long_tail.cosines(spec, layers[0], center) for center in (True, False)]
 lost = {name: over["mean"] for name, over in behind.items()}
 ours = {
     "top-k is nearest in most heads": np.mean((top < by_weight) & (top < even)) > 0.5,
     "in each head of the first layer top-k is the farthest": (
         (top > 1.3 * np.maximum(by_weight, even))[first].all()
     ),
-    "there any keys do as well as those drawn by weight": (
+    "there any keys do about as well as those drawn by weight": (
         abs((by_weight / even)[first].mean() - 1) < 0.15
     ),
     "behind it a sample by weight is nearest in a few heads": (
@@ -227,13 +227,14 @@ ours = {
     "in the most peaked head top-k is nearest at every budget": (
         np.less(peak["topk"], np.minimum(peak["oracle"], peak["uniform"])).all()
     ),
-    "centring moves keys of the first layer towards the query": cosine[0] > cosine[1] + 0.01,
+    "centring moves keys of the first layer towards the query": cosines[0].mean()
+    > cosines[1].mean() + 0.01,
+    "most of those keys are nearer to a right angle": np.mean(np.abs(cosines[0]) < 0.5) > 0.8,
     "there is no sink": max(long_tail.sink(spec, layer) for layer in layers.values()) < 0.05,
     "tables find more keys when centred": min(centred.values()) > 1.2,
     "an even sample loses less than the ends alone": lost["uniform"] < 0.8 * lost["ends alone"],
     "each of the others loses less than half of that": (
-        max(lost[name] for name in ("magicpig", "topk", "oracle", "vattention"))
-        < 0.5 * lost["uniform"]
+        max(lost[name] for name in lost.keys() - {"ends alone", "uniform"}) < 0.5 * lost["uniform"]
     ),
     "about a tenth of the keys is read": (
         all(0.08 < part[name] < 0.12 for name in ("uniform", "magicpig", "topk", "vattention"))
