@@ -176,7 +176,7 @@ runtime.Text(long_tail.tell_tables(read))
 # %%
 policies = long_tail.ways(0.1, (8, 75))
 part = long_tail.read_by(spec, layers, policies)
-scored = dict(list(policies.items())[: runtime.size(len(policies), 4)])
+scored = dict(list(policies.items())[: runtime.size(len(policies), 3)])
 behind = long_tail.losses(llm, ids, count, scored)
 runtime.Text(long_tail.tell_losses(behind, part))
 
