@@ -103,7 +103,7 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
     right.set(xlabel="points that have a sign", ylabel="length of the signed sum", ylim=(0, None))
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, dpi=80)
 
 
 def compare(
@@ -195,7 +195,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     figure.legend(ncols=4, **ABOVE)
-    return runtime.picture(figure, caption, colours=256)  # many hues, each with its shades
+    return runtime.picture(figure, caption, colours=128)  # many hues, each with its shades
 
 
 def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
@@ -258,7 +258,7 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
     figure.legend(ncols=5, **ABOVE)
-    return runtime.picture(figure, caption, colours=256)
+    return runtime.picture(figure, caption, colours=128)
 
 
 def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:

@@ -29,7 +29,8 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: where lines lie if all keys count alike"
     which = ", ".join(map(str, found))
-    return runtime.picture(figure, f"a line for each query head of layers {which}; {caption}")
+    told = f"a line for each query head of layers {which}; {caption}"
+    return runtime.picture(figure, told, dpi=80)
 
 
 def draw_when(
@@ -59,7 +60,7 @@ def draw_when(
         say_log(axes)
     left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
     figure.legend(ncols=4, **ABOVE)
-    return runtime.picture(figure, caption, colours=256)  # many hues, each with its shades
+    return runtime.picture(figure, caption, colours=128, dpi=80)  # many hues, each with its shades
 
 
 def draw_budgets(

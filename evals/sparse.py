@@ -115,7 +115,7 @@ def middle(wanted: Sequence[float]) -> Sequence[float]:
 
 class Text(NamedTuple):
     """A model and stretches, as long as its context where nothing else is said; others, between
-    those, to choose K and L on. first: tokens of a prompt; 0: three quarters of the context."""
+    those, to choose K and L on. first: tokens of a prompt; 0: three quarters of a stretch."""
 
     llm: Llm
     files: Sequence[Path]
