@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from evals import backcopy, runtime
+from evals import backcopy, pictures, runtime
 from evals.palette import ARMS
 from evals.sink_tables import logged
 from jaxkv.typing import Float32
@@ -134,7 +134,7 @@ def draw_learning(
     floor: float,
 ) -> runtime.Picture:
     """`loss_by_place` with the least there can be, and `share_of_first`; a line for each seed."""
-    figure, (left, right) = runtime.axes(6.6, 3.4, columns=2)
+    figure, (left, right) = pictures.begin(6.6, 3.4, columns=2)
     for axes, seeds in ((left, places), (right, shares)):
         for number, found in enumerate(seeds):
             for name, line in found.items():
@@ -150,7 +150,7 @@ def draw_learning(
 
 def draw_maps(arms: Mapping[str, Arm], tokens: Tokens, letters: int, start: int) -> runtime.Picture:
     """What each letter of a short text looks at, by arm; triggers have a dot."""
-    figure, all_axes = runtime.axes(3.3 * len(arms), 3.9, columns=len(arms))
+    figure, all_axes = pictures.begin(3.3 * len(arms), 3.9, columns=len(arms))
     triggers = set(backcopy.Chain(0).triggers.tolist())
     for axes, (name, arm) in zip(np.ravel(all_axes), arms.items(), strict=True):
         ids = held_back(arm, tokens, letters, start)
@@ -188,7 +188,7 @@ def draw_losses(
     found: Sequence[Mapping[str, Mapping[str, float]]], floor: float
 ) -> runtime.Picture:
     """Losses by arm and cache as points, one for each seed."""
-    figure, axes = runtime.axes(6.0, 3.2)
+    figure, axes = pictures.begin(6.0, 3.2)
     for seed, arms in enumerate(found):
         for number, (arm, loss) in enumerate(arms.items()):
             at = np.arange(len(loss)) + 0.16 * (number - (len(arms) - 1) / 2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from evals import heads, runtime, single_layer, timing
+from evals import heads, pictures, runtime, single_layer, timing
 from evals.figures import draw_spreads
 from evals.palette import THINNED
 from evals.record import spread
@@ -85,7 +85,7 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
-    figure, (*planes, right) = runtime.axes(7.0, 3.2, columns=3)
+    figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
     colours = [THINNED[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
@@ -177,7 +177,7 @@ def of_model(
 
 def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
     """Errors by what is kept: of the first layer, and of the others in the mean."""
-    figure, panels = runtime.axes(7.0, 3.9, columns=2)
+    figure, panels = pictures.begin(7.0, 3.9, columns=2)
     (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
     title = f"layers {others[0][0]} to {others[-1][0]}, mean"
     shown = {f"layer {first}": [of_first], title: [errors for _, errors in others]}
@@ -246,7 +246,7 @@ def of_world(name: str, seeds: int, sharp: float = 1.0, rounds: int = 2) -> Erro
 
 def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     """Errors of each method in each world, on a scale of their logarithm."""
-    figure, axes = runtime.axes(7.0, 3.8)
+    figure, axes = pictures.begin(7.0, 3.8)
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
         lines = {which: spread(each[name]) for which, each in found.items()}
@@ -263,7 +263,7 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
 
 def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     """Errors by how much of the attention a few keys get."""
-    figure, axes = runtime.axes(6.4, 3.4)
+    figure, axes = pictures.begin(6.4, 3.4)
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
         lines = {str(i): spread(each[name]) for i, each in enumerate(found)}

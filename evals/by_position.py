@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import models
-from evals import runtime
+from evals import pictures, runtime
 from evals.palette import styles
 from jaxkv.typing import Float32
 from models.llm import Llm
@@ -36,18 +36,14 @@ def draw(
 
     marks: what happens at some positions, where dashed lines say so.
     """
-    figure, axes = runtime.axes()
+    figure, axes = pictures.begin()
     for (policy, each), look in zip(found.items(), styles(list(found)), strict=True):
         at, mean = np.arange(1, each.shape[1] + 1), each.mean(axis=0)
         error = 2 * each.std(axis=0) / len(each) ** 0.5
         axes.fill_between(at, mean - error, mean + error, color=look["color"], alpha=0.2, lw=0)
         axes.plot(at, mean, lw=1.2, label=policy, **look)
     for says, position in marks.items():
-        axes.axvline(position, color="#404040", lw=0.8, ls=(0, (4, 4)), zorder=0)
-        axes.annotate(
-            says, (position, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-            textcoords="offset points", va="top", fontsize=8, color="#404040",
-        )  # fmt: skip
+        pictures.mark(axes, position, says)
     axes.set(xlabel="position in the text (tokens)", ylabel="loss (nats per token)", xlim=(0, None))
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
     return runtime.picture(figure, caption)

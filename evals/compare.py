@@ -6,12 +6,11 @@ window once its first tokens are gone, sinks with a window do not.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from evals import palette, recompute
+from evals import palette, pictures, recompute
 from jaxkv import memory
 from jaxkv.contract import Policy
 from jaxkv.stack import spell, state_bytes
@@ -103,14 +102,9 @@ def _state(row: dict[str, Any]) -> str:
 
 def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int = 150) -> bytes:
     """The loss by position of every policy, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     columns = 1 if len(results) <= 3 else 2
     height = 3.8 + 0.2 * -(-len(results) // columns)
-    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
+    figure, axes = pictures.begin(7.5, height)
     looks = palette.styles([row["policy"] for row in results])
     for number, (row, look) in enumerate(zip(results, looks, strict=True)):
         at = [(block["start"] + block["end"] - 1) / 2 for block in row["blocks"]]
@@ -119,26 +113,15 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int
         axes.plot(at, [block["loss"] for block in row["blocks"]], lw=width, label=label, **look)
     end = results[0]["blocks"][-1]["end"]
     if context < end:
-        axes.axvline(context, color="#404040", lw=0.8, ls=(0, (4, 4)), zorder=0)
-        axes.annotate(
-            f"trained context, {context}", (context, 1), xycoords=("data", "axes fraction"),
-            xytext=(4, -4), textcoords="offset points", va="top", fontsize=8, color="#404040",
-        )  # fmt: skip
+        pictures.mark(axes, context, f"trained context, {context}")
     axes.set(
         xlabel="position in the text (tokens)",
         ylabel="loss (nats per token; lower is better)",
         xlim=(0, end),
     )
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", lw=0.6)
-    axes.set_axisbelow(True)
     figure.legend(
         loc="outside upper left", frameon=False, fontsize=8, title="policy   perplexity, state",
         title_fontsize=8, alignment="left", ncols=columns,
     )  # fmt: skip
-    figure.supxlabel(caption, fontsize=8, color="#404040")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=dpi, format="png", metadata={"Software": None})
-    pyplot.close(figure)
-    return picture.getvalue()
+    return pictures.finish(figure, caption, dpi)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals import prefix_report, prefix_traces, runtime
+from evals import pictures, prefix_report, prefix_traces, runtime
 from evals.figures import draw_spreads
 from evals.palette import COLOURS
 from evals.prefix_figures import MODES
@@ -148,7 +148,7 @@ def by_capacity(trace: prefix_traces.Trace, shares: Sequence[float]) -> list[flo
 
 def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]) -> Any:
     """What an index finds by how many requests run at once."""
-    figure, axes = runtime.axes(height=3.2)
+    figure, axes = pictures.begin(height=3.2)
     at = np.arange(len(slots))
     for mode, colour in MODES.items():
         lines = dict(zip(slots, found[mode], strict=True))
@@ -163,7 +163,7 @@ def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequenc
 
 def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> Any:
     """Blocks found by what an index has room for."""
-    figure, axes = runtime.axes(height=3.0)
+    figure, axes = pictures.begin(height=3.0)
     axes.plot(100 * np.array(shares), found, "o-", ms=3, color=COLOURS["streaming"])
     axes.set(xlabel="distinct blocks that there is room for (%)", ylabel="blocks found (%)",
              xlim=(0, None), ylim=(0, None))  # fmt: skip
@@ -173,7 +173,7 @@ def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str)
 def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: str) -> Any:
     """Milliseconds to the first token by turn, medians over users; from the least round to the
     most."""
-    figure, axes = runtime.axes()
+    figure, axes = pictures.begin()
     at = np.arange(turns) + 1
     for policy, pair in served.items():
         name = policy.split(":")[0]
@@ -190,7 +190,7 @@ def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: 
 
 def draw_each(served: Mapping[str, Served], caption: str) -> Any:
     """Milliseconds to the first token of every request by the length of its prompt."""
-    figure, axes = runtime.axes()
+    figure, axes = pictures.begin()
     share = served[KEPT].found / served[KEPT].prompts
     looks = (
         (ANEW, np.ones(len(share), bool), COLOURS["full"], 3, "read anew"),

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from evals import prefix_figures
+from evals import pictures, prefix_figures
+from evals.facts import VALUES
 from evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from evals.record import RESULTS, ROOT, read
 
@@ -70,28 +71,26 @@ def look_up(results: Any, path: str) -> Any:
 
 def draw(name: str) -> list[str]:
     """The pictures of one record."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     results = read(name)["results"]
-    pictures = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
-    for picture, fill_in in pictures.items():
-        figure, axes = pyplot.subplots(figsize=(6.4, 3), layout="constrained")
+    drawn = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
+    for picture, fill_in in drawn.items():
+        figure, axes = pictures.begin(6.4, 3.2)
         fill_in(axes, results)
-        axes.spines[["top", "right"]].set_visible(False)
         where = LEGENDS.get(picture, "lower left")
         legend = figure.legend if "outside" in where else axes.legend
         legend(frameon=False, fontsize=8, loc=where)
-        # No software version or date inside: the same record gives the same bytes.
-        figure.savefig(RESULTS / f"{picture}.png", dpi=110, metadata={"Software": None})
-        pyplot.close(figure)
-    return [f"{picture}.png" for picture in pictures]
+        (RESULTS / f"{picture}.png").write_bytes(pictures.finish(figure, caption_of(fill_in), 110))
+    return [f"{picture}.png" for picture in drawn]
+
+
+def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
+    """What a picture shows is what its function says of itself."""
+    return " ".join((fill_in.__doc__ or "").split())
 
 
 def endless(axes: Any, results: dict[str, Any]) -> None:
-    """Loss by position in the long streams over that of the same tokens read afresh."""
+    """Loss of blocks of a long text: through one cache from position 0 on, through one across
+    position 2^32, and each block afresh."""
     at = [block["tokens"] / 1e6 for block in results["endless"]]
 
     def losses(stream: str) -> list[float]:
@@ -109,7 +108,8 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
-    """The paper's Figure 10: time per token against the size of the cache."""
+    """Time of a token by the size of the cache, and how many times as long re-computation takes
+    (StreamingLLM, Figure 10)."""
     table = results["recompute"]["table"]
     caches = [row["cache"] for row in table]
     for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
@@ -126,7 +126,7 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sink_tables(axes: Any, results: dict[str, Any]) -> None:
-    """The paper's Figure 6: the loss of every arm while it was trained."""
+    """Loss of every arm while it was trained (StreamingLLM, Figure 6)."""
     for arm in results["arms"].values():
         steps, losses = zip(*(look[:2] for look in arm["curve"]), strict=True)
         million = arm["tokens"] / arm["recipe"]["steps"] / 1e6
@@ -143,7 +143,8 @@ def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> Non
 
 
 def backcopy(axes: Any, results: dict[str, Any]) -> None:
-    """Table 3 in small: what a cache loses that holds fewer of the first tokens."""
+    """What a cache loses that holds fewer of the first tokens; medians of seeds, least to most
+    (StreamingLLM, Table 3, in small)."""
     for number, (arm, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
@@ -164,7 +165,8 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
 
 
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
-    """BalanceKV's Figure 3: the error of attention to a thinned cache."""
+    """Error of attention to a thinned prompt; medians of seeds, least to most (BalanceKV,
+    Figure 3)."""
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
         draw_spreads(axes, kept, found, label=name, **THINNED[name])
@@ -185,20 +187,20 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
 
 
 def recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by how far back a fact stands: the mean over trained models."""
+    """Right answers by how far back a fact stands, mean over trained models. Dotted: the slots of a
+    cache; dashed: a guess."""
     draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
     axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
 
 
 def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
-    """The same where the whole prompt is read and then thinned, beside streaming."""
+    """Right answers behind a thinned prompt by how far back a fact stands, mean over trained
+    models. Dashed: a guess."""
     names = [name for name in results["thinned"] if ", " not in name]
     draw_recall(axes, results, ["full", "streaming", *names])
 
 
 def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
-    from evals.recall import VALUES
-
     seeds = [found["within"] for found in results["seeds"].values()]
     for name, style in zip(names, styles(names), strict=True):
         right = [list(seed[name]["right"].values()) for seed in seeds]
@@ -232,7 +234,7 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
 
 def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
     """Right answers by the share of the keys between that is read: the mean over distances, and
-    from the least to the most of the trained models."""
+    from the least to the most of the trained models. Line: full attention."""
     seeds = list(results["recall"]["seeds"].values())
     right = lambda line: 100 * np.mean(list(line["right"].values()))  # noqa: E731
     by_share = seeds[0]["shares"]
@@ -260,7 +262,8 @@ def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
 
 
 def sampling(axes: Any, results: dict[str, Any]) -> None:
-    """The error of attention to a part of the keys, by how many were read: our own model."""
+    """Error of attention to a part of the keys, by how many were read, with two standard errors;
+    our own model."""
     found = results["models"]["default"]["captured"]
     for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
         read = [100 * line["share"] for line in lines.values()]
@@ -273,7 +276,8 @@ def sampling(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
-    """The paper's Figures 3 and 5: top-k beside draws by weight, captured and drawn attention."""
+    """Top-k beside draws by weight, in our own model and with drawn logits of deviation σ
+    (MagicPIG, Figures 3 and 5)."""
     for name in ("topk", "oracle"):
         found = results["models"]["default"]["budgets"][name]
         draw_intervals(axes, [100 * float(share) for share in found], found.values(),
@@ -301,7 +305,8 @@ def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
 
 
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
-    """Every K and L by what is read and how far it is off, and those that none is better than."""
+    """Every K and L by what is read and how far it is off, and those that none is better than; the
+    line is the error asked for."""
     for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
         at = [100 * point["share"] for point in found["points"]]
         off = [point["error"]["mean"] for point in found["points"]]

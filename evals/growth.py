@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 import models
-from evals import runtime, timing
+from evals import pictures, runtime, timing
 from evals.palette import styles
 from models.llm import Llm
 
@@ -57,7 +57,7 @@ def measure(
 
 def draw(found: dict[str, list[Cost]], caption: str) -> runtime.Picture:
     """Time and memory by the length of the text."""
-    figure, (left, right) = runtime.axes(7.5, 3.4, columns=2)
+    figure, (left, right) = pictures.begin(7.5, 3.4, columns=2)
     for (policy, costs), look in zip(found.items(), styles(list(found)), strict=True):
         lengths, line = [cost.tokens for cost in costs], {"marker": "o", "ms": 3, **look}
         left.plot(lengths, [cost.microseconds for cost in costs], label=policy, **line)

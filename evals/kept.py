@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 import models
-from evals import runtime
+from evals import pictures, runtime
 from jaxkv.memory import show
 from jaxkv.typing import Float32, Int32
 from models.llm import Llm
@@ -67,7 +67,7 @@ def of_layer(positions: np.ndarray, log_weight: np.ndarray, tokens: int) -> np.n
 
 def draw(found: Mapping[str, Held]) -> runtime.Picture:
     """A strip for each cache, the text from left to right."""
-    figure, axes = runtime.axes(6.5, 0.9 + 0.3 * len(found))
+    figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(found))
     image = axes.imshow(
         np.stack([held.mean for held in found.values()]), aspect="auto", cmap="Blues", vmin=0,
         vmax=MOST, interpolation="nearest",

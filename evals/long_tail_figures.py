@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evals import inclusion, long_tail, runtime
+from evals import inclusion, long_tail, pictures, runtime
 from evals.heads import Layer
 from evals.long_tail import FIFTH, Heads, Read, World
 from evals.palette import COLOURS, LINES
@@ -20,7 +20,7 @@ INK = "#404040"
 
 def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     """The weight of the heaviest keys, a line for each query head [N,S] of each layer."""
-    figure, axes = runtime.axes(6.0, 3.4)
+    figure, axes = pictures.begin(6.0, 3.4)
     for sums in found.values():
         at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
         axes.plot(at, 100 * sums.T, color=COLOURS["full"], lw=0.9)
@@ -38,7 +38,7 @@ def draw_when(
 ) -> runtime.Picture:
     """Errors over top-k's by how much of the weight a fifth of the keys has: heads of a model
     beside drawn attention, a line a world."""
-    figure, panels = runtime.axes(7.0, 4.0, columns=2)
+    figure, panels = pictures.begin(7.0, 4.0, columns=2)
     left, right = panels
     for kind in ("uniform", "oracle"):
         left.plot(100 * found.fifth, found.error[kind] / found.error["topk"], MARKS[kind], ms=3.5,
@@ -67,7 +67,7 @@ def draw_budgets(
     found: Mapping[str, Mapping[str, Sequence[Read]]], wanted: Sequence[float]
 ) -> runtime.Picture:
     """The error by budget; a panel for each head."""
-    figure, panels = runtime.axes(7.0, 3.4, columns=len(found))
+    figure, panels = pictures.begin(7.0, 3.4, columns=len(found))
     at = 100 * np.array(wanted)
     for axes, (name, kinds) in zip(np.ravel(panels), found.items(), strict=True):
         for kind, line in kinds.items():
@@ -81,7 +81,7 @@ def draw_budgets(
         axes.set_xticks([], minor=True)
     np.ravel(panels)[0].set(ylabel="error over exact attention's length")
     figure.legend(ncols=3, **ABOVE)
-    return runtime.picture(figure, "draws with replacement count each time; scales differ")
+    return runtime.picture(figure, "draws with replacement count each time; scales differ", dpi=80)
 
 
 def say_log(axes: Any) -> None:
@@ -92,7 +92,7 @@ def say_log(axes: Any) -> None:
 
 def draw_chances(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> runtime.Picture:
     """Where keys lie, and the chance that tables find them there."""
-    figure, axes = runtime.axes(7.0, 3.4)
+    figure, axes = pictures.begin(7.0, 3.4)
     edges = np.linspace(-1, 1, 81)
     for center, label in ((False, "as they are"), (True, "less their mean")):
         counts = np.histogram(long_tail.cosines(spec, layer, center), edges)[0]

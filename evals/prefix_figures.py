@@ -13,7 +13,8 @@ RULES = ("streaming", "recompute", "reservoir", "stratified")  # colours, one a 
 
 
 def report(axes: Any, results: dict[str, Any]) -> None:
-    """The report's Figure 1: hits by how many prompts are frequent ones, least to most of seeds."""
+    """Blocks found by how many prompts are frequent ones; mode, block and slots; least to most of
+    seeds (the report's Figure 1)."""
     curves = results["report"]["curves"]
     drawn = [name.split(", ")[0] for name in curves]
     for number, (name, curve) in enumerate(curves.items()):
@@ -39,7 +40,7 @@ def snapshots(axes: Any, results: dict[str, Any]) -> None:
 
 
 def items(axes: Any, results: dict[str, Any]) -> None:
-    """The report's Figure 2: answers a second through the engine, least to most of the rounds."""
+    """Answers a second through the engine, least to most of the rounds (the report's Figure 2)."""
     shares = results["report"]["shares"]
     at = [100 * float(p) for p in shares]
     for name, label, colour in (("none", "nothing kept", COLOURS["full"]),
@@ -55,14 +56,16 @@ def items(axes: Any, results: dict[str, Any]) -> None:
 def agents(axes: Any, results: dict[str, Any]) -> None:
     """What of agents' turns need not be read again, by the memory of what is kept: caches that
     forget by their slots, a full one with all its pages."""
+    widths = iter((4.0, 2.5, 1.2))  # what lies below shows beside it
     for name, found in results["policies"].items():
         policy = name.split(":")[0]
         memory = [point["bytes"] / 2**20 for point in found["slots"].values()]
         shares = [100 * point["saved"] / results["tokens"] for point in found["slots"].values()]
-        axes.plot(memory, shares, "o-", markersize=3, color=COLOURS[policy], label=policy)
+        axes.plot(memory, shares, "o-", lw=next(widths), markersize=3, color=COLOURS[policy],
+                  label=policy)  # fmt: skip
     full = results["full"]
     axes.plot(full["bytes"] / 2**20, 100 * full["share"], "s", color=COLOURS["full"], label="full")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="memory of what is kept (MiB)", ylabel="tokens of prompts not read again (%)",
+    axes.set(xlabel="memory of what is kept (MiB)", ylabel="tokens not read again (%)",
              ylim=(0, 100))  # fmt: skip

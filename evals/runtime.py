@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from evals import pictures
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -202,11 +203,7 @@ class Page:
 
 def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS) -> Picture:
     """A figure with its caption below, small enough to be kept in a notebook."""
-    figure.supxlabel(caption, fontsize=8, color="#404040", wrap=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=dpi, format="png")
-    figure.clear()
-    return shrink(buffer.getvalue(), colours)
+    return shrink(pictures.finish(figure, caption, dpi), colours)
 
 
 def shrink(png: bytes, colours: int = COLOURS) -> Picture:
@@ -221,19 +218,3 @@ def shrink(png: bytes, colours: int = COLOURS) -> Picture:
         flat = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
         flat.save(buffer, "png", optimize=True)
     return Picture(buffer.getvalue())
-
-
-def axes(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes as all pictures here look; without a window, whatever the backend.
-
-    width and height in inches: so narrow that letters can be read on a telephone.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    made = figure.subplots(1, columns, squeeze=False)[0]
-    for one in made:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(axis="y", color="#e6e6e6", lw=0.6)
-        one.set_axisbelow(True)
-    return figure, made[0] if columns == 1 else made

@@ -8,7 +8,6 @@ choices, by the mean log-likelihood of their tokens.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
+from evals import pictures
 from evals.endless import tokens_of
 from evals.record import RESULTS, TRIALS, Record
 from evals.sinks import gather, line
@@ -174,17 +174,12 @@ def first_token(llm: Llm, texts: dict, skip: int = 64) -> Float32[np.ndarray, "L
 
 def draw(llm: Llm, texts: dict, arm: str) -> bytes:
     """Figures 2 and 7: the attention of every head, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     seen = np.asarray(maps(llm.config, llm.weights, samples(llm, texts, SHOWN)))
     layers, heads = seen.shape[:2]
-    figure, grid = pyplot.subplots(
-        layers, heads, figsize=(1.1 * heads + 1, 1.1 * layers + 0.8), layout="constrained",
-        squeeze=False,
-    )  # fmt: skip
+    figure = Figure(figsize=(1.1 * heads + 1, 1.1 * layers + 0.8), layout="constrained")
+    grid = figure.subplots(layers, heads, squeeze=False)
     for (layer, head), axes in np.ndenumerate(grid):
         hidden = np.triu(np.ones((SHOWN, SHOWN), bool), 1)
         picture = axes.imshow(np.ma.masked_where(hidden, seen[layer, head]), vmin=0, vmax=1,
@@ -197,15 +192,11 @@ def draw(llm: Llm, texts: dict, arm: str) -> bytes:
             axes.set_xlabel(f"head {head}", fontsize=8)
     figure.colorbar(picture, ax=grid, shrink=0.6, label="attention")
     front = len(llm.tokenizer.front)
-    figure.suptitle(
+    caption = (
         f"sinks={arm}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), mean of "
-        f"{SAMPLES} samples" + (f", {front} sink token(s) first" if front else ""),
-        fontsize=9,
+        f"{SAMPLES} samples" + (f", {front} sink token(s) first" if front else "")
     )
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=90, metadata={"Software": None})
-    pyplot.close(figure)
-    return file.getvalue()
+    return pictures.finish(figure, caption)
 
 
 def read_tasks(folder: Path, most: int) -> dict[str, list[dict[str, Any]]]:

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 import models
+from evals import facts, shares
 from evals import recall as questions
-from evals import shares
-from evals.recall import CONTEXT, DISTANCES, FIRST_NAME, LEARNT, LENGTH_WITHIN, VALUES
+from evals.facts import FIRST_NAME, VALUES
+from evals.recall import CONTEXT, DISTANCES, LEARNT, LENGTH_WITHIN
 from evals.shares import Ends, Seen
 from jaxkv.contract import Policy
 from jaxkv.stack import spell
@@ -47,7 +48,7 @@ def recall(given: Namespace) -> dict[str, Any]:
 
 def trained(runs: Path, seeds: list[int]) -> dict[int, Llm]:
     """Models of evals.recall, trained or found; raises SystemExit for one that learnt nothing."""
-    tokens, found = questions.write(runs / "data"), {}
+    tokens, found = facts.write(runs / "data"), {}
     for seed in seeds:
         recipe = questions.recipe_of(seed, STEPS)
         llm = models.load(pretrain(recipe, tokens, runs / str(seed), tell=print))
@@ -87,7 +88,7 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
 
 def captured(llm: Llm, seed: int) -> list[Seen]:
     """What exact attention makes of prompts with names behind them, of the facts farthest back."""
-    asked = [questions.question(LENGTH_WITHIN, DISTANCES, (seed, i)) for i in range(STRETCHES)]
+    asked = [facts.question(LENGTH_WITHIN, DISTANCES, (seed, i)) for i in range(STRETCHES)]
     return shares.captured(llm, [
         [*llm.tokenizer.front, *prompt, *(FIRST_NAME + fact // VALUES for fact in known[-NAMES:])]
         for prompt, known in asked

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from evals import notebooks, runtime
+from evals import notebooks, pictures, runtime
 from evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
 
@@ -263,7 +263,7 @@ def test_a_picture_keeps_its_colours():
 
     from PIL import Image
 
-    figure, axes = runtime.axes()
+    figure, axes = pictures.begin()
     axes.plot([0, 1], [0, 1], color="#0072b2", lw=9)
     made = runtime.picture(figure, "a caption")
     with Image.open(BytesIO(made._repr_png_())) as image:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import models
+from evals import facts as streams
 from evals import recall
-from evals.recall import FIRST_LETTER, FIRST_NAME
+from evals.facts import FIRST_LETTER, FIRST_NAME
 from models import data, training
 from models.hf.export import export
 from models.pretrain import setting_of
 
-STREAM = recall.stream(60_000, 3)
+STREAM = streams.stream(60_000, 3)
 SEEDS = [(0, row) for row in range(24)]
 
 
@@ -23,18 +24,18 @@ def test_a_name_is_asked_before_it_has_another_value():
     for at, (before, fact) in enumerate(pairwise(STREAM)):
         if fact >= FIRST_NAME:
             continue
-        name = fact // recall.VALUES
+        name = fact // streams.VALUES
         if name in said:
             asked, known, left = said.pop(name)
             assert before == FIRST_NAME + name and known == fact
             distances.append(at - asked)
         else:
             assert not FIRST_NAME <= before < FIRST_LETTER
-            left = recall.TIMES
+            left = streams.TIMES
         if left > 1:
             said[name] = at + 1, fact, left - 1
     assert len(distances) > 10_000
-    assert min(distances) < 6 and recall.FARTHEST <= max(distances) < recall.CONTEXT
+    assert min(distances) < 6 and streams.FARTHEST <= max(distances) < recall.CONTEXT
     assert 0.1 < np.mean(np.array(distances) > 256) < 0.5
 
 
@@ -42,11 +43,13 @@ def test_a_name_is_asked_before_it_has_another_value():
 def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
     distances = (1, 16, 129, 384)
     for row in range(20):
-        prompt, known = recall.question(500, distances, (1, row), facts)
-        assert len(prompt) == 500 and len({fact // recall.VALUES for fact in known}) == 4
+        prompt, known = streams.question(500, distances, (1, row), facts)
+        assert len(prompt) == 500 and len({fact // streams.VALUES for fact in known}) == 4
         for distance, fact in zip(distances, known, strict=True):
-            name = fact // recall.VALUES
-            of_name = [x in (FIRST_NAME + name, fact) or x // recall.VALUES == name for x in prompt]
+            name = fact // streams.VALUES
+            of_name = [
+                x in (FIRST_NAME + name, fact) or x // streams.VALUES == name for x in prompt
+            ]
             assert [i for i, x in enumerate(of_name) if x] == [500 - distance]
             assert prompt[500 - distance] == fact
         assert (sum(x < FIRST_LETTER for x in prompt) == 4) != facts
@@ -56,7 +59,7 @@ def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
 def llm(tmp_path_factory):
     """Fresh weights, made large enough for attention to matter."""
     folder = tmp_path_factory.mktemp("recall")
-    tokens = recall.write(folder / "data", documents=4, length=3_000)
+    tokens = streams.write(folder / "data", documents=4, length=3_000)
     setting = setting_of(recall.recipe_of(seed=0, steps=1), tokens)
     weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.begin(setting).weights.items()}
     tokenizer = tokens.folder / data.TOKENIZER
@@ -68,7 +71,7 @@ def llm(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*it is kept whole")
 def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
     """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
-    asked = [recall.question(60, (16, 5), (0, row)) for row in range(24)]
+    asked = [streams.question(60, (16, 5), (0, row)) for row in range(24)]
     prompts, known = zip(*asked, strict=True)
     wanted, _ = recall.answers(llm, "full", prompts, known, SEEDS)
     assert len(set(wanted.flatten().tolist())) > 3
@@ -84,7 +87,7 @@ def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
 
 @pytest.mark.slow
 def test_prompts_are_thinned_to_as_many_tokens(llm):
-    prompt, _ = recall.question(recall.LENGTH_WITHIN, (16,), (0, 0))
+    prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
     for name, text in recall.THINNED.items():
         stream = models.Stream(llm, text)
         stream.read([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
@@ -96,9 +99,9 @@ def test_prompts_are_thinned_to_as_many_tokens(llm):
 
 def test_a_fact_beyond_the_window_changes_no_answer_of_it(llm):
     """And does change that of full attention: the question is asked of the cache alone."""
-    asked = [recall.question(90, (70,), (0, row)) for row in range(24)]
+    asked = [streams.question(90, (70,), (0, row)) for row in range(24)]
     prompts, known = zip(*asked, strict=True)
-    other = [[*p[:20], *recall.letters(np.random.default_rng(1), 1), *p[21:]] for p in prompts]
+    other = [[*p[:20], *streams.letters(np.random.default_rng(1), 1), *p[21:]] for p in prompts]
     assert all(
         p[20] == facts[0] != o[20] for p, o, facts in zip(prompts, other, known, strict=True)
     )

@@ -154,7 +154,7 @@ def test_tables_are_held_beside_every_key(text):
 
 
 def test_a_model_that_learnt_nothing_is_not_asked(monkeypatch, tmp_path):
-    monkeypatch.setattr(sparse_recall.questions, "write", lambda _: None)
+    monkeypatch.setattr(sparse_recall.facts, "write", lambda _: None)
     monkeypatch.setattr(sparse_recall, "pretrain", lambda *_, **__: None)
     monkeypatch.setattr(models, "load", lambda _: None)
     right = {"full": {"right": {"16": 0.95, "32": 0.89}}}
