@@ -105,4 +105,4 @@ def draw_chances(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> 
                   label=f"found, K={bits}, L={count}")  # fmt: skip
     axes.set(xlabel="cosine of a query with a key", ylabel="chance to be found", ylim=(0, 1.02))
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return runtime.picture(figure, "the height of the ground: how many keys lie there")
+    return runtime.picture(figure, "the height of the ground: how many keys lie there", dpi=80)
