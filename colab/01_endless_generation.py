@@ -62,7 +62,7 @@ from evals import arms, by_position
 trained, letters = arms.train(
     ["token"], runtime.size(800, 300), seed=2, folder=Path(tempfile.mkdtemp())
 )
-small = trained["token"].llm
+small = trained["token"]
 rows = letters.run("valid", 0, runtime.size(400, 100) * 120).reshape(-1, 120).tolist()
 print(f"{small.config.layers} layer, trained on {small.config.context} letters at a time")
 
@@ -116,7 +116,8 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 # ## What a token costs
 #
 # With every token kept, each new one has more to read and the cache grows; a bounded one stays as it
-# is, however long the text.
+# is, however long the text. (A full cache makes room by doubling, and reads its empty slots too: so its
+# lines climb in steps. On a GPU, which reads so small a cache at once, times may hardly differ.)
 
 # %%
 from evals import growth
@@ -124,9 +125,7 @@ from evals import growth
 text = runtime.passage(llm, runtime.size(14_000, 1_900))
 lengths = [len(text) // part for part in runtime.size([28, 7, 4, 2, 1], [8, 4, 1])]
 costs = growth.measure(llm, text, ["full", STREAMING], lengths)
-growth.draw(
-    costs, f"one row, {runtime.device()}; the median of three rounds; room is doubled when full"
-)
+growth.draw(costs, f"one row, {runtime.device()}; the median of three rounds")
 
 # %% [markdown]
 # ## Without end
@@ -157,6 +156,7 @@ reading = {row["policy"]: row["blocks"][-1]["loss"] for row in results}
 gap = reading[STREAMING] - reading[POLICIES[1]]
 begin, end = ({policy: each[at] for policy, each in costs.items()} for at in (0, -1))
 times = end["full"].microseconds / end[STREAMING].microseconds
+steady = end[STREAMING].microseconds / begin[STREAMING].microseconds
 growth_of_full = end["full"].state_bytes / begin["full"].state_bytes
 runtime.verify(
     MODEL,
@@ -171,7 +171,10 @@ runtime.verify(
     ours={
         "full attention loses the novel": reading["full"] > reading[STREAMING] + 0.5,
         "four sinks cost as good as nothing": abs(gap) < 0.15,
-        "in the end a token costs a full cache over twice as much": times > 2,
         "the story is no loop": len(set(story[-2_000:].split())) > 50,
+    },
+    times={
+        "in the end a token costs a full cache over twice as much": times > 2,
+        "and a bounded one what it did at first": steady < 1.5,
     },
 )

@@ -101,7 +101,7 @@ CACHES = {"0 + 24": "window:window=24"}
 CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1, 2, 4)}
 count = runtime.size(20_000, 4_000)
 found = of_each(lambda arm, of: arms.losses(arm, arms.held_back(arm, of, count), CACHES))
-context = trained[0]["none"].llm.config.context
+context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times as many as in a sample")
 named = [{f"{arm}, seed {seed}": loss for arm, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip

@@ -177,7 +177,7 @@ pairs = [(pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*serv
 last = [np.median(one.first[:, -users:]) for pair in pairs[:2] for one in pair]
 anew, kept = pairs[2]
 much = kept.found > 0.5 * kept.prompts
-sooner = np.median(kept.first[:, much]) / np.median(anew.first[:, much])
+sooner = (kept.first[:, much].sum() + 1e-9) / (anew.first[:, much].sum() + 1e-9)
 runtime.verify(
     MODEL,
     always={
@@ -195,7 +195,10 @@ runtime.verify(
         "of conversations most is found": all(
             b.found.sum() > 0.5 * b.prompts.sum() for _, b in pairs[:2]
         ),
+        "some prompts were found to a half": runtime.SMOKE or bool(much.any()),
+    },
+    times={
         "the last turn begins sooner": last[1] < 0.8 * last[0] and last[3] < 0.8 * last[2],
-        "what was found to a half begins sooner": not much.any() or sooner < 0.8,
+        "what was found to a half begins sooner": sooner < 0.8,
     },
 )

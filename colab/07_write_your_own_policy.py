@@ -177,6 +177,9 @@ SHAPES = {
     "q": (WIDTH, HEADS * DIM), "k": (WIDTH, KV_HEADS * DIM), "v": (WIDTH, KV_HEADS * DIM),
     "o": (HEADS * DIM, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH),
 }  # fmt: skip
+jax.config.update(
+    "jax_default_matmul_precision", "highest"
+)  # both ways to attend are compared below
 spec = jaxkv.Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 10_000.0))
 
 

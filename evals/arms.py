@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +30,9 @@ STRETCHES = 200  # of them, one of which is drawn
 ALIKE = 2  # from this place of a sample on all arms have seen the letters that matter
 
 
-class Arm(NamedTuple):
-    """One trained model. log: a line for each step that was logged; seconds: of training."""
-
-    llm: Llm
-    log: list[dict[str, Any]]
-    seconds: float
-
-
 def train(
     arms: Sequence[str], steps: int, seed: int, folder: Path
-) -> tuple[dict[str, Arm], Tokens]:
+) -> tuple[dict[str, Llm], Tokens]:
     """A model of each arm (`none`, `token`, `logit`, ...), and the letters they learnt from.
 
     folder: keeps data and runs; seeds may share one.
@@ -51,42 +42,40 @@ def train(
     for arm in arms:
         recipe = dataclasses.replace(backcopy.recipe_of(arm, seed), steps=steps)
         out = folder / f"{arm}-{seed}"
-        llm = models.load(pretrain(recipe, tokens, out, tell=lambda line: None))
-        log = logged(out)
-        found[arm] = Arm(llm, log, log[-1]["seconds"])
-        print(f"{arm}, seed {seed}: {steps} steps in {found[arm].seconds:.0f} s")
+        found[arm] = models.load(pretrain(recipe, tokens, out, tell=lambda line: None))
+        print(f"{arm}, seed {seed}: {steps} steps in {logged(out)[-1]['seconds']:.0f} s")
     return found, tokens
 
 
-def held_back(arm: Arm, tokens: Tokens, count: int, start: int = 0) -> list[int]:
+def held_back(arm: Llm, tokens: Tokens, count: int, start: int = 0) -> list[int]:
     """Letters that no model has seen, with what this one expects in front of a text."""
-    return [*arm.llm.tokenizer.front, *tokens.run("valid", start, count).tolist()]
+    return [*arm.tokenizer.front, *tokens.run("valid", start, count).tolist()]
 
 
-def most_idle(arm: Arm, tokens: Tokens, count: int) -> int:
+def most_idle(arm: Llm, tokens: Tokens, count: int) -> int:
     """Where the stretch of so many held-back letters begins, of `STRETCHES`, that looks most at its
     first token."""
     starts = [number * count for number in range(STRETCHES)]
     ids = [held_back(arm, tokens, count, start) for start in starts]
     inputs = jnp.asarray(ids, jnp.int32)
-    _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, inputs, uncached.look)
+    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
     return starts[int(np.asarray(seen[0])[:, 0, :, 0].mean(axis=1).argmax())]
 
 
-def attention(arm: Arm, ids: Sequence[int]) -> Float32[np.ndarray, "T S"]:
+def attention(arm: Llm, ids: Sequence[int]) -> Float32[np.ndarray, "T S"]:
     """What each token of a text looks at, in a model of one layer and head."""
     inputs = jnp.asarray([ids], jnp.int32)
-    _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, inputs, uncached.look)
+    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
     return np.asarray(seen[0][0, 0])
 
 
-def looks(arm: Arm, tokens: Tokens) -> tuple[float, float]:
+def looks(arm: Llm, tokens: Tokens) -> tuple[float, float]:
     """Mean attention that triggers give the letter before them, and that all other letters give
     themselves and the sink token, if there is one."""
-    context, front = arm.llm.config.context, arm.llm.tokenizer.front
+    context, front = arm.config.context, arm.tokenizer.front
     ids = tokens.run("valid", 0, 100 * context).reshape(100, context).astype(np.int32)
     ids[:, : len(front)] = front
-    _, _, seen = uncached.forward(arm.llm.config, arm.llm.weights, jnp.asarray(ids), uncached.look)
+    _, _, seen = uncached.forward(arm.config, arm.weights, jnp.asarray(ids), uncached.look)
     maps = np.asarray(seen[0][:, 0])  # [B,T,T]
     back, own = (np.diagonal(maps, offset, 1, 2) for offset in (-1, 0))
     idle = own + maps[:, :, 0] * len(front)
@@ -95,35 +84,35 @@ def looks(arm: Arm, tokens: Tokens) -> tuple[float, float]:
     return float(back[:, begin - 1 :][trigger].mean()), float(idle[:, begin:][~trigger].mean())
 
 
-def share_of_first(arm: Arm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
+def share_of_first(arm: Llm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
     """Mean attention on the first token of each letter that copies nothing, in the second half of a
     sample; those who give most come first."""
-    chain, context = backcopy.Chain(0), arm.llm.config.context
+    chain, context = backcopy.Chain(0), arm.config.context
     ids = tokens.run("valid", 0, 100 * context).tolist()
-    return np.sort(backcopy.dormant(arm.llm, chain, ids, context // 2))[::-1]
+    return np.sort(backcopy.dormant(arm, chain, ids, context // 2))[::-1]
 
 
-def loss_by_place(arm: Arm, tokens: Tokens) -> Float32[np.ndarray, " T"]:
+def loss_by_place(arm: Llm, tokens: Tokens) -> Float32[np.ndarray, " T"]:
     """The mean loss of held-back letters by their place in a sample, in nats a letter.
 
     A sink token has the place of a sample's first letter, which the model then has not seen: the
     letter behind it is predicted from nothing, and the next one, if that was a trigger, too.
     """
-    context, front = arm.llm.config.context, arm.llm.tokenizer.front
+    context, front = arm.config.context, arm.tokenizer.front
     runs = tokens.run("valid", 0, RUNS * (context + 1)).reshape(RUNS, context + 1)
     inputs, targets = runs[:, :-1].astype(np.int32), jnp.asarray(runs[:, 1:], jnp.int32)
     inputs[:, : len(front)] = front
-    decoder, hidden, _ = uncached.forward(arm.llm.config, arm.llm.weights, jnp.asarray(inputs))
+    decoder, hidden, _ = uncached.forward(arm.config, arm.weights, jnp.asarray(inputs))
     logits = decoder.logits(hidden)  # [V,B,T]
     picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
     return np.asarray(jnp.mean(jax.nn.logsumexp(logits, axis=0) - picked, axis=0))
 
 
-def losses(arm: Arm, ids: Sequence[int], caches: Mapping[str, str]) -> dict[str, float]:
+def losses(arm: Llm, ids: Sequence[int], caches: Mapping[str, str]) -> dict[str, float]:
     """The mean loss of a long text under each cache, in nats a letter; caches: policies by name."""
-    front = len(arm.llm.tokenizer.front)
+    front = len(arm.tokenizer.front)
     return {
-        name: float(np.concatenate(list(models.losses(arm.llm, ids, policy)))[front:].mean())
+        name: float(np.concatenate(list(models.losses(arm, ids, policy)))[front:].mean())
         for name, policy in caches.items()
     }
 
@@ -140,21 +129,21 @@ def draw_learning(
             for name, line in found.items():
                 label = name if axes is left and not number else None
                 axes.plot(np.arange(len(line)) + 1, line, color=ARMS[name], lw=1.2, label=label)
-    left.axhline(floor, color="#404040", lw=0.8, ls="--", label="the least there can be")
+    left.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="the least there can be")
     left.set(xlabel="place in a sample", ylabel="loss (nats a letter)", ylim=(floor - 0.2, None))
     right.set(xlabel="letters that copy nothing, sorted", ylabel="attention on the first token",
               ylim=(0, 1))  # fmt: skip
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
+    pictures.legend(figure, 3)
     return runtime.picture(figure, "held-back letters, a line for each seed")
 
 
-def draw_maps(arms: Mapping[str, Arm], tokens: Tokens, letters: int, start: int) -> runtime.Picture:
+def draw_maps(arms: Mapping[str, Llm], tokens: Tokens, letters: int, start: int) -> runtime.Picture:
     """What each letter of a short text looks at, by arm; triggers have a dot."""
     figure, all_axes = pictures.begin(3.3 * len(arms), 3.9, columns=len(arms))
     triggers = set(backcopy.Chain(0).triggers.tolist())
     for axes, (name, arm) in zip(np.ravel(all_axes), arms.items(), strict=True):
         ids = held_back(arm, tokens, letters, start)
-        front = len(arm.llm.tokenizer.front)
+        front = len(arm.tokenizer.front)
         seen = attention(arm, ids)
         hidden = np.triu(np.ones(seen.shape, bool), 1)
         image = axes.imshow(np.ma.masked_where(hidden, seen), vmin=0, vmax=1, cmap="viridis")
@@ -195,9 +184,9 @@ def draw_losses(
             label = None if seed else arm
             axes.plot(at, list(loss.values()), "o", ms=5, color=ARMS[arm], label=label)
     caches = list(next(iter(found[0].values())))
-    axes.axhline(floor, color="#404040", lw=0.8, ls="--", label="the least there can be")
+    axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="the least there can be")
     axes.set_xticks(range(len(caches)), caches)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss (nats a letter)",
              ylim=(floor - 0.1, None))  # fmt: skip
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
+    pictures.legend(figure, 3)
     return runtime.picture(figure, "held-back letters, a point for each seed")

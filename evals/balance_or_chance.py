@@ -35,7 +35,6 @@ KINDS = 32  # of keys, where keys are alike
 HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
 WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
 SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
-ABOVE = {"loc": "outside upper center", "frameon": False, "fontsize": 8}  # legends
 COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
 Errors = dict[str, list[float]]  # by method, one for each seed
 
@@ -194,7 +193,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
     for axes in panels:
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
-    figure.legend(ncols=4, **ABOVE)
+    pictures.legend(figure, 4)
     return runtime.picture(figure, caption, colours=128)  # many hues, each with its shades
 
 
@@ -252,12 +251,12 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
         lines = {which: spread(each[name]) for which, each in found.items()}
         draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=THINNED[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
-    axes.axhline(1, color="#404040", lw=0.8, linestyle="dotted")
+    axes.axhline(1, color=pictures.INK, lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
     axes.set_xticks(range(len(found)), found)
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
-    figure.legend(ncols=5, **ABOVE)
+    pictures.legend(figure, 5)
     return runtime.picture(figure, caption, colours=128)
 
 
@@ -270,7 +269,7 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
         draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **THINNED[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
-    figure.legend(ncols=5, **ABOVE)
+    pictures.legend(figure, 5)
     return runtime.picture(figure, caption)
 
 

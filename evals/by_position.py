@@ -45,5 +45,5 @@ def draw(
     for says, position in marks.items():
         pictures.mark(axes, position, says)
     axes.set(xlabel="position in the text (tokens)", ylabel="loss (nats per token)", xlim=(0, None))
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=3)
+    pictures.legend(figure, 3)
     return runtime.picture(figure, caption)

@@ -153,11 +153,11 @@ def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequenc
     for mode, colour in MODES.items():
         lines = dict(zip(slots, found[mode], strict=True))
         draw_spreads(axes, at, lines, label=mode, color=colour, marker="o", ms=3)
-    axes.plot(at, [one["median"] for one in found["formula"]], color="#404040", lw=1.2,
+    axes.plot(at, [one["median"] for one in found["formula"]], color=pictures.INK, lw=1.2,
               ls="dotted", zorder=3, label="rekey, by formula")  # fmt: skip
     axes.set_xticks(at, slots)
     axes.set(xlabel="requests that run at once", ylabel="blocks found (%)", ylim=(-2, 102))
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=4)
+    pictures.legend(figure, 4)
     return runtime.picture(figure, "one prompt of 15 tokens for all, blocks of 16; least to most")
 
 
@@ -184,7 +184,7 @@ def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: 
                          label=f"{name}, {label}")  # fmt: skip
     axes.set(xlabel="turn of a conversation", ylabel="time to the first token (ms)", ylim=(0, None))
     axes.set_xticks(at)
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=2)
+    pictures.legend(figure, 2)
     return runtime.picture(figure, caption)
 
 
@@ -204,7 +204,7 @@ def draw_each(served: Mapping[str, Served], caption: str) -> Any:
     axes.set(xlabel="tokens of the prompt", ylabel="time to the first token (ms)", ylim=(0, None),
              xlim=(0, None))  # fmt: skip
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=2)
+    pictures.legend(figure, 2)
     return runtime.picture(figure, caption)
 
 

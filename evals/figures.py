@@ -84,8 +84,13 @@ def draw(name: str) -> list[str]:
 
 
 def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
-    """What a picture shows is what its function says of itself."""
-    return " ".join((fill_in.__doc__ or "").split())
+    """What a picture shows is what its function says of itself.
+
+    Raises ValueError where it says nothing.
+    """
+    if not fill_in.__doc__:
+        raise ValueError(f"{fill_in.__name__} must say in its docstring what it draws")
+    return " ".join(fill_in.__doc__.split())
 
 
 def endless(axes: Any, results: dict[str, Any]) -> None:

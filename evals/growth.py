@@ -68,5 +68,5 @@ def draw(found: dict[str, list[Cost]], caption: str) -> runtime.Picture:
         one.set(xlabel="tokens before it", ylim=(0, None))
         one.locator_params(axis="x", nbins=4)
         one.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=2)
+    pictures.legend(figure, 2)
     return runtime.picture(figure, caption)

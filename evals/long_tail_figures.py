@@ -14,8 +14,6 @@ from evals.palette import COLOURS, LINES
 from jaxkv.contract import Spec
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
-ABOVE = {"loc": "outside upper left", "frameon": False, "fontsize": 8}
-INK = "#404040"
 
 
 def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
@@ -24,8 +22,8 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     for sums in found.values():
         at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
         axes.plot(at, 100 * sums.T, color=COLOURS["full"], lw=0.9)
-    axes.plot([100 * FIFTH] * 2, [0, 100], color=INK, lw=0.8, ls="--")
-    axes.plot([0, 100], [0, 100], color=INK, lw=0.8, ls=":")
+    axes.plot([100 * FIFTH] * 2, [0, 100], color=pictures.INK, lw=0.8, ls="--")
+    axes.plot([0, 100], [0, 100], color=pictures.INK, lw=0.8, ls=":")
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: where lines lie if all keys count alike"
     which = ", ".join(map(str, found))
@@ -50,7 +48,7 @@ def draw_when(
     for kind in ("oracle", "uniform", "magicpig"):
         right.plot([], [], color=COLOURS[kind], marker=MARKS.get(kind), ms=3.5, label=kind)
     for line, name in zip(LINES, worlds, strict=False):
-        right.plot([], [], linestyle=line, color=INK, label=name)
+        right.plot([], [], linestyle=line, color=pictures.INK, label=name)
     lowest, highest = (f(getattr(axes.dataLim, end) for axes in panels)
                        for f, end in ((min, "y0"), (max, "y1")))  # fmt: skip
     for axes, title in ((left, "heads of the model"), (right, "drawn keys")):
@@ -59,7 +57,7 @@ def draw_when(
                  yscale="log", ylim=(lowest / 1.2, 1.2 * highest))  # fmt: skip
         say_log(axes)
     left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
-    figure.legend(ncols=4, **ABOVE)
+    pictures.legend(figure, 4)
     return runtime.picture(figure, caption, colours=128, dpi=80)  # many hues, each with its shades
 
 
@@ -80,7 +78,7 @@ def draw_budgets(
         axes.set_xticks(at, [f"{x:g}" for x in at], fontsize=8)
         axes.set_xticks([], minor=True)
     np.ravel(panels)[0].set(ylabel="error over exact attention's length")
-    figure.legend(ncols=3, **ABOVE)
+    pictures.legend(figure, 3)
     return runtime.picture(figure, "draws with replacement count each time; scales differ", dpi=80)
 
 
@@ -96,7 +94,7 @@ def draw_chances(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> 
     edges = np.linspace(-1, 1, 81)
     for center, label in ((False, "as they are"), (True, "less their mean")):
         counts = np.histogram(long_tail.cosines(spec, layer, center), edges)[0]
-        look = {"color": COLOURS["magicpig"], "alpha": 0.3} if center else {"color": INK}
+        look = {"color": COLOURS["magicpig"], "alpha": 0.3} if center else {"color": pictures.INK}
         axes.stairs(counts / counts.max(), edges, fill=center, label=f"keys, {label}", **look)
     at = np.linspace(-0.999, 0.999, 200)
     for (bits, count), line in zip(pairs, ("-", "--", ":", "-."), strict=False):

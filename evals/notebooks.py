@@ -2,8 +2,8 @@
 
 Each is a text in percent format, colab/NN_name.py, which is its source; beside it lies the notebook
 of the same cells with what they printed and drew, and the picture of its cell tagged `picture`. A
-notebook runs in a kernel of its own, in an
-empty folder, and checks its own results: a wrong one ends the run.
+notebook runs in a kernel of its own, in an empty folder, and checks its own results: a wrong one
+ends the run.
 
     python -m evals.notebooks                     all in full, kept; minutes go into a record
     python -m evals.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept

@@ -35,6 +35,11 @@ def mark(axes: Any, position: float, says: str) -> None:
                   textcoords="offset points", va="top", fontsize=8, color=INK)  # fmt: skip
 
 
+def legend(figure: Figure, columns: int) -> None:
+    """Names of lines above the plots."""
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns)
+
+
 def finish(figure: Figure, caption: str, dpi: int = 90) -> bytes:
     """The figure with its caption below, as a PNG without software version or date: the same
     record gives the same bytes."""

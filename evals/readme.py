@@ -90,7 +90,7 @@ def over(found: dict[str, Any] | None) -> str:
 def cost() -> str:
     """What a token costs behind a long prompt."""
     lines = table(
-        "policy", "tokens held or read", "memory while the prompt is read", "then",
+        "policy", "tokens held or read", "memory while the prompt is read", "while it is answered",
         "time of a token, over full's",
     )  # fmt: skip
     for name, row in rows().items():

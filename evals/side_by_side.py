@@ -48,9 +48,12 @@ WRITTEN = 32  # tokens of which a time is taken
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
 
 
-def settings(rounds: int) -> dict[str, str]:
-    """Every policy, sized to a prompt of which BUDGET tokens are left or read."""
-    prompt, share = prompt_of(rounds), 0.5**rounds
+def settings(rounds: int, more: int = 0) -> dict[str, str]:
+    """Every policy, sized to a prompt of which BUDGET tokens are left or read.
+
+    more: tokens that follow it, for which what grows has room from the beginning.
+    """
+    slots, share = prompt_of(rounds) + more, 0.5**rounds
     ends = f"sinks={SINKS},window={WINDOW}"
     thin = f"{ends},rounds={rounds}"
     snap = f"capacity={BUDGET},window={WINDOW}"
@@ -79,8 +82,8 @@ def settings(rounds: int) -> dict[str, str]:
         "stratified": f"stratified:{SAMPLED},sample=64",
         "balance-stream": f"balance-stream:{SAMPLED},levels=3,block=32",
     } | {
-        # As many slots as the prompt has tokens, so that bytes are those of tokens.
-        name: f"{name}:{','.join(filter(None, (setting, f'start={prompt}')))}"
+        # No more slots than tokens, so that bytes and times are those of tokens.
+        name: f"{name}:{','.join(filter(None, (setting, f'start={slots}')))}"
         for name, setting in grow.items()
     }
     return {name: found[name] for name in POLICIES}
@@ -131,7 +134,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     for name, each in without_end.items():
         rows[name]["without_end"] = sparse.over(each, without_end["streaming"])
         rows[name]["without_end"]["loss"] = float(each.mean())
-    behind_long = settings(SHORT if quick else LONG)
+    behind_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], behind_long, 3 if quick else 9)
     for name in rows:
         rows[name]["long"] = {"policy": behind_long[name], **cost[name]}
@@ -186,7 +189,8 @@ def costs(
     llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
 ) -> dict[str, dict[str, Any]]:
     """Of each policy, behind a prompt that was read and sealed: the tokens it meets, its bytes
-    before and since, and the time of a token, of so many rounds, over that of full attention."""
+    before, and with the room in which the time of a token is taken; that time, of so many rounds,
+    over full attention's."""
     found: dict[str, dict[str, Any]] = {}
     variants = {}
     for name, setting in chosen.items():
@@ -194,9 +198,10 @@ def costs(
         stream.read([ids])
         reading = stream.state_bytes
         stream.seal()
-        found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
-                       "tokens": met(stream)}  # fmt: skip
+        tokens = met(stream)
         variants[name] = timing.decoding(stream, WRITTEN)
+        found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
+                       "tokens": tokens}  # fmt: skip
     seconds = timing.rounds(variants, count, "time of a token")
     for name, of in found.items():
         of["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))

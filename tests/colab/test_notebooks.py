@@ -198,6 +198,24 @@ def test_a_tpu_is_a_device_of_google_that_is_no_network_card(tmp_path, vendor, d
     assert runtime.has_tpu(tmp_path) == found
 
 
+@pytest.mark.parametrize("platform, model, ends", [
+    ("cpu", "", True), ("cpu", "a/model", False), ("gpu", "", False),
+])  # fmt: skip
+def test_times_are_those_of_our_model_on_a_cpu(capsys, monkeypatch, platform, model, ends):
+    monkeypatch.setattr("jax.default_backend", lambda: platform)
+    if ends:
+        with pytest.raises(AssertionError, match="quick"):
+            runtime.verify(model, {"one": True}, times={"it is quick": False})
+    else:
+        runtime.verify(model, {"one": True}, times={"it is quick": False})
+        told = "not with this model" if model else "not on this device"
+        assert told in capsys.readouterr().out
+
+
+def test_a_runtime_says_what_it_can_do():
+    assert runtime.powers().endswith("computes in float32, by XLA's kernels")
+
+
 def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "HERE", tmp_path)
     (tmp_path / "results").mkdir()

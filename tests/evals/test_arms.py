@@ -22,7 +22,7 @@ def trained(tmp_path_factory):
 def test_a_text_begins_as_its_model_expects(trained):
     found, letters = trained
     none, token = (arms.held_back(found[name], letters, 9) for name in ("none", "token"))
-    assert token[1:] == none and token[0] == found["token"].llm.config.bos
+    assert token[1:] == none and token[0] == found["token"].config.bos
 
 
 def test_attention_looks_back_and_adds_up_to_one(trained):
@@ -44,9 +44,9 @@ def test_a_loss_by_place_is_that_of_reading_a_sample(trained, monkeypatch):
     monkeypatch.setattr(arms, "RUNS", 1)
     found, letters = trained
     for arm in found.values():
-        front, sample = arm.llm.tokenizer.front, letters.run("valid", 0, 49).tolist()
+        front, sample = arm.tokenizer.front, letters.run("valid", 0, 49).tolist()
         ids = [*front, *sample[len(front) :]]
-        read = np.concatenate(list(models.losses(arm.llm, ids, "full")))
+        read = np.concatenate(list(models.losses(arm, ids, "full")))
         np.testing.assert_allclose(arms.loss_by_place(arm, letters), read, atol=1e-4)
 
 
@@ -83,7 +83,7 @@ def test_the_stretch_that_is_drawn_looks_most_at_its_first_token(trained, monkey
 
 def test_an_arm_can_be_compared(trained):
     found, letters = trained
-    llm, ids = found["token"].llm, arms.held_back(found["token"], letters, 40)
+    llm, ids = found["token"], arms.held_back(found["token"], letters, 40)
     names = ["full", "window:window=24"]
     scores = compare.compare(llm, ids, names, None, 0, runtime.quietly)
     results = [compare.result(llm, name, scores[name], 20) for name in names]
