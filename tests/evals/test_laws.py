@@ -123,8 +123,8 @@ LAWS = {number: (number, says, law) for number, says, law in laws.LAWS}
 
 
 @pytest.mark.parametrize("policy, capacity, view, asked", [
-    ("streaming:sinks=2,window=6", 8, None, ASKED),
-    seldom("window:window=6", 6, newest(6), sorted([*ASKED, 15])),
+    ("window:window=6", 6, newest(6), sorted([*ASKED, 15])),
+    seldom("streaming:sinks=2,window=6", 8, None, ASKED),
     seldom("reservoir:sinks=1,window=3,sample=4", 4, None, ASKED),
 ])  # fmt: skip
 def test_those_of_the_library_keep_them(policy, capacity, view, asked):

@@ -35,6 +35,7 @@ def met(llm, name, prompt, more=0):
     return side_by_side.met(stream)
 
 
+@pytest.mark.slow
 def test_behind_the_prompt_as_many_are_met(llm):
     prompt = side_by_side.prompt_of(SHORT)
     for name in ("window", "uniform"):
@@ -57,6 +58,7 @@ def test_another_model_or_passage_is_refused():
             side_by_side.check(loss + off * side_by_side.TOLERANCE, stretches)
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_what_is_held(llm):
     """And full attention is timed without slots that hold nothing, or all others look quicker."""
     ids = runtime.passage(llm, side_by_side.prompt_of(SHORT))
