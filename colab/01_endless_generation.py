@@ -97,7 +97,7 @@ print("...", streaming.text[-400:])
 # How well does it predict a text that somebody else wrote? Here it is the beginning of *The Hound of
 # the Baskervilles*, which the model has not seen. (The default model is small and has grown no sink
 # that it needs: a window alone does it no harm. Which models are hurt cannot be seen from outside,
-# and four tokens cost nothing.)
+# and four tokens cost next to nothing.)
 
 # %%
 from evals import compare
@@ -170,7 +170,7 @@ runtime.verify(
     },
     ours={
         "full attention loses the novel": reading["full"] > reading[STREAMING] + 0.5,
-        "four sinks cost as good as nothing": abs(gap) < 0.15,
+        "four sinks cost next to nothing": abs(gap) < 0.15,
         "the story is no loop": len(set(story[-2_000:].split())) > 50,
     },
     times={

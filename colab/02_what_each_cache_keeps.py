@@ -68,13 +68,14 @@ kept.draw(found)
 #
 # ## In the text
 #
-# The first half of it, word by word; the darker the ground, the more weight.
+# The first half of it, token by token; the darker the ground, the more weight.
 
 # %%
 kept.shade(llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balance", "snapkv"])
 
 # %% [markdown]
-# Of this half `streaming` has its first four tokens and nothing else.
+# Of this half `streaming` has its first four tokens and nothing else; the very first marks the
+# beginning and has no letters.
 #
 # ## What it would answer from
 #

@@ -182,7 +182,8 @@ runtime.Text("\n".join(lines))
 #
 # A smaller error is not yet a better answer. In this repository's records balance is nearer than
 # chance where a half or a quarter is kept, in the mean over layers, and answers questions about
-# single facts in a prompt no better: there `snapkv` and even `streaming` are ahead of both. The
+# single facts in a prompt no better: in the mean over distances `snapkv` and even `streaming`, which
+# knows all that is near and nothing else, are ahead of both. The
 # paper's comparison on LongBench with a model of 8 billion weights has not been repeated here. The
 # records and their commands are in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) and
 # [NEGATIVE.md](https://github.com/jaxkv/jaxkv/blob/main/evals/NEGATIVE.md).

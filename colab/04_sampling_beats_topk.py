@@ -69,7 +69,8 @@ runtime.Text(long_tail.tell_heads(spec, layers, by_head))
 #
 # In a few heads of the layers behind it a sample by weight is nearest. Their tails are long: too much
 # weight for top-k lies in the tail, and too little for even chance. Here are three heads: the flattest,
-# that in which a sample by weight gains the most, and the most peaked.
+# that in which a sample by weight gains the most over the better of the two others, and the most
+# peaked.
 
 # %%
 budgets = runtime.size((0.01, 0.02, 0.05, 0.1, 0.2, 0.4), (0.02, 0.05))

@@ -188,7 +188,7 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
     at = block / 1e6 * np.arange(1, len(base) + 1)
     for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
         axes.plot(at, np.array(found["blocks"]) / base, label=name, **style)
-    axes.set(xlabel="million tokens through one cache", ylabel="loss over streaming's")
+    axes.set(xlabel="million tokens through one cache", ylabel="loss divided by streaming's")
 
 
 def recall(axes: Any, results: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ evals/sampling.py, tune_lsh.py and sparse.py, from which the parts are.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -233,16 +235,17 @@ def losses(
     llm: Llm, ids: Sequence[int], stretches: int, policies: Mapping[str, Policy]
 ) -> dict[str, dict[str, Any]]:
     """By how much the loss behind three quarters of each stretch is over full attention's, with
-    two standard errors."""
+    two standard errors; shows no progress, for notebooks would keep it."""
     front, size = llm.tokenizer.front, len(ids) // stretches
     cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]
     text = Text(llm, [], cuts, [])
-    base = sparse.losses(text, "full", 1, "full")
     seeds = {name: 2 if name in shares.DRAWING else 1 for name in policies}
-    return {
-        name: sparse.over(sparse.losses(text, policy, seeds[name], name), base)
-        for name, policy in policies.items()
-    }
+    with contextlib.redirect_stderr(io.StringIO()):
+        base = sparse.losses(text, "full", 1, "full")
+        return {
+            name: sparse.over(sparse.losses(text, policy, seeds[name], name), base)
+            for name, policy in policies.items()
+        }
 
 
 def tell_heads(spec: Spec, layers: Mapping[int, Layer], found: Heads) -> str:
@@ -286,7 +289,7 @@ def tell_tables(found: Mapping[tuple[int, int, bool], Read]) -> str:
 
 def tell_losses(behind: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
     """By policy what it reads between the ends, and what it loses."""
-    lines = [f"{'':12}{'keys read':>11}   loss over full attention's"]
+    lines = [f"{'':12}{'keys read':>11}   loss over full attention's ± two standard errors"]
     for name, over in behind.items():
         lines.append(f"{name:12}{read[name]:11.1%}{over['mean']:+11.4f}"
                      f" ± {over['two_errors']['stretches']:.4f}")  # fmt: skip

@@ -56,6 +56,10 @@ def main() -> None:
         ask.error("--install is for --smoke: what is kept is what this folder has")
     if given.model and not given.smoke:
         ask.error("--model is for --smoke: what is kept is of the model of our own")
+    if given.model:
+        if fixed := [name for name in given.names if not takes_model(name)]:
+            ask.error(f"--model is for notebooks that take one, got {fixed[0]}")
+        chosen = [name for name in chosen if takes_model(name)]
     if not given.smoke:
         keep(chosen)
         return
@@ -68,7 +72,8 @@ def main() -> None:
 def try_out(name: str, model: str, install: bool = False) -> None:
     """Run with JAXKV_SMOKE=1; nothing is kept.
 
-    Raises SystemExit where a cell takes too long, be it that the machine has other work.
+    Raises SystemExit where it takes too long, be it that the machine has other work, or where what
+    it installs changes what was there.
     """
     from nbclient.exceptions import CellTimeoutError
 
@@ -77,11 +82,17 @@ def try_out(name: str, model: str, install: bool = False) -> None:
     except CellTimeoutError:
         raise SystemExit(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, a cell took longer; "
                          "run it alone on a quiet machine") from None  # fmt: skip
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     print(f"{name}: {took:.0f} s", flush=True)
 
 
 def sources() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+
+
+def takes_model(name: str) -> bool:
+    return any(FIELD in cell.source for cell in load(name).cells)
 
 
 def keep(names: list[str]) -> None:

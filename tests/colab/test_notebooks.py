@@ -103,7 +103,7 @@ def test_it_runs(name):
 @pytest.mark.slow
 def test_it_runs_with_another_model(name, shared):
     """What the text finds of the model of our own need not hold, but nothing breaks."""
-    if any(notebooks.FIELD in cell.source for cell in code(name)):
+    if notebooks.takes_model(name):
         notebooks.run(name, smoke=True, model=str(shared / "models" / "stories260K"))
 
 
