@@ -61,6 +61,7 @@ def test_a_token_of_each_is_timed_beside_streaming(thin, few):
 
 @pytest.mark.slow
 def test_a_prompt_is_thinned_anew_each_time(thin):
+    pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
     found = sampled.thinning(thin, [], GIVEN)
     assert found["share"]["median"] > 0
     whole, left = found["state_bytes"]  # of one size each time
