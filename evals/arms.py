@@ -19,7 +19,7 @@ import models
 from evals import backcopy, pictures, runtime
 from evals.palette import ARMS
 from evals.sink_tables import logged
-from jaxkv.typing import Float32
+from jaxkv.typing import Float32, Int32
 from models import uncached
 from models.data import Tokens
 from models.llm import Llm
@@ -52,21 +52,21 @@ def held_back(arm: Llm, tokens: Tokens, count: int, start: int = 0) -> list[int]
     return [*arm.tokenizer.front, *tokens.run("valid", start, count).tolist()]
 
 
+def maps(
+    arm: Llm, ids: Int32[np.ndarray, "B T"] | Sequence[Sequence[int]]
+) -> Float32[np.ndarray, "B T S"]:
+    """What each token of some texts looks at, in a model of one layer and head."""
+    inputs = jnp.asarray(ids, jnp.int32)
+    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
+    return np.asarray(seen[0][:, 0])
+
+
 def most_idle(arm: Llm, tokens: Tokens, count: int) -> int:
     """Where the stretch of so many held-back letters begins, of `STRETCHES`, that looks most at its
     first token."""
     starts = [number * count for number in range(STRETCHES)]
     ids = [held_back(arm, tokens, count, start) for start in starts]
-    inputs = jnp.asarray(ids, jnp.int32)
-    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
-    return starts[int(np.asarray(seen[0])[:, 0, :, 0].mean(axis=1).argmax())]
-
-
-def attention(arm: Llm, ids: Sequence[int]) -> Float32[np.ndarray, "T S"]:
-    """What each token of a text looks at, in a model of one layer and head."""
-    inputs = jnp.asarray([ids], jnp.int32)
-    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
-    return np.asarray(seen[0][0, 0])
+    return starts[int(maps(arm, ids)[:, :, 0].mean(axis=1).argmax())]
 
 
 def looks(arm: Llm, tokens: Tokens) -> tuple[float, float]:
@@ -75,10 +75,9 @@ def looks(arm: Llm, tokens: Tokens) -> tuple[float, float]:
     context, front = arm.config.context, arm.tokenizer.front
     ids = tokens.run("valid", 0, 100 * context).reshape(100, context).astype(np.int32)
     ids[:, : len(front)] = front
-    _, _, seen = uncached.forward(arm.config, arm.weights, jnp.asarray(ids), uncached.look)
-    maps = np.asarray(seen[0][:, 0])  # [B,T,T]
-    back, own = (np.diagonal(maps, offset, 1, 2) for offset in (-1, 0))
-    idle = own + maps[:, :, 0] * len(front)
+    seen = maps(arm, ids)
+    back, own = (np.diagonal(seen, offset, 1, 2) for offset in (-1, 0))
+    idle = own + seen[:, :, 0] * len(front)
     begin = 1 + len(front)  # in front of it there is a letter to copy
     trigger = np.isin(ids, backcopy.Chain(0).triggers)[:, begin:]
     return float(back[:, begin - 1 :][trigger].mean()), float(idle[:, begin:][~trigger].mean())
@@ -144,7 +143,7 @@ def draw_maps(arms: Mapping[str, Llm], tokens: Tokens, letters: int, start: int)
     for axes, (name, arm) in zip(np.ravel(all_axes), arms.items(), strict=True):
         ids = held_back(arm, tokens, letters, start)
         front = len(arm.tokenizer.front)
-        seen = attention(arm, ids)
+        (seen,) = maps(arm, [ids])
         hidden = np.triu(np.ones(seen.shape, bool), 1)
         image = axes.imshow(np.ma.masked_where(hidden, seen), vmin=0, vmax=1, cmap="viridis")
         told = [backcopy.LETTERS[i] + "." * (i in triggers) for i in ids[front:]]

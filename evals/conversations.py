@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -146,7 +146,9 @@ def by_capacity(trace: prefix_traces.Trace, shares: Sequence[float]) -> list[flo
     return [100 * one.blocks_hit / one.blocks for one in found]
 
 
-def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]) -> Any:
+def draw_hits(
+    found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]
+) -> runtime.Picture:
     """What an index finds by how many requests run at once."""
     figure, axes = pictures.begin(height=3.2)
     at = np.arange(len(slots))
@@ -161,7 +163,7 @@ def draw_hits(found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequenc
     return runtime.picture(figure, "one prompt of 15 tokens for all, blocks of 16; least to most")
 
 
-def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> Any:
+def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> runtime.Picture:
     """Blocks found by what an index has room for."""
     figure, axes = pictures.begin(height=3.0)
     axes.plot(100 * np.array(shares), found, "o-", ms=3, color=COLOURS["streaming"])
@@ -170,7 +172,9 @@ def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str)
     return runtime.picture(figure, caption)
 
 
-def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: str) -> Any:
+def draw_first(
+    served: Mapping[str, Mapping[str, Served]], turns: int, caption: str
+) -> runtime.Picture:
     """Milliseconds to the first token by turn, medians over users; from the least round to the
     most."""
     figure, axes = pictures.begin()
@@ -188,7 +192,7 @@ def draw_first(served: Mapping[str, Mapping[str, Served]], turns: int, caption: 
     return runtime.picture(figure, caption)
 
 
-def draw_each(served: Mapping[str, Served], caption: str) -> Any:
+def draw_each(served: Mapping[str, Served], caption: str) -> runtime.Picture:
     """Milliseconds to the first token of every request by the length of its prompt."""
     figure, axes = pictures.begin()
     share = served[KEPT].found / served[KEPT].prompts

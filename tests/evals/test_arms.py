@@ -27,7 +27,7 @@ def test_a_text_begins_as_its_model_expects(trained):
 
 def test_attention_looks_back_and_adds_up_to_one(trained):
     found, letters = trained
-    seen = arms.attention(found["token"], arms.held_back(found["token"], letters, 9))
+    (seen,) = arms.maps(found["token"], [arms.held_back(found["token"], letters, 9)])
     assert seen.shape == (10, 10) and not np.triu(seen, 1).any()
     np.testing.assert_allclose(seen.sum(axis=1), 1, atol=1e-5)
 
@@ -75,7 +75,7 @@ def test_the_stretch_that_is_drawn_looks_most_at_its_first_token(trained, monkey
     arm, letters = trained[0]["token"], trained[1]
     chosen = arms.most_idle(arm, letters, 7)
     shares = {
-        start: arms.attention(arm, arms.held_back(arm, letters, 7, start))[:, 0].mean()
+        start: arms.maps(arm, [arms.held_back(arm, letters, 7, start)])[0, :, 0].mean()
         for start in range(0, 63, 7)
     }
     assert shares[chosen] == pytest.approx(max(shares.values()), abs=1e-6)
