@@ -10,7 +10,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("01_endless_generation")
 
@@ -20,7 +20,7 @@ runtime.begin("01_endless_generation")
 # numbers is of our own.)
 
 # %%
-import models
+from jaxkv import models
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -57,7 +57,7 @@ print("...", full.text[-400:])
 import tempfile
 from pathlib import Path
 
-from evals import arms, by_position
+from jaxkv.evals import arms, by_position
 
 trained, letters = arms.train(
     ["token"], runtime.size(800, 300), seed=2, folder=Path(tempfile.mkdtemp())
@@ -100,7 +100,7 @@ print("...", streaming.text[-400:])
 # and four tokens cost next to nothing.)
 
 # %%
-from evals import compare
+from jaxkv.evals import compare
 
 POLICIES = ["full", "window:window=256", STREAMING]
 ids = runtime.passage(llm, runtime.size(8_000, 2_000))
@@ -120,7 +120,7 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 # lines climb in steps. On a GPU, which reads so small a cache at once, times may hardly differ.)
 
 # %%
-from evals import growth
+from jaxkv.evals import growth
 
 text = runtime.passage(llm, runtime.size(14_000, 1_900))
 lengths = [len(text) // part for part in runtime.size([28, 7, 4, 2, 1], [8, 4, 1])]

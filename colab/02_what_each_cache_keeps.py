@@ -10,7 +10,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("02_what_each_cache_keeps")
 
@@ -19,8 +19,8 @@ runtime.begin("02_what_each_cache_keeps")
 # its place.
 
 # %%
-import models
-from evals import side_by_side
+from jaxkv import models
+from jaxkv.evals import side_by_side
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -38,7 +38,7 @@ print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 # prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then thinned once.
 
 # %%
-from evals import kept
+from jaxkv.evals import kept
 
 EVERYTHING = ("magicpig", "topk", "topp", "oracle", "quest", "vattention")
 settings = side_by_side.settings(side_by_side.SHORT)

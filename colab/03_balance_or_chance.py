@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("03_balance_or_chance")
 
@@ -29,7 +29,7 @@ runtime.begin("03_balance_or_chance")
 # tokens may be off. In a plane, with all values the same:
 
 # %%
-from evals import balance_or_chance as thinning
+from jaxkv.evals import balance_or_chance as thinning
 
 points = thinning.halves(draws=runtime.size(400, 100), seed=3)
 caption = (
@@ -48,7 +48,7 @@ thinning.draw_halves(points, caption)
 # id of any Llama-family model into the field to take that one.
 
 # %%
-import models
+from jaxkv import models
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()

@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("05_train_a_sink")
 
@@ -25,7 +25,7 @@ runtime.begin("05_train_a_sink")
 # to do. Triggers are marked by a dot:
 
 # %%
-from evals import backcopy
+from jaxkv.evals import backcopy
 
 chain = backcopy.Chain(0)
 some = chain.letters(60, seed=1)
@@ -43,7 +43,7 @@ print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i i
 import tempfile
 from pathlib import Path
 
-from evals import arms
+from jaxkv.evals import arms
 
 folder, steps = Path(tempfile.mkdtemp()), runtime.size(800, 400)
 SEEDS = runtime.size((1, 2, 0), (1,))

@@ -11,7 +11,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("06_shared_prefixes")
 
@@ -20,7 +20,7 @@ runtime.begin("06_shared_prefixes")
 # can take its place.
 
 # %%
-import models
+from jaxkv import models
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -33,7 +33,7 @@ llm = models.load(MODEL) if MODEL else models.load()
 # prompts are the same. These two part in their third block:
 
 # %%
-from evals import conversations
+from jaxkv.evals import conversations
 
 ids = runtime.passage(llm, 64)
 other = ids[:40] + ids[20:44]
@@ -103,7 +103,7 @@ conversations.draw_first(served, turns, caption)
 # texts only ids are known, one for every 512 tokens, equal where all before was equal.
 
 # %%
-from evals import prefix_engine, prefix_traces
+from jaxkv.evals import prefix_engine, prefix_traces
 
 trace = prefix_traces.read(conversations.TRACE)
 total = sum(one.tokens for one in trace.asked)

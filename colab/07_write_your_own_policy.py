@@ -11,7 +11,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from evals import runtime
+from jaxkv.evals import runtime
 
 runtime.begin("07_write_your_own_policy")
 
@@ -99,7 +99,7 @@ def look(spec, ring, chunk, own, reach):
 # what is meant: which tokens the query number `n` sees.
 
 # %%
-from evals import laws
+from jaxkv.evals import laws
 
 small = Strided(near=2, far=5, stride=4)
 
@@ -137,8 +137,8 @@ runtime.Text(laws.table(mistaken))
 # that the model has not seen.
 
 # %%
-import models
-from evals import compare
+from jaxkv import models
+from jaxkv.evals import compare
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()

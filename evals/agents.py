@@ -17,16 +17,15 @@ from typing import Any
 import jax
 
 import jaxkv
-import models
-from evals import prefix_traces
-from evals.prefix_traces import Asked
-from evals.record import Record
-from jaxkv import rows
+from jaxkv import models, rows
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_names
+from jaxkv.evals import prefix_traces
+from jaxkv.evals.prefix_traces import Asked
+from jaxkv.evals.record import Record
+from jaxkv.models import Llm
 from jaxkv.prefix import BlockPool, Snapshots, root
 from jaxkv.stack import by_layer, state_bytes
-from models import Llm
 
 TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip
@@ -40,7 +39,7 @@ CHUNK = 128
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.agents", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.agents", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
     ask.add_argument("--quick", action="store_true", help="few turns, into out/")
@@ -59,7 +58,7 @@ def main() -> None:
               f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         print("drew", *draw("agents"))
 

@@ -1,7 +1,7 @@
 """How far we agree with others: the figures that the tests of agreement measure, as one record.
 
-`python -m evals.agreement` runs them with what is needed (the extras parity and tpu-check, and
-../shared/data): logits and greedy tokens beside transformers for every family, the recorded
+`python -m jaxkv.evals.agreement` runs them with what is needed (the extras parity and tpu-check,
+and ../shared/data): logits and greedy tokens beside transformers for every family, the recorded
 perplexities at every chunk size, the same tokens on virtual devices, and what the TPU's compiler
 says of the memory of a decode step. One test that fails or is skipped, and nothing is written.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from evals.record import ROOT, Record
-from evals.timing import bar
+from jaxkv.evals.record import ROOT, Record
+from jaxkv.evals.timing import bar
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
 TESTS = {
@@ -32,7 +32,7 @@ TESTS = {
 
 def main() -> None:
     argparse.ArgumentParser(
-        prog="python -m evals.agreement", description=__doc__,
+        prog="python -m jaxkv.evals.agreement", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()  # fmt: skip
     record = Record("agreement", [STORIES], seeds=[0])

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import backcopy, pictures, runtime
-from evals.palette import ARMS
-from evals.sink_tables import logged
+from jaxkv import models
+from jaxkv.evals import backcopy, pictures, runtime
+from jaxkv.evals.palette import ARMS
+from jaxkv.evals.sink_tables import logged
+from jaxkv.models import uncached
+from jaxkv.models.data import Tokens
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
 from jaxkv.typing import Float32, Int32
-from models import uncached
-from models.data import Tokens
-from models.llm import Llm
-from models.pretrain import pretrain
 
 RUNS = 1_000  # samples of held-back letters
 STRETCHES = 200  # of them, one of which is drawn

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-import models
-from evals.record import Record, spread
-from evals.sink_tables import logged, samples, table_3
+from jaxkv import models
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.sink_tables import logged, samples, table_3
+from jaxkv.models import corpus, data, uncached
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import PRESETS, Recipe
 from jaxkv.typing import Float
-from models import corpus, data, uncached
-from models.llm import Llm
-from models.pretrain import pretrain
-from models.recipes import PRESETS, Recipe
 
 ARMS = ("none", "zero", "logit", "token", "two_tokens")
 TRIES = {  # of plain softmax
@@ -42,7 +42,7 @@ DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held back
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.backcopy", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.backcopy", description=__doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
@@ -77,7 +77,7 @@ def main() -> None:
     }
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("backcopy")
 

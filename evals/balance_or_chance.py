@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import heads, pictures, runtime, single_layer, timing
-from evals.figures import draw_spreads
-from evals.palette import THINNED
-from evals.record import spread
-from evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
+from jaxkv import models
 from jaxkv.contract import Spec
+from jaxkv.evals import heads, pictures, runtime, single_layer, timing
+from jaxkv.evals.figures import draw_spreads
+from jaxkv.evals.palette import THINNED
+from jaxkv.evals.record import spread
+from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.halving import Halving, walk
+from jaxkv.models.decoding import seal_layer
+from jaxkv.models.llm import Llm
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import policy
-from models.decoding import seal_layer
-from models.llm import Llm
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-import models
-from evals import pictures, runtime
-from evals.palette import styles
+from jaxkv import models
+from jaxkv.evals import pictures, runtime
+from jaxkv.evals.palette import styles
+from jaxkv.models.llm import Llm
 from jaxkv.typing import Float32
-from models.llm import Llm
 
 
 def losses(

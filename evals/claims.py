@@ -1,6 +1,6 @@
 """Writes CLAIMS.md: every row's figures come from a record under evals/results, none is typed.
 
-`python -m evals.claims` after an experiment; `--check` only says whether the page is in step.
+`python -m jaxkv.evals.claims` after an experiment; `--check` only says whether the page is in step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.claim import OPEN, Claim
-from evals.claims_magicpig import MAGICPIG
-from evals.claims_prefix import PREFIXES
-from evals.claims_sampling import BALANCE, RESERVOIR
-from evals.claims_sparse import SPARSE
-from evals.claims_streaming import STREAMING
-from evals.claims_training import TRAINING
-from evals.record import RESULTS, read
+from jaxkv.evals.claim import OPEN, Claim
+from jaxkv.evals.claims_magicpig import MAGICPIG
+from jaxkv.evals.claims_prefix import PREFIXES
+from jaxkv.evals.claims_sampling import BALANCE, RESERVOIR
+from jaxkv.evals.claims_sparse import SPARSE
+from jaxkv.evals.claims_streaming import STREAMING
+from jaxkv.evals.claims_training import TRAINING
+from jaxkv.evals.record import RESULTS, read
 
 PAGE = Path(__file__).with_name("CLAIMS.md")
 EXPERIMENTS = (
@@ -32,7 +32,7 @@ BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where th
 HEAD = """\
 # Claims
 
-What the papers claim, and what we measured. Written by `python -m evals.claims` from
+What the papers claim, and what we measured. Written by `python -m jaxkv.evals.claims` from
 `evals/results/*.json`, which hold commit, machine, versions, command, data and spread; edit
 `evals/claims*.py`, not this page. Our models are small: stories260K (260 thousand weights, trained
 on TinyStories with a context of 512), a Llama of 110 million random weights, which has the size of
@@ -96,7 +96,7 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
     if isinstance(claim.find, str):
         found, where = ("", f"{OPEN}: needs {claim.find}"), ""
     elif claim.experiment not in records:
-        command = f"`python -m evals.{claim.experiment}`"
+        command = f"`python -m jaxkv.evals.{claim.experiment}`"
         found, where = ("", f"{OPEN}: needs a run"), BY_GPU.get(claim.experiment, command)
     else:
         found, where = claim.find(records[claim.experiment]["results"]), link(claim.experiment)
@@ -133,11 +133,11 @@ def link(name: str) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.claims", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.claims", description=__doc__)
     ask.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
     if ask.parse_args().check:
         if PAGE.read_text("utf-8") != page():
-            raise SystemExit("CLAIMS.md is out of step; run python -m evals.claims")
+            raise SystemExit("CLAIMS.md is out of step; run python -m jaxkv.evals.claims")
         return
     PAGE.write_text(page(), "utf-8")
     print("wrote", PAGE.name)

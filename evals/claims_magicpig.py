@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
-from evals.claims_sampling import listed, of_spread
-from evals.printed import WITHIN_7, WITHIN_8
+from jaxkv.evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
+from jaxkv.evals.claims_sampling import listed, of_spread
+from jaxkv.evals.printed import WITHIN_7, WITHIN_8
 
 SMALL_BUDGET, FIGURE_4, PUBLISHED = "0.05", "0.2", "0.02"
 NEAR_12K = (0.6, 0.85)  # of 16,384 keys: where top-k and oracle may cross

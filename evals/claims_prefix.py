@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
-from evals.claims_sampling import listed, of_spread
+from jaxkv.evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
+from jaxkv.evals.claims_sampling import listed, of_spread
 
 LINEAR = 0.99  # of the variance that a straight line explains
 REPORTED = 8.14  # per cent of the blocks of "What is your name?"

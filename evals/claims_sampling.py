@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
+from jaxkv.evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
 
 ACCEPTED = 119.9  # chi-square with 63 degrees of freedom exceeds it once in ten thousand times
 FELT = 0.05  # of all answers: a difference that counts as one

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from statistics import mean
 
-from evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
-from evals.claims_sampling import listed, of_spread
+from jaxkv.evals.claim import HOLDS, NOT, PART, Claim, Finding, Results, by_all
+from jaxkv.evals.claims_sampling import listed, of_spread
 
 COUNTED = "counted, no claim"
 LITTLE = 0.1  # of what is lost without the keys between

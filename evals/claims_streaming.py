@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, by_all, over_base
+from jaxkv.evals.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, by_all, over_base
 
 BASE = "streaming:sinks=4,window=252"
 

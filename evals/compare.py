@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from evals import palette, pictures, recompute
 from jaxkv import memory
 from jaxkv.contract import Policy
+from jaxkv.evals import palette, pictures, recompute
+from jaxkv.models.llm import Llm
+from jaxkv.models.score import Score, check_scorable, gather, score
 from jaxkv.stack import spell, state_bytes
-from models.llm import Llm
-from models.score import Score, check_scorable, gather, score
 
 BUDGET = 256  # tokens kept, where policies are chosen for the user
 # Shows progress while a policy runs: given its name, it yields what is called with tokens done.

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evals import pictures, prefix_report, prefix_traces, runtime
-from evals.figures import draw_spreads
-from evals.palette import COLOURS
-from evals.prefix_figures import MODES
-from evals.record import spread
 from jaxkv.engine import Collected, Engine, Prefixes, Request, answer
+from jaxkv.evals import pictures, prefix_report, prefix_traces, runtime
+from jaxkv.evals.figures import draw_spreads
+from jaxkv.evals.palette import COLOURS
+from jaxkv.evals.prefix_figures import MODES
+from jaxkv.evals.record import spread
 from jaxkv.memory import show
+from jaxkv.models.llm import Llm
+from jaxkv.models.serving import engine_of
 from jaxkv.prefix import Chain, root
-from models.llm import Llm
-from models.serving import engine_of
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
 ANEW, KEPT = "read anew", "kept"

@@ -3,7 +3,7 @@ r"""The model that comes with the package: stored from a run of the preset `defa
     jaxkv data --text books/train --valid books/valid --vocab-size 4096 --out out/novels \
       --remove '_|([^\w\s] ?)\1{3,}'
     jaxkv pretrain --preset default --data out/novels --out out/runs/default
-    python -m evals.default_model --run out/runs/default --data out/novels --texts books/test
+    python -m jaxkv.evals.default_model --run out/runs/default --data out/novels --texts books/test
 
 What is removed are marks of emphasis and lines of one sign, in which a small model gets lost. The
 project's other books are not novels alone: a model trained on them too wrote lists in the end.
@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-import models
-from evals import endless
-from evals.record import TRIALS, Record, plain, read, sha256
-from evals.sink_tables import logged
-from evals.timing import bar
+from jaxkv import models
 from jaxkv.cli.progress import Progress
-from models import data
-from models.hf.export import export
-from models.llm import DEFAULT, Llm
-from models.text import Run, encode
+from jaxkv.evals import endless
+from jaxkv.evals.record import TRIALS, Record, plain, read, sha256
+from jaxkv.evals.sink_tables import logged
+from jaxkv.evals.timing import bar
+from jaxkv.models import data
+from jaxkv.models.hf.export import export
+from jaxkv.models.llm import DEFAULT, Llm
+from jaxkv.models.text import Run, encode
 
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time
@@ -99,7 +99,7 @@ nobody has filtered them or it.
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.default_model", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.default_model", description=__doc__)
     ask.add_argument("--run", type=Path, help="the folder of a finished run")
     ask.add_argument("--data", type=Path, help="the data folder that it was trained on")
     ask.add_argument("--texts", type=Path, help="books that were not trained on, as *.txt")
@@ -110,7 +110,9 @@ def main() -> None:
     given = ask.parse_args()
     if given.check:
         if (DEFAULT / CARD).read_text("utf-8") != card(read("default_model")):
-            raise SystemExit("the model card is out of step; run python -m evals.default_model")
+            raise SystemExit(
+                "the model card is out of step; run python -m jaxkv.evals.default_model"
+            )
         return
     if None in (given.run, given.data, given.texts):
         ask.error("--run, --data and --texts say what to store, what made it, and what to read")

@@ -19,16 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-import models
-from evals.record import Record, plain, resident
-from models.llm import Llm
+from jaxkv import models
+from jaxkv.evals.record import Record, plain, resident
+from jaxkv.models.llm import Llm
 
 POLICY = "streaming:sinks=4,window=252"
 BEFORE_WRAP = 2**32 - 50_000
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.endless", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.endless", description=__doc__)
     ask.add_argument("--model", required=True, help="a model folder or Hub id")
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
     ask.add_argument("--tokens", type=int, default=4_000_000)
@@ -49,7 +49,7 @@ def main() -> None:
     print(json.dumps(plain(results["summary"]), indent=1))
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("endless")
 

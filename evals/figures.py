@@ -1,6 +1,6 @@
 """Pictures drawn from evals/results/*.json, each beside its record, and figures in pages of text.
 
-`python -m evals.figures` draws and fills in everything again; an experiment draws its own picture
+`python -m jaxkv.evals.figures` draws and fills in everything again; an experiment draws its own picture
 when it has run. A figure in a page stands between marks that say where it comes from, the record,
 the path in its results and the format:
 
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from evals import pictures, prefix_figures
-from evals.facts import VALUES
-from evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
-from evals.record import RESULTS, ROOT, read
+from jaxkv.evals import pictures, prefix_figures
+from jaxkv.evals.facts import VALUES
+from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
+from jaxkv.evals.record import RESULTS, ROOT, read
 
 PAGES = ROOT / "README.md", ROOT / "evals" / "NEGATIVE.md"
 LEGENDS = {
@@ -58,7 +58,7 @@ def fill(text: str, folder: Path = RESULTS) -> str:
     filled = MARK.sub(figure, text)
     if not TABLE.search(filled):
         return filled
-    from evals.readme import TABLES
+    from jaxkv.evals.readme import TABLES
 
     return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], filled)
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.heads import Layer, ask, attend, errors, exactly, interval, turned
 from jaxkv import met
 from jaxkv.contract import Spec
+from jaxkv.evals.heads import Layer, ask, attend, errors, exactly, interval, turned
 from jaxkv.policies import TopK
 
 FIFTH = 0.2  # of the keys, in Figures 2 and 4

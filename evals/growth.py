@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
-from evals import pictures, runtime, timing
-from evals.palette import styles
-from models.llm import Llm
+from jaxkv import models
+from jaxkv.evals import pictures, runtime, timing
+from jaxkv.evals.palette import styles
+from jaxkv.models.llm import Llm
 
 
 class Cost(NamedTuple):

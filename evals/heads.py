@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.single_layer import QUERIES, capture
 from jaxkv import hashed
 from jaxkv import sample as drawn
 from jaxkv.attention import blend, scores
 from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.evals.single_layer import QUERIES, capture
 from jaxkv.met import Asked
+from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
-from models.llm import Llm
 
 Item = TypeVar("Item")
 TOLD = 10  # seconds between two words about progress

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
-from evals import pictures, runtime
+from jaxkv import models
+from jaxkv.evals import pictures, runtime
 from jaxkv.memory import show
+from jaxkv.models.llm import Llm
+from jaxkv.models.tokenizer import Pieces
 from jaxkv.typing import Float32, Int32
-from models.llm import Llm
-from models.tokenizer import Pieces
 
 SHADES = 8  # of a token's background
 MOST = 4.0  # weight from which a shade is the darkest

@@ -1,7 +1,7 @@
 """What chance does to samples: the figures of the tests with known answers, as one record.
 
-`python -m evals.known_answers` runs them: whether each token of a stream is equally likely to be in
-a reservoir, how far halved blocks are from attention to all beside uniform sampling, how the error
+`python -m jaxkv.evals.known_answers` runs them: whether each token of a stream is equally likely to
+be in a reservoir, how far halved blocks are from attention to all beside uniform sampling, how the error
 of merge and reduce falls with its size. One test that fails, and nothing is written.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from evals.agreement import told_by
-from evals.record import Record
+from jaxkv.evals.agreement import told_by
+from jaxkv.evals.record import Record
 
 TESTS = {
     "reservoir": "tests/policies/test_reservoir.py",
@@ -20,7 +20,9 @@ TESTS = {
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m evals.known_answers", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.known_answers", description=__doc__
+    ).parse_args()
     record = Record("known_answers", seeds=[0])
     print("wrote", record.save(told_by(TESTS)))
 

@@ -22,17 +22,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import loop
-from evals.record import Record, spread
-from evals.rival import LARGE, SMALL, Rival, on_threads, random_llama, same_tokens
-from evals.timing import Variant, bar, decoding, faster, prompt, rate, ratio, rounds, timed, write
+from jaxkv import models
+from jaxkv.evals import loop
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.rival import LARGE, SMALL, Rival, on_threads, random_llama, same_tokens
+from jaxkv.evals.timing import (
+    Variant,
+    bar,
+    decoding,
+    faster,
+    prompt,
+    rate,
+    ratio,
+    rounds,
+    timed,
+    write,
+)
+from jaxkv.models import uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
+from jaxkv.models.decoding import BLOCK
+from jaxkv.models.llm import Llm
 from jaxkv.typing import Array, Int32
-from models import uncached
-from models.config import Config
-from models.decoder import Weights
-from models.decoding import BLOCK
-from models.llm import Llm
 
 POLICY = "streaming:sinks=4,window=252"
 
@@ -55,7 +66,7 @@ QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 512, 1024, 3, 2)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.latency", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.latency", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
@@ -79,7 +90,7 @@ def main() -> None:
             print(f"{met} {line['bar']}: {value:.4g} {line['ask']}")
     print("wrote", record.save(results))
     if not quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("latency")
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from evals import heads, shares, sparse, synthetic
-from evals.heads import Layer
-from evals.sparse import SINKS, WINDOW, Text
 from jaxkv.contract import Policy, Spec
+from jaxkv.evals import heads, shares, sparse, synthetic
+from jaxkv.evals.heads import Layer
+from jaxkv.evals.sparse import SINKS, WINDOW, Text
+from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, TopK, VAttention
 from jaxkv.typing import Float32
-from models.llm import Llm
 
 SINK = 1  # first tokens that count as the sink
 FIFTH = 0.2  # of the keys, as in the paper's Figure 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from evals import inclusion, long_tail, pictures, runtime
-from evals.heads import Layer
-from evals.long_tail import FIFTH, Heads, Read, World
-from evals.palette import COLOURS, LINES
 from jaxkv.contract import Spec
+from jaxkv.evals import inclusion, long_tail, pictures, runtime
+from jaxkv.evals.heads import Layer
+from jaxkv.evals.long_tail import FIFTH, Heads, Read, World
+from jaxkv.evals.palette import COLOURS, LINES
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.record import Record, spread
-from evals.timing import bar, ratio, rounds, timed
 from jaxkv import buckets, hashed, lsh
 from jaxkv.contract import Chunk, Spec
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.timing import bar, ratio, rounds, timed
 from jaxkv.hashed import Hashed
 from jaxkv.policies import MagicPIG
 from jaxkv.rotary import NoPosition
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.lookup", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.lookup", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
     ask.add_argument("--rounds", type=int, default=31, help="of each time")

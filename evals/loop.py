@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-import models.streams
-from evals.hlo import copies_in_loops
-from evals.record import spread
-from evals.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
+from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.driver import step
+from jaxkv.evals.hlo import copies_in_loops
+from jaxkv.evals.record import spread
+from jaxkv.evals.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
+from jaxkv.models import streams as streams_module
+from jaxkv.models.decoding import BLOCK
+from jaxkv.models.llm import Llm
 from jaxkv.policies import Streaming
 from jaxkv.rotary import rotary
-from models.decoding import BLOCK
-from models.llm import Llm
 
 POLICY = "streaming:sinks=4,window=252"
 FAR = 4_000_123
@@ -43,7 +43,7 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
     nnx = ratio(seconds["without nnx"], seconds["loop"])
     sinks = ratio(seconds["absolute"], seconds["loop"])
     stream = streams["loop"]
-    program = lowered(models.streams, stream)
+    program = lowered(streams_module, stream)
     sizes = {leaf.size for state in stream.decoding.states for leaf in state if leaf.ndim == 4}
     copies = copies_in_loops(program.compile().as_text(), sizes)
     errors = {name: far_error(chunk) for name, chunk in (("decode", 1), ("chunks", 64))}
@@ -84,14 +84,14 @@ def by_step(stream: models.Stream, tokens: int) -> Variant:
 
 
 def plain_streams() -> ModuleType:
-    """models.streams over a decoder of plain arrays: the same three files with nnx taken out."""
+    """models/streams.py over a decoder of plain arrays: the same three files with nnx taken out."""
     arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
     with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
-        decoder = again("models.decoder")
-    with mock.patch.dict(sys.modules, {"models.decoder": decoder}):
-        decoding = again("models.decoding")
-    with mock.patch.dict(sys.modules, {"models.decoding": decoding}):
-        return again("models.streams")
+        decoder = again("jaxkv.models.decoder")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.decoder": decoder}):
+        decoding = again("jaxkv.models.decoding")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.decoding": decoding}):
+        return again("jaxkv.models.streams")
 
 
 def again(name: str) -> ModuleType:

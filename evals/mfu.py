@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from evals.record import Record, spread
-from evals.timing import Variant, bar, ratio, rounds, timed
-from models import device, training
-from models.pretrain import FRONT, setting_for
-from models.recipes import PRESETS, Recipe
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.timing import Variant, bar, ratio, rounds, timed
+from jaxkv.models import device, training
+from jaxkv.models.pretrain import FRONT, setting_for
+from jaxkv.models.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
 SINKS = ("none", "token", "zero", "logit")
@@ -27,7 +27,7 @@ SIDE = 2048  # of the matrices whose product is the peak of a CPU
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.mfu", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.mfu", description=__doc__)
     ask.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
     ask.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
     ask.add_argument("--vocab", type=int, default=4096)

@@ -5,10 +5,10 @@ of the same cells with what they printed and drew, and the picture of its cell t
 notebook runs in a kernel of its own, in an empty folder, and checks its own results: a wrong one
 ends the run.
 
-    python -m evals.notebooks                     all in full, kept; minutes go into a record
-    python -m evals.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept
-    python -m evals.notebooks --smoke --install   the first one from its own first cell on
-    python -m evals.notebooks --smoke --model DIR with another model in the field
+    python -m jaxkv.evals.notebooks                     all in full, kept; minutes go into a record
+    python -m jaxkv.evals.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept
+    python -m jaxkv.evals.notebooks --smoke --install   the first one from its own first cell on
+    python -m jaxkv.evals.notebooks --smoke --model DIR with another model in the field
 
 That cell installs jaxkv, here from the commit of this folder, and no package that is there may
 change: that is what goes wrong on Colab.
@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from evals.record import ROOT, Record
+from jaxkv.evals.record import ROOT, Record
 
 FOLDER = ROOT / "colab"
 REPOSITORY = "https://github.com/jaxkv/jaxkv"
@@ -40,7 +40,7 @@ ANY = 7200  # seconds of a cell in full
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.notebooks", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.notebooks", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("names", nargs="*", metavar="NAME", help="as of the files; all by default")
     ask.add_argument("--smoke", action="store_true", help="small sizes; nothing is kept")
@@ -100,8 +100,8 @@ def keep(names: list[str]) -> None:
     import jax
     import nbformat
 
-    from evals.record import RESULTS, read
-    from evals.runtime import device
+    from jaxkv.evals.record import RESULTS, read
+    from jaxkv.evals.runtime import device
 
     known = record_name(jax.default_backend(), jax.devices()[0].device_kind)
     there = (RESULTS / f"{known}.json").exists()

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import models
-from evals import prefix_report, prefix_traces
-from evals.prefix_traces import MOONCAKE_BLOCK, Trace
-from evals.record import Record, spread
-from evals.timing import ratio, rounds
+from jaxkv import models
 from jaxkv.engine import Engine, Prefixes, Request, answer
-from models import Llm
-from models.serving import engine_of
+from jaxkv.evals import prefix_report, prefix_traces
+from jaxkv.evals.prefix_traces import MOONCAKE_BLOCK, Trace
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.timing import ratio, rounds
+from jaxkv.models import Llm
+from jaxkv.models.serving import engine_of
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 FILES = {
@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.prefix_engine", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.prefix_engine", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
     ask.add_argument("--rounds", type=int, default=3, help="of each time")
@@ -65,7 +65,7 @@ def main() -> None:
     results = measure(llm, files, given)
     print("wrote", record.save(results))
     if not given.quick and "report" in given.only:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         print("drew", *draw("prefix_engine"))
 

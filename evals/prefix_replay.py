@@ -24,14 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from evals import prefix_report, prefix_traces
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
+from jaxkv.evals import prefix_report, prefix_traces
 from jaxkv.prefix import Chain, root
 from jaxkv.prefix.blocks import MODES
 from jaxkv.prefix.orders import ORDERS
 
-PROGRAM = "python -m evals.prefix_replay"
+PROGRAM = "python -m jaxkv.evals.prefix_replay"
 FAST = 300_000  # block look-ups a second, at least
 BLOCK = 16  # tokens, but of Mooncake's traces
 MOST = 10**7  # tokens of all prompts of the report's experiment
@@ -212,9 +212,9 @@ def named(capacity: int | None) -> int | str:
 
 def record(given: argparse.Namespace) -> None:
     """Measure everything and write it."""
-    from evals.figures import draw
-    from evals.record import Record
-    from evals.timing import bar
+    from jaxkv.evals.figures import draw
+    from jaxkv.evals.record import Record
+    from jaxkv.evals.timing import bar
 
     trace = prefix_traces.read(Path(given.trace))
     if trace.kind != "mooncake":
@@ -306,8 +306,8 @@ def report() -> dict[str, Any]:
 
 def speed(trace: prefix_traces.Trace, count: int = 5) -> dict[str, Any]:
     """Block look-ups a second by ids and by tokens, and microseconds to hash a long prompt."""
-    from evals.record import spread
-    from evals.timing import rounds, timed
+    from jaxkv.evals.record import spread
+    from jaxkv.evals.timing import rounds, timed
 
     def rate(capacity: int | None, by_tokens: bool) -> float:
         block, mode = (prefix_traces.MOONCAKE_BLOCK, "alias") if by_tokens else (1, "full")

@@ -141,8 +141,8 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
 
     Messages are encoded one by one, as a chat template would have them between special tokens.
     """
-    from models.llm import DEFAULT
-    from models.tokenizer import read_tokenizer
+    from jaxkv.models.llm import DEFAULT
+    from jaxkv.models.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(DEFAULT)
     sessions = []

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.inclusion import isotropic, orthogonal
+from jaxkv.evals.inclusion import isotropic, orthogonal
 
 WITHIN_7, WITHIN_8 = 0.01, 0.2  # of what is printed
 ROUNDED_8 = 0.0005  # or half of its last digit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from evals.record import RESULTS, read
+from jaxkv.evals.record import RESULTS, read
 from jaxkv.memory import show
 from jaxkv.policies import POLICIES
 

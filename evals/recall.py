@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals.facts import FIRST_NAME, VALUES, question, write
-from evals.record import Record
+from jaxkv import models
+from jaxkv.evals.facts import FIRST_NAME, VALUES, question, write
+from jaxkv.evals.record import Record
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import Recipe, read_recipe
 from jaxkv.stack import policy, reach
 from jaxkv.typing import Int32
-from models.llm import Llm
-from models.pretrain import pretrain
-from models.recipes import Recipe, read_recipe
 
 CONTEXT = 512
 SLOTS = 128
@@ -65,7 +65,7 @@ THINNED = {
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.recall", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.recall", description=__doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
     ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
     ask.add_argument("--steps", type=int, default=600)
@@ -101,7 +101,7 @@ def main() -> None:
     results["recipe"] = dataclasses.asdict(recipe)
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("recall")
 

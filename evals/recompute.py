@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
+from jaxkv.models import Llm, uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
 from jaxkv.typing import Array, Float32, Int32
-from models import Llm, uncached
-from models.config import Config
-from models.decoder import Weights
 
 NAME = "recompute"
 TOKENS = 8192  # tokens in one forward: as many windows as fit are its rows

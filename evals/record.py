@@ -37,7 +37,7 @@ class Record:
     ):
         import jax
 
-        from models.device import cores, processor
+        from jaxkv.models.device import cores, processor
 
         changed = [line[3:] for line in _git("status", "--porcelain", "--", *CODE).splitlines()]
         device = jax.devices()[0]

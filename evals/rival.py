@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-import models
-from evals.timing import Variant, timed
-from models.chat import Chat
-from models.config import read_config
-from models.hf.weights import load_weights
-from models.llm import Llm
-from models.tokenizer import Tokenizer
+from jaxkv import models
+from jaxkv.evals.timing import Variant, timed
+from jaxkv.models.chat import Chat
+from jaxkv.models.config import read_config
+from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.llm import Llm
+from jaxkv.models.tokenizer import Tokenizer
 
 # A Llama of 110 million weights (the shape of stories110M), and one for trying things out.
 LARGE = {"layers": 12, "width": 768, "heads": 12, "mlp": 2048, "vocab": 32_000}

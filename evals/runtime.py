@@ -22,13 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from evals import pictures
 from jaxkv.errors import UserError
+from jaxkv.evals import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from models.llm import Llm
+    from jaxkv.models.llm import Llm
 
 HERE = Path(__file__).parent
 SMOKE = os.environ.get("JAXKV_SMOKE", "0") not in ("", "0")
@@ -50,7 +50,7 @@ def begin(name: str) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
-    from models.compilation import keep_compilations
+    from jaxkv.models.compilation import keep_compilations
 
     keep_compilations()
     warnings.showwarning = say_warning
@@ -75,8 +75,8 @@ def powers() -> str:
     import jax
 
     from jaxkv import memory
-    from models.device import native_dtype
-    from pallas_kernels import triton
+    from jaxkv.models.device import native_dtype
+    from jaxkv.pallas_kernels import triton
 
     free = memory.available()
     of_gpu = "Triton's" if triton.runs() else "XLA's"
@@ -87,7 +87,7 @@ def powers() -> str:
 
 def device() -> str:
     """What computes, in words."""
-    from models.device import used_by
+    from jaxkv.models.device import used_by
 
     return used_by(None)
 

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals.endless import HELD_BACK, read, tokens_of
-from evals.record import Record, spread
-from evals.rival import LARGE, SMALL, random_llama
-from evals.timing import bar, decoding, prompt, ratio, rounds
+from jaxkv import models
+from jaxkv.evals.endless import HELD_BACK, read, tokens_of
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.rival import LARGE, SMALL, random_llama
+from jaxkv.evals.timing import bar, decoding, prompt, ratio, rounds
+from jaxkv.models.compilation import clock
+from jaxkv.models.llm import Llm
 from jaxkv.stack import policy, state_bytes
-from models.compilation import clock
-from models.llm import Llm
 
 SLOTS = 256
 STREAMING = f"streaming:sinks=4,window={SLOTS - 4}"
@@ -44,7 +44,7 @@ WORSE, DEARER, SHARE, GROWN = 1.01, 1.3, 0.1, 16  # at most so much; MiB
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.sampled", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.sampled", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
     ask.add_argument("--tokens", type=int, default=1_000_000, help="that are read")
@@ -73,7 +73,7 @@ def main() -> None:
             print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g}")
     print("wrote", record.save(results))
     if not quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("sampled")
 

@@ -23,20 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import inclusion, shares, synthetic
-from evals.endless import HELD_BACK, tokens_of
-from evals.geometry import geometry, long_tail
-from evals.heads import Layer, errors, exactly, interval, layers_of, meet, progress
-from evals.printed import DIMS, TABLE_7, table_7, table_8, zoo
-from evals.record import Record, spread
-from evals.single_layer import QUERIES
-from jaxkv import lsh
+from jaxkv import lsh, models
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.evals import inclusion, shares, synthetic
+from jaxkv.evals.endless import HELD_BACK, tokens_of
+from jaxkv.evals.geometry import geometry, long_tail
+from jaxkv.evals.heads import Layer, errors, exactly, interval, layers_of, meet, progress
+from jaxkv.evals.printed import DIMS, TABLE_7, table_7, table_8, zoo
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.single_layer import QUERIES
 from jaxkv.lsh import Hashing
+from jaxkv.models.llm import Llm
 from jaxkv.policies import Oracle, TopK
-from models.llm import Llm
 
 SHARES = (0.02, 0.05, 0.1, 0.2)
 BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.75, 0.9)
@@ -49,7 +48,7 @@ KEYS, ASKING = 20_000, 64  # of them
 
 
 def main() -> None:
-    ask = arguments("evals.sampling", __doc__, "one beside ours; may be given again")
+    ask = arguments("jaxkv.evals.sampling", __doc__, "one beside ours; may be given again")
     given = smaller(ask.parse_args())
     read = [tokens_for(ask, given, model) for model in (None, *(given.model or []))]
     seeds = list(range(given.seeds))
@@ -71,7 +70,7 @@ def main() -> None:
     show(results)
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("sampling")
 

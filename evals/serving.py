@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-import models
-from evals.record import Record, spread
-from evals.timing import bar, ratio, rounds, timed
+from jaxkv import models
 from jaxkv.engine import Engine, Prefixes, Request, answer
-from models import Llm
-from models.serving import engine_of
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.timing import bar, ratio, rounds, timed
+from jaxkv.models import Llm
+from jaxkv.models.serving import engine_of
 
 BOOKS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "books" / "valid"
 PARTS = ("throughput", "first", "cost")
@@ -32,7 +32,7 @@ FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # at least, at most, at most
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.serving", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.serving", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
     ask.add_argument("--rounds", type=int, default=5, help="of each time")

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.inclusion import u
-from evals.single_layer import capture
 from jaxkv import hashed, met
 from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.evals.inclusion import u
+from jaxkv.evals.single_layer import capture
 from jaxkv.lsh import MOST_TABLES
 from jaxkv.met import Asked, MetState
+from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
 from jaxkv.typing import Array, Float32
-from models.llm import Llm
 
 PAGE = 4  # keys of Quest's: with 16 a short prompt has no page as small as a share
 ASKED = 16  # queries that shares are measured on, of each stretch

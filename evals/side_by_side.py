@@ -21,18 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import runtime, shares, sparse, timing
-from evals.record import Record, spread
-from evals.sparse import Text
+from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
+from jaxkv.evals import runtime, shares, sparse, timing
+from jaxkv.evals.record import Record, spread
+from jaxkv.evals.sparse import Text
 from jaxkv.met import Chooses
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.typing import Array, Float
-from models.config import Config
-from models.decoder import Decoder
-from models.llm import Llm
 
 SINKS, WINDOW, LEFT = 4, 61, 63  # of a prompt: its ends, and how many stay or are read between
 BUDGET = SINKS + WINDOW + LEFT
@@ -95,7 +95,7 @@ def prompt_of(rounds: int) -> int:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.side_by_side", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.side_by_side", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--quick", action="store_true", help="little of it, into out/")
     given = ask.parse_args()
@@ -104,7 +104,7 @@ def main() -> None:
                     range(2 if given.quick else SEEDS), quick=given.quick)  # fmt: skip
     print("wrote", record.save(measure(llm, given.quick)))
     if not given.quick:
-        from evals.figures import main as draw
+        from jaxkv.evals.figures import main as draw
 
         draw()
 

@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals.endless import HELD_BACK, tokens_of
-from evals.record import Record, spread
+from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
+from jaxkv.evals.endless import HELD_BACK, tokens_of
+from jaxkv.evals.record import Record, spread
 from jaxkv.halving import Halving, halve, sure
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
 from jaxkv.stack import policy
 from jaxkv.typing import Float32
-from models.decoder import Decoder
-from models.llm import Llm
 
 ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, queries that ask, tokens read at a time
 BLOCK = 256  # tokens that `balance` halves together
@@ -46,7 +46,7 @@ METHODS = {  # beside `rounds`; what each is called in tables and plots
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.single_layer", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.single_layer", description=__doc__)
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
@@ -98,7 +98,7 @@ def main() -> None:
     show(results)
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("single_layer")
 

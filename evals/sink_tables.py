@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import pictures
-from evals.endless import tokens_of
-from evals.record import RESULTS, TRIALS, Record
-from evals.sinks import gather, line
+from jaxkv import models
+from jaxkv.evals import pictures
+from jaxkv.evals.endless import tokens_of
+from jaxkv.evals.record import RESULTS, TRIALS, Record
+from jaxkv.evals.sinks import gather, line
+from jaxkv.models import uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
+from jaxkv.models.llm import Llm
 from jaxkv.typing import Array, Bool, Float32, Int32
-from models import uncached
-from models.config import Config
-from models.decoder import Weights
-from models.llm import Llm
 
 SINKS = (0, 1, 2, 4)
 TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
@@ -38,7 +38,7 @@ ROWS = 32  # choices scored at a time
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.sink_tables", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.sink_tables", description=__doc__)
     ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
                      help="text files, or folders of *.txt; none that was trained on")  # fmt: skip
@@ -74,8 +74,8 @@ def main() -> None:
     record.about["seeds"] = sorted({arm["recipe"]["seed"] for arm in arms.values()})
     print("wrote", record.save({"arms": arms}))
     if not given.quick:
-        from evals.figures import FIGURES
-        from evals.figures import draw as draw_record
+        from jaxkv.evals.figures import FIGURES
+        from jaxkv.evals.figures import draw as draw_record
 
         if given.name in FIGURES:
             print("drew", *draw_record(given.name))

@@ -17,12 +17,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals import recompute
-from evals.endless import tokens_of
-from evals.record import Record
-from models import uncached
-from models.llm import Llm
+from jaxkv import models
+from jaxkv.evals import recompute
+from jaxkv.evals.endless import tokens_of
+from jaxkv.evals.record import Record
+from jaxkv.models import uncached
+from jaxkv.models.llm import Llm
 
 BASE = "streaming:sinks=4,window=252"
 SINKS = [f"streaming:sinks={n},window={256 - n}" for n in (0, 1, 2, 4, 8)]
@@ -36,7 +36,7 @@ SPAN = 1_000  # losses of neighbours are alike: standard errors are those of mea
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.sinks", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.sinks", description=__doc__)
     ask.add_argument("--model", required=True, help="a model folder or Hub id")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
                      help="text files, or folders with manifest.json")  # fmt: skip

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import models
-from evals.record import Record
-from evals.serving import BOOKS, passages
-from evals.timing import bar
+from jaxkv import models
+from jaxkv.evals.record import Record
+from jaxkv.evals.serving import BOOKS, passages
+from jaxkv.evals.timing import bar
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
 KINDS, AT_ONCE, REST = 200, 48, 1000  # distinct requests, clients, requests between two rests
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.soak", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.soak", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--requests", type=int, default=10_000, help="of each policy")
     ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")

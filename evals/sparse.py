@@ -24,18 +24,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-import models
-from evals import shares, sparse_tokens
-from evals.endless import HELD_BACK, tokens_of
-from evals.record import Record
-from evals.rival import LARGE
-from evals.shares import DRAWING, Ends
+from jaxkv import models
 from jaxkv.contract import Policy, Spec
+from jaxkv.evals import shares, sparse_tokens
+from jaxkv.evals.endless import HELD_BACK, tokens_of
+from jaxkv.evals.record import Record
+from jaxkv.evals.rival import LARGE
+from jaxkv.evals.shares import DRAWING, Ends
+from jaxkv.models.device import cores
+from jaxkv.models.llm import Llm
 from jaxkv.policies import Balance, Full, MagicPIG, SnapKV, Uniform
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import by_layer, spell
-from models.device import cores
-from models.llm import Llm
 
 Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -47,7 +47,7 @@ LONG = (32_768, 131_072)  # of which bytes are counted
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.sparse", description=__doc__,
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.sparse", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
     ask.add_argument("--also", nargs=2, type=Path, metavar=("FOLDER", "TEXT"),
@@ -94,7 +94,7 @@ def main() -> None:
         print(f"{part}: {results['seconds'][part]:.0f} s", file=sys.stderr)
     print("wrote", record.save(results))
     if not quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("sparse")
 
@@ -327,7 +327,7 @@ def sealed_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
 
 def recalled(_: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     """evals/sparse_recall.py, which trains, and so needs the extra of that name."""
-    from evals import sparse_recall
+    from jaxkv.evals import sparse_recall
 
     return sparse_recall.recall(given)
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 
-import models
-from evals import facts, shares
-from evals import recall as questions
-from evals.facts import FIRST_NAME, VALUES
-from evals.recall import CONTEXT, DISTANCES, LEARNT, LENGTH_WITHIN
-from evals.shares import Ends, Seen
+from jaxkv import models
 from jaxkv.contract import Policy
+from jaxkv.evals import facts, shares
+from jaxkv.evals import recall as questions
+from jaxkv.evals.facts import FIRST_NAME, VALUES
+from jaxkv.evals.recall import CONTEXT, DISTANCES, LEARNT, LENGTH_WITHIN
+from jaxkv.evals.shares import Ends, Seen
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
 from jaxkv.stack import spell
-from models.llm import Llm
-from models.pretrain import pretrain
 
 SINKS, WINDOW = 1, 16  # the models have a sink token; the nearest fact is just out of the window
 FEWER = (0.005, 0.01)  # shares beside those of the other experiments: a fact is one key of many

@@ -17,21 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from evals.record import spread
-from evals.rival import LARGE, SMALL, random_llama
-from evals.shares import met_by_tables
-from evals.timing import Variant, rate, ratio, rounds, timed, write
-from jaxkv import rows
+from jaxkv import models, rows
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
+from jaxkv.evals.record import spread
+from jaxkv.evals.rival import LARGE, SMALL, random_llama
+from jaxkv.evals.shares import met_by_tables
+from jaxkv.evals.timing import Variant, rate, ratio, rounds, timed, write
+from jaxkv.models.compilation import clock
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.slots import Slots
 from jaxkv.stack import spell
 from jaxkv.typing import Array
-from models.compilation import clock
-from models.decoder import Decoder
-from models.llm import Llm
 
 SIZES = (32_768, 131_072)
 ROOM = 1024  # tokens behind the prompt

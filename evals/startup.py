@@ -19,8 +19,8 @@ from time import perf_counter
 
 import numpy as np
 
-from evals.record import ROOT, Record, spread
-from evals.timing import bar, ratio, rounds
+from jaxkv.evals.record import ROOT, Record, spread
+from jaxkv.evals.timing import bar, ratio, rounds
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -28,7 +28,7 @@ PROMPT, TOKENS = "Once upon a time", "64"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m evals.startup", description=__doc__)
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.startup", description=__doc__)
     ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
     ask.add_argument("--rounds", type=int, default=9)
     ask.add_argument("--quick", action="store_true", help="two rounds, into out/")

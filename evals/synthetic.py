@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.heads import Layer, attend, progress
-from evals.inclusion import isotropic
-from evals.record import spread
-from evals.shares import methods
 from jaxkv import hashed, met
 from jaxkv import sample as drawn
 from jaxkv.contract import Chunk, Spec
+from jaxkv.evals.heads import Layer, attend, progress
+from jaxkv.evals.inclusion import isotropic
+from jaxkv.evals.record import spread
+from jaxkv.evals.shares import methods
 from jaxkv.met import Asked
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.rotary import NoPosition

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.record import spread
-from models import Llm, Sampling, Stream
-from models.decoding import BLOCK
+from jaxkv.evals.record import spread
+from jaxkv.models import Llm, Sampling, Stream
+from jaxkv.models.decoding import BLOCK
 
 Variant = Callable[[], float]  # does the work once and returns the seconds it took
 

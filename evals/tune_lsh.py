@@ -19,7 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.heads import (
+from jaxkv import buckets, lsh
+from jaxkv.contract import Spec
+from jaxkv.errors import UserError
+from jaxkv.evals.heads import (
     Layer,
     Met,
     ask,
@@ -31,12 +34,9 @@ from evals.heads import (
     layers_of,
     progress,
 )
-from evals.record import Record
-from evals.sampling import SINKS, WINDOW, arguments, some, tokens_for
-from evals.single_layer import QUERIES
-from jaxkv import buckets, lsh
-from jaxkv.contract import Spec
-from jaxkv.errors import UserError
+from jaxkv.evals.record import Record
+from jaxkv.evals.sampling import SINKS, WINDOW, arguments, some, tokens_for
+from jaxkv.evals.single_layer import QUERIES
 from jaxkv.lsh import Hashing
 from jaxkv.met import Asked
 from jaxkv.policies import MagicPIG
@@ -49,7 +49,7 @@ TARGET = 0.1
 
 
 def main() -> None:
-    parser = arguments("evals.tune_lsh", __doc__, "default: ours; may be given again")
+    parser = arguments("jaxkv.evals.tune_lsh", __doc__, "default: ours; may be given again")
     parser.add_argument("--hash", nargs="+", choices=HASHES, default=HASHES, help="to try")
     parser.add_argument("--bits", type=int, nargs="+", default=BITS, help="K to try")
     parser.add_argument("--tables", type=int, nargs="+", default=TABLES, help="L to try")
@@ -72,7 +72,7 @@ def main() -> None:
         show(name, found, given.target)
     print("wrote", record.save(results))
     if not given.quick:
-        from evals.figures import draw
+        from jaxkv.evals.figures import draw
 
         draw("tune_lsh")
 

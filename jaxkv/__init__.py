@@ -41,10 +41,15 @@ _HOME = {
     "step": "jaxkv.driver",
 }
 
+# What needs more than jax and numpy: `jaxkv.models.load` works without importing it first.
+_PACKAGES = ("engine", "models")
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"jaxkv.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxkv.errors import UserError, whole
 from jaxkv.halving import sure
+from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
-from pallas_kernels.sign_walk import NO_STEP, balance_walk
 
 
 class Class(NamedTuple):

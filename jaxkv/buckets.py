@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.pallas_kernels import host
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
-from pallas_kernels import host
 
 MOST = 65535  # rows of a sample: beyond it 32 bits do not hold its ranks
 _WIDEST = 16  # entries of a block: 64 bytes, which memory hands over at once

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
+from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
-from pallas_kernels.sign_walk import NO_STEP, balance_walk
 
 MODES = ("walk", "pairs", "coin")
 

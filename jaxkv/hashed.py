@@ -26,10 +26,10 @@ from jaxkv.buckets import Drawn, Tables
 from jaxkv.contract import Chunk, Kept, Spec
 from jaxkv.errors import UserError
 from jaxkv.lsh import Hashing
+from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.slots import OVERFULL, Slots
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, Integer, UInt32
-from pallas_kernels import host
-from pallas_kernels.sampled_attention import Angles
 
 MOST = 2**30  # slots
 _STRIDE = 8192  # tokens for which room is made at the most, unless more are asked for

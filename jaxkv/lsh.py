@@ -21,9 +21,9 @@ import numpy as np
 from jaxkv import sample as drawn
 from jaxkv.attention import batched_dot
 from jaxkv.errors import UserError
+from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
-from pallas_kernels import host
-from pallas_kernels.sampled_attention import Angles
 
 MOST_BITS = 16  # a code is kept in two bytes
 MOST_TABLES = 4096

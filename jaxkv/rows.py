@@ -20,8 +20,8 @@ import numpy as np
 from jaxkv.contract import State
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
+from jaxkv.pallas_kernels import host
 from jaxkv.typing import Array
-from pallas_kernels import host
 
 FORMAT = "jaxkv rows 1"
 

@@ -1,13 +1,13 @@
 """Llama-family decoders on JAX: loading as published, generation in a fixed memory."""
 
+from jaxkv.models.config import Config
+from jaxkv.models.conversation import Conversation
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm, load
+from jaxkv.models.score import losses, score
+from jaxkv.models.streams import Stream
+from jaxkv.models.text import Answer, generate, stream
 from jaxkv.sampling import Sampling
-from models.config import Config
-from models.conversation import Conversation
-from models.decoder import Decoder
-from models.llm import Llm, load
-from models.score import losses, score
-from models.streams import Stream
-from models.text import Answer, generate, stream
 
 __all__ = [
     "Answer",

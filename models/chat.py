@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
-from models.hf.folder import read_json
+from jaxkv.models.hf.folder import read_json
 
 Message = Mapping[str, str]  # role (system, user, assistant) and content
 

@@ -24,9 +24,9 @@ import orbax.checkpoint as ocp
 
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
+from jaxkv.models.hf.folder import read_json
+from jaxkv.models.training import Training
 from jaxkv.typing import Array, UInt32
-from models.hf.folder import read_json
-from models.training import Training
 
 try:
     import fcntl

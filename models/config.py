@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.models.hf.folder import read_json
 from jaxkv.rotary import Rotary, rotary
-from models.hf.folder import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Llama with a sink logit in every head's softmax: a name of our own, so that no other library

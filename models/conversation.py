@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import whole
+from jaxkv.models.decoding import Decoding
+from jaxkv.models.llm import Llm
+from jaxkv.models.streams import DEFAULT_POLICY, Stream
+from jaxkv.models.text import Row, warn_beyond_context
+from jaxkv.models.tokenizer import Pieces
 from jaxkv.sampling import Sampling
-from models.decoding import Decoding
-from models.llm import Llm
-from models.streams import DEFAULT_POLICY, Stream
-from models.text import Row, warn_beyond_context
-from models.tokenizer import Pieces
 
 
 class Conversation:

@@ -19,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
 from jaxkv.files import decode, whole_file
-from models.data import (
+from jaxkv.models.data import (
     END,
     FORMAT,
     MANIFEST,

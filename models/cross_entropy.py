@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxkv.models.decoder import dot
 from jaxkv.typing import Array, Float, Float32, Int32
-from models.decoder import dot
 
 _LOGITS = {"cpu": 2**21}  # taken at a time: what a CPU's cache holds
 _MANY_LOGITS = 2**27

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv.errors import UserError
+from jaxkv.models.hf.folder import read_json
 from jaxkv.typing import Int32
-from models.hf.folder import read_json
 
 END, SINK, SECOND_SINK = "<|endoftext|>", "<|sink|>", "<|sink2|>"
 SPECIAL = (END, SINK, SECOND_SINK)

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
+from jaxkv.models.config import Config
 from jaxkv.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
-from models.config import Config
 
 Weights = Mapping[str, Array]
 _PARTS = 8  # of the product of one token with a weight of at least _LARGE elements, on a CPU

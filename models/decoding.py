@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxkv import sharding
 from jaxkv.carry import fold, share, unfold
 from jaxkv.contract import Policy, Spec, State
+from jaxkv.models.compilation import small_steps
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.sampling import Filters, Knobs, draw
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
-from models.compilation import small_steps
-from models.config import Config
-from models.decoder import Decoder, Weights
 
 BLOCK = 256  # tokens one call of `write_block` can return
 

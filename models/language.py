@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from models.chat import Message
-from models.llm import Llm
-from models.text import Row
-from models.tokenizer import Pieces
+from jaxkv.models.chat import Message
+from jaxkv.models.llm import Llm
+from jaxkv.models.text import Row
+from jaxkv.models.tokenizer import Pieces
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,15 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.models.chat import Chat, read_chat
+from jaxkv.models.compilation import keep_compilations
+from jaxkv.models.config import Config, read_config
+from jaxkv.models.decoder import Decoder, spec_of
+from jaxkv.models.hf.folder import find
+from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.stack import by_layer
 from jaxkv.typing import Array
-from models.chat import Chat, read_chat
-from models.compilation import keep_compilations
-from models.config import Config, read_config
-from models.decoder import Decoder, spec_of
-from models.hf.folder import find
-from models.hf.weights import load_weights
-from models.tokenizer import Tokenizer, read_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT = Path(__file__).with_name("default")  # the model that comes with the package

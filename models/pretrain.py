@@ -31,20 +31,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import files
 from jaxkv.errors import UserError
+from jaxkv.models import curves, data, device, training
+from jaxkv.models.chat import Chat
+from jaxkv.models.checkpoint import Checkpoints, own, writing
+from jaxkv.models.compilation import clock, keep_compilations
+from jaxkv.models.data import Tokens
+from jaxkv.models.hf.export import export
+from jaxkv.models.llm import Llm
+from jaxkv.models.recipes import SEEN, Recipe, config_of
+from jaxkv.models.text import generate
+from jaxkv.models.tokenizer import read_tokenizer
+from jaxkv.models.training import Setting, Training
+from jaxkv.models.uncached import SINK_HEAD
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
-from models import curves, data, device, training
-from models.chat import Chat
-from models.checkpoint import Checkpoints, own, writing
-from models.compilation import clock, keep_compilations
-from models.data import Tokens
-from models.hf.export import export
-from models.llm import Llm
-from models.recipes import SEEN, Recipe, config_of
-from models.text import generate
-from models.tokenizer import read_tokenizer
-from models.training import Setting, Training
-from models.uncached import SINK_HEAD
 
 # The tokens before every sample, by the recipe's `sinks`.
 FRONT = {"token": (data.SINK,), "two_tokens": (data.SINK, data.SECOND_SINK)}

@@ -14,14 +14,14 @@ import numpy as np
 from jaxkv.carry import share
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
+from jaxkv.models.compilation import clock
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.decoding import Static
+from jaxkv.models.llm import Llm
+from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, no_numbers
+from jaxkv.models.text import warn_beyond_context
 from jaxkv.stack import spell
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
-from models.compilation import clock
-from models.decoder import Decoder, Weights
-from models.decoding import Static
-from models.llm import Llm
-from models.streams import DEFAULT_POLICY, Stream, bucket, no_numbers
-from models.text import warn_beyond_context
 
 # Logits of this many tokens are alive at a time: a vocabulary is often larger than a width.
 _TOKENS_OF_LOGITS = 256

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, Prefixes
 from jaxkv.errors import UserError
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.llm import Llm
+from jaxkv.models.streams import DEFAULT_POLICY
+from jaxkv.models.text import warn_beyond_context
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
-from models.decoder import Decoder, Weights
-from models.llm import Llm
-from models.streams import DEFAULT_POLICY
-from models.text import warn_beyond_context
 
 
 def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:

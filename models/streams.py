@@ -17,12 +17,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkv import memory, sharding
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, whole
+from jaxkv.models.compilation import clock
+from jaxkv.models.decoding import (
+    BLOCK,
+    Decoding,
+    Static,
+    init_layer,
+    read_chunk,
+    seal_layer,
+    writer,
+)
+from jaxkv.models.llm import Llm
 from jaxkv.sampling import Sampling
 from jaxkv.stack import bytes_by_memory, on_host, reach, spell
 from jaxkv.typing import Array, Bool, Int32
-from models.compilation import clock
-from models.decoding import BLOCK, Decoding, Static, init_layer, read_chunk, seal_layer, writer
-from models.llm import Llm
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
 CHUNK = 1024  # prompt tokens read at a time, at most

@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, whole
+from jaxkv.models.compilation import clock
+from jaxkv.models.decoding import BLOCK
+from jaxkv.models.llm import Llm
+from jaxkv.models.streams import DEFAULT_POLICY, Stream
+from jaxkv.models.tokenizer import Pieces
 from jaxkv.sampling import Sampling
 from jaxkv.stack import reach, spell
-from models.compilation import clock
-from models.decoding import BLOCK
-from models.llm import Llm
-from models.streams import DEFAULT_POLICY, Stream
-from models.tokenizer import Pieces
 
 Prompt = str | Sequence[int]
 

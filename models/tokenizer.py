@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
-from models.hf.folder import read_json
+from jaxkv.models.hf.folder import read_json
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The steps of a decoder in tokenizer.json that a table of bytes can stand for.

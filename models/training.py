@@ -21,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from optax.contrib import muon
 
 from jaxkv.errors import UserError
+from jaxkv.models import uncached
+from jaxkv.models.config import Config
+from jaxkv.models.cross_entropy import cross_entropy
+from jaxkv.models.decoder import Weights
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.recipes import Recipe
 from jaxkv.typing import Array, Float32, Int32
-from models import uncached
-from models.config import Config
-from models.cross_entropy import cross_entropy
-from models.decoder import Weights
-from models.hf.names import shapes
-from models.recipes import Recipe
 
 DEVIATION = 0.02  # of fresh weights
 INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon takes

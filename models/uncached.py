@@ -21,10 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkv.attention import batched_dot, blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.device import cuda_capability
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
-from models.config import Config
-from models.decoder import Decoder, Weights
-from models.device import cuda_capability
 
 _BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
 _LARGE_BLOCK = 512

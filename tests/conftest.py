@@ -102,12 +102,18 @@ def pytest_configure(config):
     if find_spec("jaxtyping") and find_spec("beartype") and not config.option.no_typecheck:
         from jaxtyping import install_import_hook
 
-        install_import_hook("jaxkv", "beartype.beartype")
+        install_import_hook(core_modules(), "beartype.beartype")
 
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def core_modules():
+    """What stands in the folder `jaxkv`; `jaxkv.models` and the others come from folders beside."""
+    folder = Path(__file__).resolve().parents[1] / "jaxkv"
+    return [f"jaxkv.{path.stem}" for path in folder.iterdir() if path.name[0] not in "._"]
 
 
 def pytest_report_header():

@@ -46,7 +46,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|tmp|Users)/\w")
 
 class Import(NamedTuple):
     line: int
-    package: str  # the first part of the dotted name
+    package: str  # the first part of the dotted name; of jaxkv.models the second, as the folder
     lazy: bool  # inside a function
 
 
@@ -73,15 +73,23 @@ def python_files():
     return {name(path): path.read_text("utf-8") for path in tracked() if path.suffix == ".py"}
 
 
+def folder_of(module):
+    """The top-level folder that a dotted name is installed from, or its first part elsewhere."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "jaxkv" and rest and rest[0] in HOUSE else first
+
+
 def imports(node, package, lazy=False):
     """Every import under a node. A relative one is an import of the file's own package."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(child.lineno, alias.name.split(".")[0], lazy)
+                yield Import(child.lineno, folder_of(alias.name), lazy)
+        elif isinstance(child, ast.ImportFrom) and child.module == "jaxkv":
+            for alias in child.names:
+                yield Import(child.lineno, folder_of(f"jaxkv.{alias.name}"), lazy)
         elif isinstance(child, ast.ImportFrom):
-            imported = package if child.level else child.module.split(".")[0]
-            yield Import(child.lineno, imported, lazy)
+            yield Import(child.lineno, package if child.level else folder_of(child.module), lazy)
         inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield from imports(child, package, lazy or inside)
 
@@ -112,11 +120,12 @@ def test_imports_go_one_way():
     "path, text",
     [
         ("pallas_kernels/a/api.py", "import jaxkv"),
-        ("jaxkv/step.py", "from models import load"),
+        ("jaxkv/step.py", "from jaxkv.models import load"),
         ("jaxkv/engine/engine.py", "def f():\n    import flax"),
         ("jaxkv/contract.py", "from jaxtyping import Float"),
         ("jaxkv/rows.py", "import starlette"),
-        ("models/llama.py", "import evals.latency"),
+        ("models/llama.py", "import jaxkv.evals.latency"),
+        ("models/llama.py", "from jaxkv import evals"),
         ("models/llama.py", "def f():\n    import transformers"),
         ("evals/latency.py", "import torch"),
         ("evals/latency.py", "from flax import nnx"),
@@ -131,6 +140,10 @@ def test_every_package_is_installed():
     folders = {path.rpartition("/")[0] for path in python_files()}
     packages = [folder for folder in folders if folder.split("/")[0] in HOUSE - {"tests"}]
     assert not [folder for folder in packages if not (ROOT / folder / "__init__.py").is_file()]
+    dotted = {folder.replace("/", ".") for folder in packages}
+    installed = {name if name.split(".")[0] == "jaxkv" else f"jaxkv.{name}" for name in dotted}
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    assert sorted(tool["packages"]) == sorted(installed)
 
 
 def test_nothing_grows_too_long():
@@ -211,7 +224,7 @@ def test_readme_names_extras_and_modules_that_exist():
     commands = "\n".join(readme_commands())
     extras = {e for group in re.findall(r"\[([\w,-]+)\]", commands) for e in group.split(",")}
     assert extras <= set(project()["optional-dependencies"])
-    modules = re.findall(r"python -m ((?:jaxkv|models|evals|pallas_kernels)[\w.]*)", commands)
+    modules = re.findall(r"python -m (jaxkv[\w.]*)", commands)
     assert not [module for module in modules if find_spec(module) is None]
 
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals import inclusion
 from jaxkv import lsh
 from jaxkv.errors import UserError
+from jaxkv.evals import inclusion
 from jaxkv.lsh import Hashing
 from tests.seldom import seldom
 

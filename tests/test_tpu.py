@@ -17,14 +17,14 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from evals.hlo import copies_in_loops
 from jaxkv.contract import Chunk, Policy, State
+from jaxkv.evals.hlo import copies_in_loops
+from jaxkv.models.config import Config, read_config
+from jaxkv.models.decoder import spec_of
+from jaxkv.models.decoding import Decoding, Static, write_block
+from jaxkv.models.hf.names import shapes
 from jaxkv.sampling import Sampling
 from jaxkv.stack import by_layer
-from models.config import Config, read_config
-from models.decoder import spec_of
-from models.decoding import Decoding, Static, write_block
-from models.hf.names import shapes
 from tests.ahead import reports_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu_check]

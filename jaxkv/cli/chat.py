@@ -17,7 +17,7 @@ from jaxkv.errors import UserError
 from jaxkv.files import decode
 
 if TYPE_CHECKING:
-    from models import Conversation, Sampling
+    from jaxkv.models import Conversation, Sampling
 
 EXIT = "/exit"
 
@@ -37,8 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sampling = flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
+    from jaxkv.models import Conversation
     from jaxkv.stack import spell
-    from models import Conversation
 
     if llm.chat.template is None:
         print("jaxkv: this model has no chat template: it reads plain lines", file=sys.stderr)

@@ -35,13 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     out = None if args.out is None else _folder(args.out)
-    from evals import recompute
+    from jaxkv.evals import recompute
 
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
-    from evals import compare
-    from evals.record import Record
-    from models.score import check_scorable, encode
+    from jaxkv.evals import compare
+    from jaxkv.evals.record import Record
+    from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
     for policy in chosen:  # all, before minutes of work on the first

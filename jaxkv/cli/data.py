@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out, ())
     with Progress("reading", unit="bytes") as progress:
-        from models import corpus, data
+        from jaxkv.models import corpus, data
 
         try:
             tokens = corpus.prepare(

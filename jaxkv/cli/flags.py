@@ -12,7 +12,7 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from models import Llm, Sampling
+    from jaxkv.models import Llm, Sampling
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
 
@@ -100,7 +100,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
     with Progress("loading"):
-        from models import Sampling
+        from jaxkv.models import Sampling
 
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty
@@ -119,12 +119,11 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     with Progress("loading", unit="bytes") as progress:
         import jax
 
-        import models
-        from jaxkv import sharding
+        from jaxkv import models, sharding
+        from jaxkv.models.config import read_config
+        from jaxkv.models.hf.folder import find
+        from jaxkv.models.llm import DEFAULT
         from jaxkv.stack import by_layer
-        from models.config import read_config
-        from models.hf.folder import find
-        from models.llm import DEFAULT
 
         try:
             jax.devices()

@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompt, sampling = read_prompt(args), flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
-    from models.text import Run, encode
+    from jaxkv.models.text import Run, encode
 
     writing = Run(
         llm,

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     llm = flags.load_model(args, args.policy)
     from jaxkv.memory import show
+    from jaxkv.models.score import encode, score
     from jaxkv.stack import spell
-    from models.score import encode, score
 
     tokens = encode(llm, text)[: args.max_tokens]
     with Progress("reading", len(tokens) - 1) as progress:

@@ -23,8 +23,8 @@ from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, Prefixes
+    from jaxkv.models import Llm
     from jaxkv.server import Terms
-    from models import Llm
 
 KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             )
         llm = flags.load_model(args, args.policy)
         engine = make(args, llm, kept)
-        from models.language import Language
+        from jaxkv.models.language import Language
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
         app = server.application(engine, language, tenants, terms_of(args, llm))
@@ -177,7 +177,7 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
 def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
-        from models.serving import engine_of
+        from jaxkv.models.serving import engine_of
 
         return engine_of(
             llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,

@@ -18,10 +18,10 @@ from jaxkv.contract import Chunk, Kept, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.hashed import Hashed, Indexing
 from jaxkv.lsh import Hashing
+from jaxkv.pallas_kernels.sampled_attention import How, sampled_attention
 from jaxkv.pieces import in_pieces
 from jaxkv.slots import Slots
 from jaxkv.typing import Array, Float, Int32, UInt32
-from pallas_kernels.sampled_attention import How, sampled_attention
 
 _PIECE = 256  # queries whose newest tokens are met together
 

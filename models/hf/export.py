@@ -20,10 +20,10 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxkv import files
 from jaxkv.errors import UserError
+from jaxkv.models.config import SINK_LLAMA, Config
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.recipes import THETA
 from jaxkv.rotary import rotary
-from models.config import SINK_LLAMA, Config
-from models.hf.names import shapes
-from models.recipes import THETA
 
 
 def export(

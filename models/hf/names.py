@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from models.config import Config
+from jaxkv.models.config import Config
 
 # our name, Hugging Face's name, shape, the field of Config that says whether it exists
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
-from models.config import Config
-from models.hf.folder import read_json
-from models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
+from jaxkv.models.config import Config
+from jaxkv.models.hf.folder import read_json
+from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import host, triton
-from pallas_kernels.sampled_attention import dense, gpu, reference, tpu
-from pallas_kernels.sampled_attention.reference import Angles, Attended, How, Weight
+from jaxkv.pallas_kernels import host, triton
+from jaxkv.pallas_kernels.sampled_attention import dense, gpu, reference, tpu
+from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Attended, How, Weight
 
 Array = jax.Array
 Implementation = Literal["xla", "dense", "pallas_tpu", "pallas_gpu"]

@@ -1,6 +1,6 @@
 """Kernel, blocks of rows and dense side by side, in turns, on the device that is here.
 
-    python -m pallas_kernels.sampled_attention.bench
+    python -m jaxkv.pallas_kernels.sampled_attention.bench
 
 A sample is 2 % of the keys of each query head, its log weights given. On a CPU there is no kernel,
 and --lengths 32768 --kv-heads 1 is soon done.
@@ -15,14 +15,14 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.sampled_attention import shapes
-from pallas_kernels.sampled_attention.api import How, sampled_attention
+from jaxkv.pallas_kernels.sampled_attention import shapes
+from jaxkv.pallas_kernels.sampled_attention.api import How, sampled_attention
 
 KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # by jax.default_backend()
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m pallas_kernels.sampled_attention.bench")
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.pallas_kernels.sampled_attention.bench")
     ask.add_argument("--rounds", type=int, default=20, help="timings of each, in turns")
     ask.add_argument("--lengths", type=int, nargs="+", default=shapes.LENGTHS, help="slots")
     ask.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="rows of a batch")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sampled_attention.reference import (
+from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
     Attended,

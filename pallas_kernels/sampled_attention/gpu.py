@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.sampled_attention.reference import (
+from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
     Attended,

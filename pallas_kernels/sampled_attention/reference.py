@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import host
+from jaxkv.pallas_kernels import host
 
 Array = jax.Array
 BLOCK = 256  # rows that are gathered at a time: on a CPU 192 to 640 are as fast, 128 slower

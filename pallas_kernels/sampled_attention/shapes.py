@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sampled_attention.reference import Angles, Weight
+from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Weight
 
 Array = jax.Array
 SHARE = 0.02  # of the keys that a sample holds, in MagicPIG at K = 10, L = 150

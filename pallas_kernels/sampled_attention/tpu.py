@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sampled_attention.reference import (
+from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
     Attended,

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import triton
-from pallas_kernels.sign_walk import gpu, reference, tpu
-from pallas_kernels.sign_walk.reference import NO_STEP
+from jaxkv.pallas_kernels import triton
+from jaxkv.pallas_kernels.sign_walk import gpu, reference, tpu
+from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
 Array = jax.Array
 Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]

@@ -1,6 +1,6 @@
 """Kernel and scan side by side, in turns, on the device that is here.
 
-    python -m pallas_kernels.sign_walk.bench
+    python -m jaxkv.pallas_kernels.sign_walk.bench
 
 The walks are those of a prompt of 32,768 tokens with 8 kv heads. On a CPU there is the scan alone.
 """
@@ -15,13 +15,13 @@ from functools import partial
 import jax
 import numpy as np
 
-from pallas_kernels.sign_walk import api, reference, shapes
+from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
 
 KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # by jax.default_backend()
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m pallas_kernels.sign_walk.bench")
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.pallas_kernels.sign_walk.bench")
     ask.add_argument("--rounds", type=int, default=20, help="timings of each, in turns")
     ask.add_argument("--blocks", type=int, help="walks (default: those of the prompt)")
     given = ask.parse_args()

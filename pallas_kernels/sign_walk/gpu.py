@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.sign_walk.reference import sign_of, signed_sum
+from jaxkv.pallas_kernels.sign_walk.reference import sign_of, signed_sum
 
 try:
     from jax.experimental.pallas import triton as plgpu

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sign_walk.reference import NO_STEP
+from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
 
 class Shape(NamedTuple):

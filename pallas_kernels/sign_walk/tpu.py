@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sign_walk.reference import sign_of, signed_sum
+from jaxkv.pallas_kernels.sign_walk.reference import sign_of, signed_sum
 
 Array = jax.Array
 GROUP = 8  # blocks a program: the sublanes of a vector register

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-import models
+from jaxkv import models
 
 
 def test_turns(run, model, stdin):

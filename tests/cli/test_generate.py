@@ -6,9 +6,9 @@ import json
 import os
 import signal
 
-import models
+from jaxkv import models
 from jaxkv.cli.flags import DEFAULT_POLICY
-from models import streams
+from jaxkv.models import streams
 
 FIELDS = {
     "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
@@ -87,7 +87,7 @@ def test_a_mesh_gives_the_same_tokens(run, model):
 
 
 def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
-    from models.text import Run
+    from jaxkv.models.text import Run
 
     blocks = Run.blocks
 

@@ -58,7 +58,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     refused(data(tmp_path / "nowhere", "--vocab-size", 300), "no such text", "nowhere")
     refused(data(texts), "--vocab-size", "--tokenizer", "required")
     refused(data(texts, "--vocab-size", 100, "--valid", texts / "0.txt"), "at least 259", "100")
-    monkeypatch.setattr("models.corpus._train", lambda *_: Wide())
+    monkeypatch.setattr("jaxkv.models.corpus._train", lambda *_: Wide())
     wide = ("--vocab-size", 300, "--valid", texts / "0.txt")
     refused(data(texts, *wide, "--token-dtype", "uint16"), "65,535", "70,000", "take uint32")
     assert not out.exists()

@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-import models
+from jaxkv import models
 from tests.cli.test_bad_input import refused
 
 ROOT = Path(__file__).resolve().parents[2]

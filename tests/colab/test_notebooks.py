@@ -10,9 +10,9 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from evals import notebooks, pictures, runtime
-from evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
+from jaxkv.evals import notebooks, pictures, runtime
+from jaxkv.evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
@@ -40,7 +40,7 @@ def test_a_notebook_has_the_cells_of_its_source(name):
     kept = nbformat.read(FOLDER / f"{name}.ipynb", 4).cells
     assert [(cell.cell_type, cell.source, tags(cell)) for cell in kept] == [
         (cell.cell_type, cell.source, tags(cell)) for cell in cells(name)
-    ], f"python -m evals.notebooks {name}"
+    ], f"python -m jaxkv.evals.notebooks {name}"
 
 
 def test_what_is_kept_is_small_and_whole(name):
@@ -69,7 +69,7 @@ def test_the_first_cells(name):
     first, install, check = cells(name)[:3]
     assert f"]({BADGE}{name}.ipynb)" in first.source.splitlines()[0]
     assert (install.source, tags(install)) == (INSTALL, ["install"])
-    assert check.source == f'from evals import runtime\n\nruntime.begin("{name}")'
+    assert check.source == f'from jaxkv.evals import runtime\n\nruntime.begin("{name}")'
 
 
 def test_links_lead_somewhere(name):
@@ -268,7 +268,7 @@ def test_a_table_keeps_its_columns():
 
 
 def test_the_passage_is_as_long_as_it_is(capsys):
-    import models
+    from jaxkv import models
 
     llm = models.load()
     assert runtime.passage(llm, 5)[0] == llm.config.bos

@@ -1,6 +1,6 @@
 """Figures that tests record come out under their file and name."""
 
-from evals.agreement import bars, figures
+from jaxkv.evals.agreement import bars, figures
 
 XML = """<testsuites><testsuite>
 <testcase classname="tests.models.test_parity" name="test_a[llama]"><properties>

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-import models
-from evals import arms, backcopy, compare, runtime
+from jaxkv import models
+from jaxkv.evals import arms, backcopy, compare, runtime
 
 
 @pytest.fixture(scope="module")

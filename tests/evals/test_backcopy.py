@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from evals import backcopy
-from evals.backcopy import LETTERS, Chain, recipe_of, run, write
-from models import data
+from jaxkv.evals import backcopy
+from jaxkv.evals.backcopy import LETTERS, Chain, recipe_of, run, write
+from jaxkv.models import data
 
 
 def test_behind_a_trigger_comes_the_letter_before_it():

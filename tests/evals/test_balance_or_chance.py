@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from evals import balance_or_chance as thinning
-from evals.single_layer import QUERIES
 from jaxkv.contract import Spec
+from jaxkv.evals import balance_or_chance as thinning
+from jaxkv.evals.single_layer import QUERIES
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import policy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-import models
-from evals import by_position, runtime
+from jaxkv import models
+from jaxkv.evals import by_position, runtime
 
 
 def test_each_row_is_the_loss_of_its_text():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evals import claims_magicpig as claims
-from evals.claim import HOLDS, NOT, PART
+from jaxkv.evals import claims_magicpig as claims
+from jaxkv.evals.claim import HOLDS, NOT, PART
 
 
 def line(error, over=1.0, spread=0.0, share=0.02):
@@ -84,7 +84,7 @@ def test_speed(times, verdict):
 
 def test_nothing_breaks_a_table():
     """A bar in a text would begin another column."""
-    from evals.record import RESULTS, read
+    from jaxkv.evals.record import RESULTS, read
 
     if not (RESULTS / "sampling.json").exists():
         pytest.skip("no record yet")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evals import claims_prefix as claims
-from evals.claim import HOLDS, NOT, PART
+from jaxkv.evals import claims_prefix as claims
+from jaxkv.evals.claim import HOLDS, NOT, PART
 
 
 def three(value, low=None, high=None, middle="mean"):

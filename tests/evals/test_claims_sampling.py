@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evals import claims_sampling as claims
-from evals.claim import HOLDS, NOT, PART
+from jaxkv.evals import claims_sampling as claims
+from jaxkv.evals.claim import HOLDS, NOT, PART
 
 METHODS = (*claims.PAPERS, *claims.OTHERS)
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from evals import claims_training as claims
-from evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN
+from jaxkv.evals import claims_training as claims
+from jaxkv.evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN
 
 
 def arm(sinks, gaps=(0.0, 0.0, 0.0, 0.0), loss=4.0, seed=0, accuracy=None, chance=0.25):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import models
-from evals import compare, palette, recompute
+from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.evals import compare, palette, recompute
 from tests.tiny import write_tiny
 
 

@@ -8,9 +8,9 @@ from itertools import islice, takewhile
 
 import pytest
 
-import models
-from evals import conversations, prefix_report, prefix_traces
+from jaxkv import models
 from jaxkv.engine import Prefixes
+from jaxkv.evals import conversations, prefix_report, prefix_traces
 
 
 @pytest.fixture(scope="module")

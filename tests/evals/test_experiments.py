@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import models
-import models.streams
-from evals import endless, loop, sinks, timing
+from jaxkv import models
+from jaxkv.evals import endless, loop, sinks, timing
+from jaxkv.models import streams
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_decoder_without_nnx_is_the_same_program(thin):
     plain = loop.PLAIN
     texts = {
         loop.lowered(module, module.Stream(thin, loop.POLICY)).as_text()
-        for module in (plain, models.streams)
+        for module in (plain, streams)
     }
     assert len(texts) == 1
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import models
-from evals import growth, runtime
+from jaxkv import models
+from jaxkv.evals import growth, runtime
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.hlo import copies_in_loops
+from jaxkv.evals.hlo import copies_in_loops
 
 TEXT = """
 %inside (p: (f32[4,8])) -> (f32[4,8]) {

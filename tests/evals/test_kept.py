@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import models
-from evals import kept, runtime
+from jaxkv import models
+from jaxkv.evals import kept, runtime
 
 
 @pytest.fixture(scope="module")

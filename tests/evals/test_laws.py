@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from evals import laws
 from jaxkv import slots
+from jaxkv.evals import laws
 from tests.seldom import seldom
 
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals import heads, long_tail, synthetic
-from evals.single_layer import QUERIES
 from jaxkv.contract import Spec
+from jaxkv.evals import heads, long_tail, synthetic
+from jaxkv.evals.single_layer import QUERIES
 from jaxkv.rotary import NoPosition
 
 SPEC = Spec(2, 8, 8**-0.5, NoPosition(), group=2)

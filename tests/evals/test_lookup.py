@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from evals import lookup
+from jaxkv.evals import lookup
 from jaxkv.policies import MagicPIG
 
 pytestmark = pytest.mark.slow

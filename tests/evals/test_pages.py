@@ -4,17 +4,19 @@ import json
 
 import pytest
 
-from evals import claim, claims, figures
+from jaxkv.evals import claim, claims, figures
 
 
 def test_the_page_of_claims_is_in_step():
-    assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m evals.claims"
+    assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m jaxkv.evals.claims"
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_the_figures_of_a_page_are_in_step(page):
     text = page.read_text("utf-8")
-    assert figures.MARK.search(text) and figures.fill(text) == text, "run python -m evals.figures"
+    assert figures.MARK.search(text) and figures.fill(text) == text, (
+        "run python -m jaxkv.evals.figures"
+    )
 
 
 def test_a_figure_is_filled_in(tmp_path):
@@ -27,7 +29,7 @@ def test_a_figure_is_filled_in(tmp_path):
 
 
 ABOUT = {
-    "command": "python -m evals.endless",
+    "command": "python -m jaxkv.evals.endless",
     "date": "2026-01-01T00:00:00",
     "commit": "0123456789",
     "dirty": False,
@@ -51,7 +53,9 @@ def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
     (line,) = [line for line in lines if line.startswith("| Stable")]
     assert line.endswith(f"| {verdict} | [endless](results/endless.json) |")
     assert "| x | 2 | <= 1 | **no** | [endless](results/endless.json) |" in lines
-    assert any("`python -m evals.endless`; 2026-01-01, commit 0123456" in line for line in lines)
+    assert any(
+        "`python -m jaxkv.evals.endless`; 2026-01-01, commit 0123456" in line for line in lines
+    )
 
 
 def test_without_records_nothing_is_claimed(tmp_path):

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import models
-from evals import agents, prefix_engine, serving, soak
-from evals.prefix_traces import Asked
+from jaxkv import models
 from jaxkv.engine import Engine, Prefixes
+from jaxkv.evals import agents, prefix_engine, serving, soak
+from jaxkv.evals.prefix_traces import Asked
 from tests.engine.plain import VOCAB, plain
 from tests.server.conftest import serving as serve
 from tests.server.fake import FakeEngine

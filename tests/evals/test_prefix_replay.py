@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evals import figures, prefix_figures, prefix_replay, prefix_report, prefix_traces
-from evals.prefix_report import ONE_PROMPT, TEN_SEEDS, Setting, closed_form, hits, measure
 from jaxkv.errors import UserError
+from jaxkv.evals import figures, prefix_figures, prefix_replay, prefix_report, prefix_traces
+from jaxkv.evals.prefix_report import ONE_PROMPT, TEN_SEEDS, Setting, closed_form, hits, measure
 from tests.seldom import seldom
 
 RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
@@ -267,7 +267,15 @@ def test_traces_that_are_broken(tmp_path, content, said):
 
 def test_a_reader_that_leaves():
     """As `| head` does: nothing is said, and the exit code tells."""
-    words = [sys.executable, "-m", "evals.prefix_replay", "--trace", "report", "--requests", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxkv.evals.prefix_replay",
+        "--trace",
+        "report",
+        "--requests",
+        "1",
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141
@@ -275,7 +283,7 @@ def test_a_reader_that_leaves():
 
 def test_the_record(trace, monkeypatch, tmp_path, capsys):
     """All of it, on a trace and an experiment of no size."""
-    from evals import record
+    from jaxkv.evals import record
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)

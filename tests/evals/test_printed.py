@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from evals import inclusion
-from evals.printed import ROUNDED_8, TABLE_7, TABLE_8, TABLES, WITHIN_8, table_7, table_8, zoo
+from jaxkv.evals import inclusion
+from jaxkv.evals.printed import ROUNDED_8, TABLE_7, TABLE_8, TABLES, WITHIN_8, table_7, table_8, zoo
 
 EQUATION_21 = {  # in %, as it comes out
     7: (11.68, 18.42, 24.12, 32.74, 46.36, 68.03),

@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from evals import figures, readme
-from evals.record import read
+from jaxkv.evals import figures, readme
+from jaxkv.evals.record import read
 from jaxkv.policies import POLICIES
 
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-import models
-from evals import facts as streams
-from evals import recall
-from evals.facts import FIRST_LETTER, FIRST_NAME
-from models import data, training
-from models.hf.export import export
-from models.pretrain import setting_of
+from jaxkv import models
+from jaxkv.evals import facts as streams
+from jaxkv.evals import recall
+from jaxkv.evals.facts import FIRST_LETTER, FIRST_NAME
+from jaxkv.models import data, training
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
 
 STREAM = streams.stream(60_000, 3)
 SEEDS = [(0, row) for row in range(24)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals import record
-from evals.record import Record, plain, portable, spread
+from jaxkv.evals import record
+from jaxkv.evals.record import Record, plain, portable, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 

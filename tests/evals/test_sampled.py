@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-import models
-from evals import sampled
-from evals.endless import tokens_of
+from jaxkv import models
+from jaxkv.evals import sampled
+from jaxkv.evals.endless import tokens_of
 
 CACHES = {
     "reservoir": "reservoir:sinks=1,window=6,sample=8",

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from evals import figures, geometry, heads, inclusion, sampling, shares, single_layer, synthetic
-from evals.printed import DIMS
-from evals.record import plain
 from jaxkv.contract import Spec
+from jaxkv.evals import (
+    figures,
+    geometry,
+    heads,
+    inclusion,
+    sampling,
+    shares,
+    single_layer,
+    synthetic,
+)
+from jaxkv.evals.printed import DIMS
+from jaxkv.evals.record import plain
 from jaxkv.lsh import Hashing
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.rotary import NoPosition, rotary

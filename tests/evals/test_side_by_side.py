@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import models
-from evals import runtime, side_by_side
-from evals.side_by_side import BUDGET, LONG, SHORT
+from jaxkv import models
+from jaxkv.evals import runtime, side_by_side
+from jaxkv.evals.side_by_side import BUDGET, LONG, SHORT
 from jaxkv.policies import POLICIES
 
 

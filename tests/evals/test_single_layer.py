@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import models
-from evals import single_layer
-from evals.endless import tokens_of
+from jaxkv import models
 from jaxkv.contract import Spec
+from jaxkv.evals import single_layer
+from jaxkv.evals.endless import tokens_of
 from jaxkv.rotary import rotary
 from jaxkv.stack import policy
 from tests import oracle

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-import models
-from evals import sink_tables
-from models import data, training, uncached
-from models.hf.export import export
-from models.pretrain import setting_of
+from jaxkv import models
+from jaxkv.evals import sink_tables
+from jaxkv.models import data, training, uncached
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
 from tests.models.training_data import TEXT, small, write_tokens
 
 

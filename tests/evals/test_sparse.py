@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import models
-from evals import shares, sparse, sparse_recall, sparse_tokens
-from evals.inclusion import isotropic
-from evals.shares import Ends
-from evals.sparse import Text
+from jaxkv import models
+from jaxkv.evals import shares, sparse, sparse_recall, sparse_tokens
+from jaxkv.evals.inclusion import isotropic
+from jaxkv.evals.shares import Ends
+from jaxkv.evals.sparse import Text
 from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK
 
 CONTEXT, SINKS, WINDOW = 96, 4, 8

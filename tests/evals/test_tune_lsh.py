@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from evals import figures, heads, tune_lsh
-from evals.record import plain
-from evals.sampling import SINKS, WINDOW
 from jaxkv.contract import Spec
+from jaxkv.evals import figures, heads, tune_lsh
+from jaxkv.evals.record import plain
+from jaxkv.evals.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
 from jaxkv.rotary import rotary
 from jaxkv.stack import policy

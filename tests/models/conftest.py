@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import models
-from models.data import Tokens
+from jaxkv import models
+from jaxkv.models.data import Tokens
 from tests.models.training_data import write_tokens
 from tests.tiny import write_tiny
 

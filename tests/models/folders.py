@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from models.config import read_config
-from models.hf.names import shapes
+from jaxkv.models.config import read_config
+from jaxkv.models.hf.names import shapes
 
 SIZES = {
     "vocab_size": 256,

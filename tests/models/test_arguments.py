@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
 
 

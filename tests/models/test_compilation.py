@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from models import compilation
-from models.compilation import VARIABLE, Clock, clock, keep_compilations
+from jaxkv.models import compilation
+from jaxkv.models.compilation import VARIABLE, Clock, clock, keep_compilations
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ START = """
 import collections, json, sys, jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
-import models
+from jaxkv import models
 llm = models.load(sys.argv[1])
 answer = models.generate(llm, "Hi", "streaming:sinks=1,window=3", 5, ignore_eos=True)
 print(json.dumps({

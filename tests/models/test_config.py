@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from jaxkv.errors import UserError
+from jaxkv.models.config import Config, read_config
+from jaxkv.models.hf.names import shapes
 from jaxkv.rotary import rotary
-from models.config import Config, read_config
-from models.hf.names import shapes
 from tests.models.folders import FAMILIES, LLAMA3, SIZES, write_json
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-import models
-from models.chat import Chat
-from models.streams import Stream
+from jaxkv import models
+from jaxkv.models.chat import Chat
+from jaxkv.models.streams import Stream
 from tests.tiny import BEGIN, END, write_tiny
 
 POLICY = "streaming:sinks=2,window=30"

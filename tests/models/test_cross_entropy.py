@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from models import cross_entropy as ours
-from models.cross_entropy import cross_entropy
+from jaxkv.models import cross_entropy as ours
+from jaxkv.models.cross_entropy import cross_entropy
 
 VOCAB, DEPTH, ROWS, TOKENS = 37, 12, 4, 23
 Z_LOSS = 0.05

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv.contract import Spec
+from jaxkv.models import uncached
 from jaxkv.rotary import rotary
-from models import uncached
 
 GPU = next((d for d in jax.devices() if d.platform == "gpu"), None)
 pytestmark = pytest.mark.skipif(GPU is None, reason="no NVIDIA GPU")

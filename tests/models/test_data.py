@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from models import corpus, data
-from models.tokenizer import read_tokenizer
+from jaxkv.models import corpus, data
+from jaxkv.models.tokenizer import read_tokenizer
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.hlo import copies_in_loops
+from jaxkv.evals.hlo import copies_in_loops
+from jaxkv.models.config import Config, read_config
+from jaxkv.models.decoder import spec_of
+from jaxkv.models.decoding import BLOCK, Decoding, Static, writer
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.stack import by_layer
-from models.config import Config, read_config
-from models.decoder import spec_of
-from models.decoding import BLOCK, Decoding, Static, writer
-from models.hf.names import shapes
-from models.streams import Stream
 from tests.models.folders import FAMILIES, write_json
 from tests.seldom import seldom
 

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-import models
-from evals import default_model
-from evals.record import read, sha256
+from jaxkv import models
 from jaxkv.errors import UserError
-from models.llm import DEFAULT
-from models.pretrain import pretrain
-from models.recipes import PRESETS
+from jaxkv.evals import default_model
+from jaxkv.evals.record import read, sha256
+from jaxkv.models.llm import DEFAULT
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import PRESETS
 from tests.models.training_data import small, write_texts
 
 MOST = 10_000_000  # bytes of its weights
@@ -68,7 +68,7 @@ def made(tokens, tmp_path, monkeypatch):
         )
     write_texts(tmp_path / "texts", documents=2, words=900)
     monkeypatch.setattr(default_model, "TRIALS", tmp_path / "out")
-    monkeypatch.setattr("evals.record.TRIALS", tmp_path / "out")
+    monkeypatch.setattr("jaxkv.evals.record.TRIALS", tmp_path / "out")
 
     def make(**other):
         flags = {"run": "run", "texts": "texts", "data": tokens.folder} | other

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models import data, training
+from jaxkv.models.config import read_config
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
 from jaxkv.rotary import rotary
-from models import data, training
-from models.config import read_config
-from models.hf.export import export
-from models.pretrain import setting_of
 from tests.models.training_data import small
 from tests.seldom import seldom
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.decoding import BLOCK
+from jaxkv.models.streams import Stream
+from jaxkv.models.text import Row, Run
 from jaxkv.sampling import Sampling
-from models.decoding import BLOCK
-from models.streams import Stream
-from models.text import Row, Run
 
 SMALL = "streaming:sinks=2,window=14"
 PROMPTS = ["A", "Once upon a time there was a cat, ", "He said:", "x" * 14, "1 2 3 4 5 6 "]
@@ -228,7 +228,7 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
         stream.reserve(tokens)
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
-    monkeypatch.setattr("models.streams.read_chunk", None)  # nothing may run
+    monkeypatch.setattr("jaxkv.models.streams.read_chunk", None)  # nothing may run
     with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise max"):
         stream.read([[65]])
     with pytest.raises(UserError, match=r"at most 80 tokens and 105 are needed"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling
 from tests.models.folders import write_json
@@ -75,7 +75,7 @@ def test_dtype(published, tmp_path, monkeypatch):
     for asked in ("float32", "bfloat16", "float16"):
         for same in (asked, getattr(jnp, asked), jnp.dtype(asked)):
             assert dtypes(dtype=same) == (asked, {asked}, asked)
-    monkeypatch.setattr("models.llm.jax.default_backend", lambda: "tpu")
+    monkeypatch.setattr("jaxkv.models.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
 
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
+from jaxkv.models.chat import Chat
+from jaxkv.models.config import read_config
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.llm import Llm
+from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
-from models.chat import Chat
-from models.config import read_config
-from models.decoder import Decoder
-from models.hf.weights import load_weights
-from models.llm import Llm
-from models.streams import Stream
 from tests.models.folders import FAMILIES, write_model
 from tests.seldom import seldom
 

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
-from models import checkpoint, data, training
-from models.pretrain import pretrain, setting_of
+from jaxkv.models import checkpoint, data, training
+from jaxkv.models.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
-from models.score import Score, encode
+from jaxkv.models.score import Score, encode
 from tests.seldom import seldom
 from tests.tiny import write_tiny
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.decoding import read_chunk, writer
+from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.sharding import mesh_of
-from models.decoding import read_chunk, writer
-from models.streams import Stream
 
 SMALL = "streaming:sinks=2,window=14"
 WARM = Sampling(temperature=0.9, top_k=50)

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.streams import Stream
+from jaxkv.models.text import Row
 from jaxkv.sampling import Sampling
-from models.streams import Stream
-from models.text import Row
 
 THINNED = "uniform:sinks=2,window=4,rounds=1,start=8"
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
+from jaxkv.models import data, training
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
+from jaxkv.models.recipes import PRESETS, config_of, read_recipe
 from jaxkv.sharding import mesh_of
-from models import data, training
-from models.hf.export import export
-from models.pretrain import setting_of
-from models.recipes import PRESETS, config_of, read_recipe
 from tests.models.training_data import small
 from tests.seldom import seldom
 

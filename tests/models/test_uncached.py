@@ -11,8 +11,8 @@ import pytest
 
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
+from jaxkv.models import uncached
 from jaxkv.rotary import NoPosition, rotary
-from models import uncached
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SPEC = Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 100.0))

@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.errors import UserError
-from models.config import read_config
-from models.hf import folder as hub
-from models.hf.folder import find
-from models.hf.names import shapes
-from models.hf.weights import load_weights, read_header
+from jaxkv.models.config import read_config
+from jaxkv.models.hf import folder as hub
+from jaxkv.models.hf.folder import find
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.hf.weights import load_weights, read_header
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
 from tests.seldom import seldom
 
@@ -48,7 +48,9 @@ def test_every_family(name, tmp_path):
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_dtypes(stored, wanted, tmp_path, monkeypatch):
-    monkeypatch.setattr("models.hf.weights.PIECE", 1000)  # many windows a tensor, the last short
+    monkeypatch.setattr(
+        "jaxkv.models.hf.weights.PIECE", 1000
+    )  # many windows a tensor, the last short
     write_model(tmp_path, "llama32", dtype=stored)
     written = tensors(tmp_path, dtype=stored)
     expected = {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()}
@@ -222,8 +224,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import jax.numpy as jnp
-from models.config import read_config
-from models.hf.weights import load_weights
+from jaxkv.models.config import read_config
+from jaxkv.models.hf.weights import load_weights
 jnp.zeros(8).block_until_ready()
 folder = Path(sys.argv[1])
 config = read_config(folder)

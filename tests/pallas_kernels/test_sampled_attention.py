@@ -15,10 +15,10 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from evals import inclusion
+from jaxkv.evals import inclusion
 from jaxkv.lsh import Hashing
-from pallas_kernels import host
-from pallas_kernels.sampled_attention import (
+from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels.sampled_attention import (
     Angles,
     How,
     dense,

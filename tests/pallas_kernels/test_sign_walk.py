@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.sign_walk import api, reference, shapes
+from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
 from tests.ahead import reports_of
 from tests.seldom import seldom
 

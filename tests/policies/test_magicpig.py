@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals import inclusion
 from jaxkv import hashed, rows
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
+from jaxkv.evals import inclusion
+from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.rotary import Alibi, NoPosition
 from jaxkv.stack import bytes_by_memory, state_bytes
-from pallas_kernels import host
 from tests.seldom import seldom
 
 HEADS, DIM = 2, 32

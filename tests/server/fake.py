@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
 from jaxkv.errors import UserError
-from models.chat import Chat
-from models.language import Language
-from models.tokenizer import Tokenizer
+from jaxkv.models.chat import Chat
+from jaxkv.models.language import Language
+from jaxkv.models.tokenizer import Tokenizer
 
 BOS, EOS, WIDE, VOCAB = 256, 257, 258, 259
 TEMPLATE = (

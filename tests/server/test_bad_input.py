@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from models.language import Language
+from jaxkv.models.language import Language
 from tests.server.conftest import serving
 from tests.server.fake import FakeEngine, language
 

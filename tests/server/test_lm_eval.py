@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
+from jaxkv import models
 from jaxkv.engine import Prefixes
-from models.language import Language
-from models.llm import Llm
-from models.serving import engine_of
-from models.tokenizer import LETTERS
+from jaxkv.models.language import Language
+from jaxkv.models.llm import Llm
+from jaxkv.models.serving import engine_of
+from jaxkv.models.tokenizer import LETTERS
 from tests.models.test_parity import reference, reference_logits
 from tests.server.conftest import serving
 from tests.server.fake import BOS, EOS, logprob
