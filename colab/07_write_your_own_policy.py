@@ -27,7 +27,7 @@ runtime.begin("07_write_your_own_policy")
 # bytes, and the `axes` of its state in letters
 # ([contract.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/contract.py)). All of it is pure: a
 # state goes in, another comes out. A ring is a part of the library
-# ([slots.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/slots.py)).
+# ([ring.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/ring.py)).
 
 # %%
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import slots
+from jaxkv.cache import ring
 
 
 class Rings(NamedTuple):
-    near: slots.Slots
-    far: slots.Slots
+    near: ring.Ring
+    far: ring.Ring
 
 
 # %%
@@ -55,11 +55,11 @@ class Strided:
     stride: int = 4  # a power of two, for positions wrap
 
     formula = "(near * (stride - 1) + far) * (2 * K * H * itemsize + 4) + 8"
-    axes = Rings(slots.AXES, slots.AXES)
+    axes = Rings(ring.AXES, ring.AXES)
 
     def init(self, spec, rows, key):
         sizes = self.near * (self.stride - 1), self.far
-        return Rings(*(slots.init(spec, rows, size) for size in sizes))
+        return Rings(*(ring.init(spec, rows, size) for size in sizes))
 
     def shares(self, chunk):  # the tokens of each ring, and how far back it reaches
         far = chunk.positions % self.stride == 0
@@ -71,10 +71,10 @@ class Strided:
 
     def extend(self, spec, state, chunk):
         parts = [chunk._replace(valid=chunk.valid & own) for own, _ in self.shares(chunk)]
-        return Rings(*(slots.extend(spec, *both, 0) for both in zip(state, parts, strict=True)))
+        return Rings(*(ring.extend(spec, *both, 0) for both in zip(state, parts, strict=True)))
 
     def kept(self, spec, state):
-        leaves = zip(*map(slots.kept, state), strict=True)
+        leaves = zip(*map(ring.kept, state), strict=True)
         return jaxkv.Kept(*(jnp.concatenate(both, axis=2) for both in leaves))
 
 
@@ -87,7 +87,7 @@ class Strided:
 # %%
 def look(spec, ring, chunk, own, reach):
     """Attention to a ring and to its `own` tokens of the chunk, less than `reach` tokens back."""
-    before = slots.attend_ring(spec, ring, chunk, sinks=0, window=reach)
+    before = ring.attend_ring(spec, ring, chunk, sinks=0, window=reach)
     return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, reach, hidden=~own))
 
 
@@ -123,7 +123,7 @@ runtime.Text(laws.table(verdicts))
 # %%
 class Twice(Strided):
     def extend(self, spec, state, chunk):
-        return Rings(*(slots.extend(spec, ring, chunk, 0) for ring in state))
+        return Rings(*(ring.extend(spec, ring, chunk, 0) for ring in state))
 
 
 mistaken = laws.check(Twice(near=2, far=5, stride=4), capacity, seen)
@@ -234,7 +234,7 @@ def dense(state, q, k, v, positions):
 # like any other array.
 
 # %%
-from jaxkv import rows
+from jaxkv.state import batch
 
 
 def write(carry, position):
@@ -245,11 +245,11 @@ def write(carry, position):
 
 
 states = tuple(policy.init(spec, rows=1, key=jax.random.key(0)) for _ in range(LAYERS))
-before = rows.nbytes(states)
+before = batch.nbytes(states)
 count = runtime.size(2_000, 500)
 (states, _), (text, logits) = jax.jit(lambda first: jax.lax.scan(
     write, first, jnp.arange(count, dtype=jnp.uint32)))((states, jnp.int32(0)))  # fmt: skip
-print(f"{count:,} tokens, {rows.nbytes(states):,} bytes of cache, as many as at the beginning")
+print(f"{count:,} tokens, {batch.nbytes(states):,} bytes of cache, as many as at the beginning")
 
 # %% [markdown]
 # As far as the near part reaches all tokens are kept, so up to there the logits must be those of dense
@@ -290,7 +290,7 @@ runtime.verify(
         "the wrong one is caught, by laws 4 and 15 among others": broken > {4, 15},
         "the window of equal size has as many bytes, to a hundredth":
             abs(size["strided"] / size[window] - 1) < 0.01,
-        "the other model wrote in a fixed memory": rows.nbytes(states) == before,
+        "the other model wrote in a fixed memory": batch.nbytes(states) == before,
         "its logits are dense attention's while nothing is dropped, to a thousandth":
             bool(apart[:most].max() < 1e-3),
         "behind that they are not": bool(apart[most:].max() > 0.01),

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 import jaxkv
-from jaxkv import models, rows
+from jaxkv import models
+from jaxkv.state import batch
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_names
 from jaxkv.evals import prefix_traces
@@ -25,7 +26,7 @@ from jaxkv.evals.prefix_traces import Asked
 from jaxkv.evals.record import Record
 from jaxkv.models import Llm
 from jaxkv.prefix import BlockPool, Snapshots, root
-from jaxkv.stack import by_layer, state_bytes
+from jaxkv.policy_spec import by_layer, state_bytes
 
 TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip
@@ -116,7 +117,7 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )
     kept = jax.eval_shape(lambda: pool.empty(pool.settling(layers), states, 1, 1))
-    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
+    return batch.nbytes(kept.records), batch.nbytes(kept.pages)
 
 
 if __name__ == "__main__":

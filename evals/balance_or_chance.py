@@ -21,11 +21,11 @@ from jaxkv.evals.figures import draw_spreads
 from jaxkv.evals.palette import THINNED
 from jaxkv.evals.record import spread
 from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
-from jaxkv.halving import Halving, walk
+from jaxkv.policies.discrepancy import Halving, walk
 from jaxkv.models.decoding import seal_layer
 from jaxkv.models.llm import Llm
 from jaxkv.rotary import NoPosition
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])
@@ -114,10 +114,10 @@ def compare(
     q, k, v: [T,*,H]. ends: how many of the first and last tokens stay; of those between one in
     2^rounds does. `snapkv` draws nothing, so it has one error.
     """
-    exact = attend(spec, q, k, v, policy("full"))
+    exact = attend(spec, q, k, v, parse_policy("full"))
     between, found = len(k) - QUERIES - sum(ends), {}
     for name in names:
-        chosen = policy(setting(name, rounds, between, *ends))
+        chosen = parse_policy(setting(name, rounds, between, *ends))
         draws = seeds[:1] if name == "snapkv" else seeds
         found[name] = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
     return found
@@ -163,7 +163,7 @@ def of_model(
             first = seeds * (layer + layers * number)  # no draw serves twice
             draws, names = range(first, first + seeds), ("balance, walk", *COMPARED)
             errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
-            given = partial(attend, llm.spec, *seen, policy("full"))
+            given = partial(attend, llm.spec, *seen, parse_policy("full"))
             for each in errors.values():
                 each["ends alone"] = [relative(given(between=False), given())]
             tenth = heaviest(llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1)
@@ -283,7 +283,7 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
         return jax.block_until_ready(stream.decoding).states
 
     def thin(name: str) -> tuple[Any, ...]:
-        chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
+        chosen = parse_policy(setting(name, rounds, len(ids), sinks=32, window=32))
         made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxkv import memory
+from jaxkv.state import memory
 from jaxkv.contract import Policy
 from jaxkv.evals import palette, pictures, recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import Score, check_scorable, gather, score
-from jaxkv.stack import spell, state_bytes
+from jaxkv.policy_spec import format_policy, state_bytes
 
 BUDGET = 256  # tokens kept, where policies are chosen for the user
 # Shows progress while a policy runs: given its name, it yields what is called with tokens done.
@@ -61,7 +61,7 @@ def result(
     again = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "spelled": policy if again else spell(llm.policies(own or policy)),
+        "spelled": policy if again else format_policy(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
         "predictions": len(found.losses),

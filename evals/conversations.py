@@ -21,7 +21,7 @@ from jaxkv.evals.figures import draw_spreads
 from jaxkv.evals.palette import COLOURS
 from jaxkv.evals.prefix_figures import MODES
 from jaxkv.evals.record import spread
-from jaxkv.memory import show
+from jaxkv.state.memory import show
 from jaxkv.models.llm import Llm
 from jaxkv.models.serving import engine_of
 from jaxkv.prefix import Chain, root

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import met
+from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.contract import Spec
 from jaxkv.evals.heads import Layer, ask, attend, errors, exactly, interval, turned
 from jaxkv.policies import TopK
@@ -93,6 +93,6 @@ def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
     asked = ask(spec, layer, chosen.sinks, chosen.window)
     bias = chosen.choose(asked)
-    top = met.log_sum(asked.logits, asked.between & (bias == 0))
-    weight = jnp.exp(top - met.log_sum(asked.logits, asked.between))
+    top = sparse_attention.log_sum(asked.logits, asked.between & (bias == 0))
+    weight = jnp.exp(top - sparse_attention.log_sum(asked.logits, asked.between))
     return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(asked, bias, layer.v).out

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import hashed
-from jaxkv import sample as drawn
+from jaxkv.policies.magicpig import index
+from jaxkv.cache import per_head
 from jaxkv.attention import blend, scores
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.single_layer import QUERIES, capture
-from jaxkv.met import Asked
+from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
 
@@ -64,7 +64,7 @@ def places(layer: Layer) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.uint32), layer.k.shape[:2])
 
 
-def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0) -> Asked:
+def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0) -> Candidates:
     """The last queries; without sinks and window every key is between, their own too."""
     q, k = turned(spec, layer)
     at = places(layer)
@@ -73,9 +73,9 @@ def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
     there = (slot <= own)[:, None, None]
     ends = ((slot < sinks) | (slot + np.uint32(window) > own))[:, None, None]
-    key = drawn.keys(jax.random.key(seed), spec, len(q))
+    key = per_head.keys(jax.random.key(seed), spec, len(q))
     logits = logits if penalty is None else logits + penalty
-    return Asked(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, key)
+    return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -87,7 +87,7 @@ def meet(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) ->
     return attend(asked, chosen.choose(asked), layer.v)
 
 
-def attend(asked: Asked, weights: jax.Array, v: jax.Array) -> Met:
+def attend(asked: Candidates, weights: jax.Array, v: jax.Array) -> Met:
     """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
     bias = jnp.where(asked.exact, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & asked.between, axis=(1, 2, 3, 4))
@@ -113,7 +113,7 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     out = chosen.ask(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     met = jax.lax.map(
-        lambda one: hashed.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
+        lambda one: index.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
     )
     read = jnp.sum(met, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals import pictures, runtime
-from jaxkv.memory import show
+from jaxkv.state.memory import show
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.typing import Float32, Int32

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import rows
+from jaxkv.state import batch
 from jaxkv.contract import Chunk, Policy, Spec, State, is_letters
 from jaxkv.rotary import rotary
-from jaxkv.stack import formula_bytes
+from jaxkv.policy_spec import formula_bytes
 from jaxkv.typing import Bool, Float
 
 ROWS, GROUP, CLOSE = 2, 2, 1e-4
@@ -232,9 +232,9 @@ def of_head(policy: Policy, state: State, head: int) -> State:
 
 def rows_can_be_moved(asked: Asked) -> Parts:
     state = asked.halfway()
-    turned = rows.take(state, [1, 0])
-    yield "rows taken and put back are others", same(rows.put(turned, [1, 0], turned), state)
-    yield "a state changes on the host", same(rows.to_device(rows.to_host(state)), state)
+    turned = batch.take(state, [1, 0])
+    yield "rows taken and put back are others", same(batch.put(turned, [1, 0], turned), state)
+    yield "a state changes on the host", same(batch.to_device(batch.to_host(state)), state)
 
 
 def equal_settings_compile_once(asked: Asked) -> Parts:
@@ -274,7 +274,7 @@ def what_is_fused_is_the_same(asked: Asked) -> Parts:
 
 
 def bytes_are_the_formula(asked: Asked) -> Parts:
-    a_row, found = formula_bytes(asked.policy, SPEC), rows.nbytes(asked.begin()) // ROWS
+    a_row, found = formula_bytes(asked.policy, SPEC), batch.nbytes(asked.begin()) // ROWS
     yield f"a row has {found} bytes, the formula says {a_row}", found == a_row
 
 

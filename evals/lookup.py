@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import buckets, hashed, lsh
+from jaxkv.policies.magicpig import hash_tables
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.timing import bar, ratio, rounds, timed
-from jaxkv.hashed import Hashed
+from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.policies import MagicPIG
 from jaxkv.rotary import NoPosition
 
@@ -103,7 +105,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     )  # fmt: skip
     again = POLICY.reserve(SPEC, filled, room + 1)
     hashed_keys = [int(one.far.count[0]) for one in (state, again)]
-    found = [hashed.find(state, POLICY.indexing, POLICY.budget, q, *where(tokens)) for q in queries]
+    found = [index.find(state, POLICY.indexing, POLICY.budget, q, *where(tokens)) for q in queries]
     each = [bytes_read(state, *one) for one in zip(queries, found, strict=True)]
     read = {part: float(np.mean([one[part] for one in each])) for part in each[0]}
     whole = 2 * 4 * tokens * DIM
@@ -138,7 +140,7 @@ def draw(tokens: int) -> tuple[Chunk, jax.Array]:
     return Chunk(none, k, v, positions, jnp.ones((1, tokens), bool)), q
 
 
-def begin() -> Hashed:
+def begin() -> IndexState:
     return POLICY.init(SPEC, 1, jax.random.key(0))
 
 
@@ -147,7 +149,7 @@ def where(tokens: int) -> tuple[jax.Array, jax.Array]:
     return jnp.full((1,), tokens, jnp.int32), jnp.full((1,), tokens, jnp.uint32)
 
 
-def attend(state: Hashed, q: jax.Array, tokens: int) -> jax.Array:
+def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     """What the policy does for a token, but for writing it into the cache."""
     number, position = where(tokens)
     return POLICY.ask(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
@@ -184,7 +186,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     }
 
 
-def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, int]:
+def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Drawn) -> dict[str, int]:
     """Of a token: of all query heads together, but for the planes."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.indexing.how)[0].T
     first = np.asarray(state.tables.first)[0, 0]
@@ -196,7 +198,7 @@ def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, i
     rows = int(np.sum(found.count))
     # The first token that waits is compared with a whole piece of codes.
     waiting = int(state.exact.count[0]) - POLICY.sinks - POLICY.window + 1
-    waiting = -(-waiting // buckets.COMPARED) * buckets.COMPARED
+    waiting = -(-waiting // hash_tables.COMPARED) * hash_tables.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from jaxkv.evals.record import RESULTS, read
-from jaxkv.memory import show
+from jaxkv.state.memory import show
 from jaxkv.policies import POLICIES
 
 # When to take a policy, and when not.

@@ -74,7 +74,7 @@ def powers() -> str:
     """What the device has and can do: free memory, what it computes in, which kernels it takes."""
     import jax
 
-    from jaxkv import memory
+    from jaxkv.state import memory
     from jaxkv.models.device import native_dtype
     from jaxkv.pallas_kernels import triton
 

@@ -25,7 +25,7 @@ from jaxkv.evals.rival import LARGE, SMALL, random_llama
 from jaxkv.evals.timing import bar, decoding, prompt, ratio, rounds
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
-from jaxkv.stack import policy, state_bytes
+from jaxkv.policy_spec import parse_policy, state_bytes
 
 SLOTS = 256
 STREAMING = f"streaming:sinks=4,window={SLOTS - 4}"

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import lsh, models
+from jaxkv import models
+from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.evals import inclusion, shares, synthetic
@@ -33,7 +34,7 @@ from jaxkv.evals.heads import Layer, errors, exactly, interval, layers_of, meet,
 from jaxkv.evals.printed import DIMS, TABLE_7, table_7, table_8, zoo
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.single_layer import QUERIES
-from jaxkv.lsh import Hashing
+from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Oracle, TopK
 

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import hashed, met
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.inclusion import u
 from jaxkv.evals.single_layer import capture
-from jaxkv.lsh import MOST_TABLES
-from jaxkv.met import Asked, MetState
+from jaxkv.policies.magicpig.lsh import MOST_TABLES
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
 from jaxkv.typing import Array, Float32
@@ -46,22 +47,22 @@ class Ends:
 
     summary: ClassVar[str] = "the first tokens of a prompt and the newest"
     source: ClassVar[str] = "what reading a part is measured against"
-    formula: ClassVar[str] = met.FORMULA
-    axes: ClassVar[MetState] = met.AXES
-    shared: ClassVar[tuple[str, ...]] = met.SHARED
+    formula: ClassVar[str] = sparse_attention.FORMULA
+    axes: ClassVar[SparseState] = sparse_attention.AXES
+    shared: ClassVar[tuple[str, ...]] = sparse_attention.SHARED
     reach: ClassVar[float] = math.inf
 
-    init = met.init
-    attend = met.attend
-    take = decode = met.take
-    reserve = staticmethod(met.reserve)
-    seal = staticmethod(met.seal)
-    extend = staticmethod(met.extend)
-    kept = staticmethod(met.kept)
+    init = sparse_attention.init
+    attend = sparse_attention.attend
+    take = decode = sparse_attention.take
+    reserve = staticmethod(sparse_attention.reserve)
+    seal = staticmethod(sparse_attention.seal)
+    extend = staticmethod(sparse_attention.extend)
+    kept = staticmethod(sparse_attention.kept)
 
-    def choose(self, asked: Asked) -> Float32[Array, "B K G T S"]:
+    def choose(self, asked: Candidates) -> Float32[Array, "B K G T S"]:
         """The log weight of each key between: none is met."""
-        return met.only(jnp.zeros_like(asked.logits, bool))
+        return sparse_attention.only(jnp.zeros_like(asked.logits, bool))
 
 
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream
@@ -166,18 +167,18 @@ def met_of(
         return jnp.mean(met_by_tables(chosen, spec, state, asking, last))
     shares = []
 
-    def choose(asked: Asked) -> Array:
+    def choose(asked: Candidates) -> Array:
         weight = chosen.choose(asked)
         there = jnp.sum(asked.between, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
 
-    met.meet(spec, state, asking, chosen.sinks, chosen.window, choose)
+    sparse_attention.meet(spec, state, asking, chosen.sinks, chosen.window, choose)
     return shares[0]
 
 
 def met_by_tables(
-    chosen: MagicPIG, spec: Spec, state: hashed.Hashed, asking: Chunk, last: int | Array
+    chosen: MagicPIG, spec: Spec, state: index.IndexState, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
     """The share of the keys between that is met; last: number of the first token that asks."""
     state = chosen.extend(spec, state, asking)
@@ -186,7 +187,7 @@ def met_by_tables(
 
     def one(asked: Any) -> Array:
         q, position, number = asked
-        found = hashed.find(state, chosen.indexing, chosen.budget, q, number[None], position)
+        found = index.find(state, chosen.indexing, chosen.budget, q, number[None], position)
         return found.count / (number + 1 - chosen.sinks - chosen.window)
 
     return jax.lax.map(one, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))

@@ -27,7 +27,7 @@ from jaxkv.driver import step
 from jaxkv.evals import runtime, shares, sparse, timing
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.sparse import Text
-from jaxkv.met import Chooses
+from jaxkv.policies.sparse_attention.base import Chooses
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm

@@ -25,10 +25,10 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.endless import HELD_BACK, tokens_of
 from jaxkv.evals.record import Record, spread
-from jaxkv.halving import Halving, halve, sure
+from jaxkv.policies.discrepancy import Halving, halve, sure
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Float32
 
 ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, queries that ask, tokens read at a time
@@ -142,26 +142,26 @@ def errors(
     spec: Spec, q: Any, k: Any, v: Any, rounds: Sequence[int], seeds: Sequence[int], title: str
 ) -> dict[str, Any]:
     """Of each method and T the relative error of every seed."""
-    exact = attend(spec, q, k, v, policy("full"))
+    exact = attend(spec, q, k, v, parse_policy("full"))
     if not np.isfinite(exact).all():
         raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
     found: dict[str, Any] = {}
     for name, text in METHODS.items():
         found[name] = {}
         for number in rounds:
-            chosen = policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
+            chosen = parse_policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
             each = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
             found[name][str(number)] = each
             print(f"{title}, T={number}, {name}: {np.mean(each):.4f}", flush=True)
     found["saturated"] = {
         mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
     }
-    alone = relative(attend(spec, q, k, v, policy("full"), between=False), exact)
+    alone = relative(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
     found["ends alone"] = {str(number): [alone] for number in rounds}
     found["snapkv"] = {}
     for number in rounds:
         capacity = 2 * ENDS + (len(k) - QUERIES - 2 * ENDS) // 2**number
-        chosen = policy(f"snapkv:capacity={capacity},window={WINDOW}")
+        chosen = parse_policy(f"snapkv:capacity={capacity},window={WINDOW}")
         found["snapkv"][str(number)] = [relative(attend(spec, q, k, v, chosen), exact)]
     return found
 

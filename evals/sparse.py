@@ -35,7 +35,7 @@ from jaxkv.models.device import cores
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Balance, Full, MagicPIG, SnapKV, Uniform
 from jaxkv.rotary import NoPosition
-from jaxkv.stack import by_layer, spell
+from jaxkv.policy_spec import by_layer, format_policy
 
 Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -177,7 +177,7 @@ def of_text(
 
     def line(chosen: Policy, name: str, drawing: bool) -> dict[str, Any]:
         each = losses(text, chosen, seeds if drawing else 1, name)
-        return {"policy": spell(chosen), "over_full": over(each, base)}
+        return {"policy": format_policy(chosen), "over_full": over(each, base)}
 
     found["ends alone"] = line(Ends(sinks=SINKS, window=WINDOW), "ends alone", False)
     each = shares.captured(llm, text.stretches[:ANGLES])
@@ -278,13 +278,13 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     base = losses(text, Full(max=text.llm.config.context), 1, "full")
     for share, (bits, tables) in text.tables(given.shares[:2]).items():
         chosen = MagicPIG(bits, tables, SINKS, WINDOW, zone=shares.ROOM)
-        first = by_layer(f"0=full:max={text.llm.config.context};*={spell(chosen)}", layers)
+        first = by_layer(f"0=full:max={text.llm.config.context};*={format_policy(chosen)}", layers)
         arms = {f"question {read}, {of}": (policies, question)
                 for of, policies in (("all layers sampled", (chosen,) * layers),
                                      ("first layer dense", first))
                 for read, question in (("dense", 0), ("sparse", QUESTION))}  # fmt: skip
         found[f"{share:g}"] = {
-            name: {"policy": spell(policies), "question": question, "over_full": over(
+            name: {"policy": format_policy(policies), "question": question, "over_full": over(
                 losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base)}
             for name, (policies, question) in arms.items()
         }  # fmt: skip
@@ -315,7 +315,7 @@ def of_prompt(
     found = {"full": {"state_bytes": whole, "over_full": 1.0, "tokens_of_full": prompt}}
     for name, one in policies.items():
         count = sealed_bytes(one, spec, layers, prompt)
-        found[name] = {"policy": spell(one), "state_bytes": count, "over_full": count / whole,
+        found[name] = {"policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
                        "tokens_of_full": count * prompt / whole}  # fmt: skip
     return found
 

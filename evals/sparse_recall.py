@@ -23,7 +23,7 @@ from jaxkv.evals.recall import CONTEXT, DISTANCES, LEARNT, LENGTH_WITHIN
 from jaxkv.evals.shares import Ends, Seen
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
-from jaxkv.stack import spell
+from jaxkv.policy_spec import format_policy
 
 SINKS, WINDOW = 1, 16  # the models have a sink token; the nearest fact is just out of the window
 FEWER = (0.005, 0.01)  # shares beside those of the other experiments: a fact is one key of many
@@ -68,7 +68,7 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
     def answered(policies: dict[str, Policy | str]) -> dict[str, Any]:
         asked = DISTANCES, LENGTH_WITHIN, given.questions, seed
         lines = questions.accuracy(llm, policies, *asked)
-        return {n: line | {"policy": spell(llm.policies(policies[n]))} for n, line in lines.items()}
+        return {n: line | {"policy": format_policy(llm.policies(policies[n]))} for n, line in lines.items()}
 
     prompt = len(llm.tokenizer.front) + LENGTH_WITHIN
     seen = captured(llm, ANGLES)

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models, rows
+from jaxkv import models
+from jaxkv.state import batch
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.record import spread
@@ -28,8 +29,8 @@ from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Full, MagicPIG
-from jaxkv.slots import Slots
-from jaxkv.stack import spell
+from jaxkv.cache.ring import Ring
+from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array
 
 SIZES = (32_768, 131_072)
@@ -68,12 +69,12 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
         variants[name] = timed(partial(write, stream, given.written))
     seconds = rounds(variants, given.rounds, f"{given.written} tokens behind {size:,}")
     return found | {
-        "policies": {name: spell(one) for name, one in policies.items()},
+        "policies": {name: format_policy(one) for name, one in policies.items()},
         "tokens": given.written,
         "tokens_per_second": {name: rate(given.written, s) for name, s in seconds.items()},
         "milliseconds": {n: spread(1e3 / given.written * np.array(s)) for n, s in seconds.items()},
         "times_faster": ratio(seconds["full"], seconds["magicpig"]),
-        "state_bytes": {n: rows.nbytes(stream.decoding.states) for n, stream in streams.items()},
+        "state_bytes": {n: batch.nbytes(stream.decoding.states) for n, stream in streams.items()},
     }
 
 
@@ -84,7 +85,7 @@ def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
         state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
         return chosen.seal(spec, state) if hasattr(chosen, "seal") else state
 
-    return rows.nbytes(jax.eval_shape(build))
+    return batch.nbytes(jax.eval_shape(build))
 
 
 def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
@@ -106,7 +107,7 @@ def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def draw(spec: Spec, size: int, more: int, key: Array) -> Slots:
+def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
     """So many random tokens of one row, and slots for more."""
     dim, dims = spec.head_dim, 2 * spec.head_dim // 3
     of_basis, of_offset, of_keys, of_values = jax.random.split(key, 4)
@@ -117,7 +118,7 @@ def draw(spec: Spec, size: int, more: int, key: Array) -> Slots:
     v = jax.random.normal(of_values, (*shape, dim)) + 1
     room = ((0, 0), (0, 0), (0, more), (0, 0))
     positions = jnp.pad(jnp.arange(size, dtype=jnp.uint32)[None], ((0, 0), (0, more)))
-    return Slots(
+    return Ring(
         *(jnp.pad(a.astype(spec.dtype), room) for a in (k, v)), positions,
         jnp.full((1,), size, jnp.int32),
     )  # fmt: skip

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import hashed, met
-from jaxkv import sample as drawn
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.heads import Layer, attend, progress
 from jaxkv.evals.inclusion import isotropic
 from jaxkv.evals.record import spread
 from jaxkv.evals.shares import methods
-from jaxkv.met import Asked
+from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.rotary import NoPosition
 
@@ -76,14 +77,14 @@ def cone(flat: Layer, sigma: float) -> Layer:
     return Layer(*map(jnp.asarray, (q, k, v)))
 
 
-def asked(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
+def asked(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:
     """One query for these keys, none of which it sees of itself."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
-    key = drawn.keys(jax.random.key(seed), SPEC, 1)
+    key = per_head.keys(jax.random.key(seed), SPEC, 1)
     places = jnp.arange(len(logits), dtype=jnp.uint32)[None]
     logits = jnp.asarray(logits)[None, None, None, None]
-    return Asked(logits, ~between, between, none[:, :, :1], none, at, places, key)
+    return Candidates(logits, ~between, between, none[:, :, :1], none, at, places, key)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -92,7 +93,7 @@ def error(
 ) -> tuple[jax.Array, jax.Array]:
     """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
     of, v = asked(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
-    exact = attend(of, met.only(of.between), v).out
+    exact = attend(of, sparse_attention.only(of.between), v).out
     found = attend(of, chosen.choose(of), v)
     return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
 
@@ -111,9 +112,9 @@ def error_of_tables(
     state = chosen.seal(SPEC, chosen.extend(SPEC, state, prompt))
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
     out = chosen.ask(SPEC, state, q[:, None], number, last).out
-    met_by = hashed.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
+    met_by = index.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
     of = asked(drawing.logits, seed)
-    exact = attend(of, met.only(of.between), v).out
+    exact = attend(of, sparse_attention.only(of.between), v).out
     share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import buckets, lsh
+from jaxkv.policies.magicpig import hash_tables
+from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.evals.heads import (
@@ -37,10 +38,10 @@ from jaxkv.evals.heads import (
 from jaxkv.evals.record import Record
 from jaxkv.evals.sampling import SINKS, WINDOW, arguments, some, tokens_for
 from jaxkv.evals.single_layer import QUERIES
-from jaxkv.lsh import Hashing
-from jaxkv.met import Asked
+from jaxkv.policies.magicpig.lsh import Hashing
+from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.policies import MagicPIG
-from jaxkv.stack import spell
+from jaxkv.policy_spec import format_policy
 
 HASHES = ("simhash", "crosspolytope")
 BITS = tuple(range(4, 13))
@@ -107,7 +108,7 @@ def hashing(name: str, bits: int, tables: int) -> Hashing:
 
 def policy_of(point: Mapping[str, Any]) -> str:
     """The policy string of a point."""
-    return spell(MagicPIG(point["K"], point["L"], SINKS, WINDOW, hash=point["hash"]))
+    return format_policy(MagicPIG(point["K"], point["L"], SINKS, WINDOW, hash=point["hash"]))
 
 
 def of_model(
@@ -127,7 +128,7 @@ def of_model(
                 every = by_tables(spec, layer, how, tuple(given.tables), given.seeds * n + seed)
                 found.append([(errors(met.out, exact[n]), met.share) for met in every])
         for i, tables in enumerate(given.tables):
-            size = buckets.nbytes(keys, bits, tables)
+            size = hash_tables.nbytes(keys, bits, tables)
             points.append({
                 "hash": kind, "K": bits, "L": tables,
                 "share": np.mean([each[i][1] for each in found]),
@@ -160,7 +161,7 @@ def by_tables(
 
 
 def agreements(
-    asked: Asked, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
+    asked: Candidates, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
 ) -> list[jax.Array]:
     """In how many of the first L tables a query and a key have one code [B,K,G,Q,T], of each L."""
     rows, kv_heads, group, queries, length = asked.logits.shape

@@ -1,6 +1,6 @@
-"""Bounded key-value caches for JAX: text without end in a fixed memory.
+"""Bounded KV caches for JAX: unbounded generation in constant memory.
 
-Names are imported when first used, so that `jaxkv --help` need not wait for jax.
+Names are imported on first use, so that `jaxkv --help` does not wait for JAX.
 """
 
 import importlib
@@ -14,7 +14,8 @@ _HOME = {
     "Chunk": "jaxkv.contract",
     "Full": "jaxkv.policies",
     "H2O": "jaxkv.policies",
-    "Kept": "jaxkv.contract",
+    "Cached": "jaxkv.contract",
+    "Leaf": "jaxkv.contract",
     "NoPosition": "jaxkv.rotary",
     "POLICIES": "jaxkv.policies",
     "Partial": "jaxkv.contract",
@@ -29,20 +30,20 @@ _HOME = {
     "Uniform": "jaxkv.policies",
     "UserError": "jaxkv.errors",
     "Window": "jaxkv.policies",
-    "by_layer": "jaxkv.stack",
-    "describe": "jaxkv.stack",
+    "by_layer": "jaxkv.policy_spec",
+    "describe": "jaxkv.policy_spec",
     "local_attention": "jaxkv.attention",
     "merge": "jaxkv.attention",
-    "policy": "jaxkv.stack",
+    "policy": "jaxkv.policy_spec",
     "sink_logit": "jaxkv.attention",
     "slot_attention": "jaxkv.attention",
-    "spell": "jaxkv.stack",
-    "state_bytes": "jaxkv.stack",
+    "format_policy": "jaxkv.policy_spec",
+    "state_bytes": "jaxkv.policy_spec",
     "step": "jaxkv.driver",
 }
 
 # What needs more than jax and numpy: `jaxkv.models.load` works without importing it first.
-_PACKAGES = ("engine", "models")
+_PACKAGES = ("engine", "models", "testing")
 
 __all__ = sorted(_HOME)
 
@@ -52,7 +53,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"jaxkv.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    found = "parse_policy" if name == "policy" else name
+    return getattr(importlib.import_module(_HOME[name]), found)
 
 
 def __dir__() -> list[str]:

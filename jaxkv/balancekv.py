@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError, whole
-from jaxkv.halving import sure
 from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
+from jaxkv.policies.discrepancy import sure
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 

@@ -1,88 +1,93 @@
-"""What a cache policy is, and the laws it keeps.
+"""The cache-policy contract: a pair of pure functions on a state, as in optax.
 
-A policy says what to remember of the keys and values a decoder has seen. It is a frozen
-dataclass, so equal settings hash alike and share one compilation; its state is a NamedTuple of
-arrays, passed in and returned, never kept anywhere else. Every function is pure.
+A policy decides which keys and values of a decoder layer stay in memory. It is a frozen dataclass:
+equal settings hash alike and share one compilation. Its state is a NamedTuple of arrays that the
+caller passes in and gets back; each array begins with the batch axis B.
 
-    policy.init(spec, rows, key)        -> state
-    policy.attend(spec, state, chunk)   -> Partial   everything in view: what is kept, and the
-                                                     chunk itself, causally
-    policy.extend(spec, state, chunk)   -> state     absorb the chunk
-    policy.kept(spec, state)            -> Kept      which positions are held, with what weight
-    policy.axes                         -> the state's shape in axis letters, leaf by leaf
-    policy.formula                      -> bytes of one row of one layer, as an expression
-and, where a method has them:
-    policy.decode(spec, state, chunk)   -> Partial, state   one token, fused; the same result
-    policy.take(spec, state, chunk)     -> Partial, state   the same of more tokens, where `attend`
-                                                     must make what `extend` leaves
-    policy.reserve(spec, state, tokens) -> state     make room for `tokens` in all, or refuse
-    policy.seal(spec, state)            -> state     the prompt is complete
-    policy.reach                        -> the most tokens back a query may look, counting its
-                                           own; absent: no limit
-    policy.least                        -> the fewest tokens of a prompt of which `seal` drops or
-                                           indexes any
-    policy.on_host                      -> names of leaves that lie in the memory of the host once
-                                           the prompt is sealed, of a state in the state `far.k`
-    policy.of_layer(layer, layers)      -> the policy of one layer, where layers differ
-    policy.appends                      -> names of leaves in which, until the prompt is sealed, the
-                                           token counted n stands in slot n and is never changed
-    policy.settling                     -> Settling: slots that are rewritten seldom, in pages
-    policy.settled(tokens)              -> after how many tokens each of those pages was last
-                                           written, in a row of so many: it follows from that alone
-    policy.shared                       -> names of leaves that follow from positions and valid
-                                           alone, so equal in every layer of an equal policy; of a
-                                           state in the state `recent.count`
+    policy.init(spec, batch, rng)          -> state
+    policy.update(spec, state, chunk)      -> Partial, state
+    policy.cached(spec, state)             -> Cached
+    policy.leaves                          -> the state's structure, a `Leaf` in place of each array
+    policy.bytes_per_sequence(spec, n)     -> int
 
-`reserve` and `seal` may change the sizes of a state, never its structure (what exists only later
-starts with size 0, so one `axes` serves); they are called between compiled calls, never inside a
-loop. `reserve` counts tokens since `init` or, once sealed, since `seal`. Methods that compress or
-index a finished prompt do it in `seal` and attend exactly before; methods that forget as they go
-have none. Rows of one batch are brought to one size before they are sealed.
+Methods that grow or that compress a finished prompt override the defaults of `Policy`:
 
-A policy that scores tokens by attention sets `needs_scores = True`; its `attend` then returns
-(Partial, scores) and its `extend` receives `scores=`, in whatever shape the two agree on: the
-driver only hands them over, and nobody else pays for it. What it keeps depends on the scores of
-earlier queries, so law 5 is asked of it token by token only.
+    policy.reserve(spec, state, tokens)    -> state with room for `tokens` tokens in all
+    policy.finish_prefill(spec, state)     -> state after compressing or indexing the prompt
+    policy.for_layer(layer, num_layers)    -> the policy of one layer, where budgets differ
 
-Per-token semantics are the definition: after any chunking a query sees what it would have seen
-had the tokens come one at a time, the newest token among the kept. Only those that score may show
-a larger chunk more keys, never fewer.
+`update` attends to the cache and to the chunk, causally, and absorbs the chunk. It is the only way
+in: a prompt chunk and a single token take the same call. Per-token semantics define the result:
+after any chunking, a query sees what it would have seen token by token. H2O is the one exception:
+it scores a whole chunk before it evicts, so a longer chunk shows its queries more keys.
 
-Randomness lives in the state: one uint32 key a row and kv head; a draw is a function of
-(key, position), so it does not depend on chunking, neighbours in the batch, or devices.
+`reserve` and `finish_prefill` may change the sizes of a state but never its structure: an array
+that exists only later starts with size 0. They run between compiled calls. `reserve` counts tokens
+since `init`, and after `finish_prefill` since that call. All sequences of a batch are reserved to
+one size before `finish_prefill`.
 
-The laws, run on every policy by tests/laws:
- 1 eval_shape(extend) is the state.           2 valid=False changes no bit.
- 3 rows are independent and permutable.       4 below capacity it equals full attention.
- 5 the state does not depend on chunking.     6 sharded over K equals unsharded.
- 7 take, put, host round trips are exact.     8 equal configs compile once, however many tokens.
- 9 nothing seen: out 0, lse -inf, no NaN.    10 `decode` and `take` equal attend and extend.
-11 bytes equal `formula`.                    12 an estimate called unbiased is unbiased.
-13 protected slots survive adversarial keys. 14 `seal` touches nothing outside its row.
-15 a plain-numpy oracle agrees at lengths 1 to 3 x capacity.
-16 gradients exist where documented.         17 what is appended or settled stays.
+Randomness lives in the state. A draw is a function of (rng, position), so it does not depend on
+chunking, on other sequences of the batch, or on devices.
+
+The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on every policy here.
+
+ 1 `update` returns a state of the same structure, shapes and dtypes.
+ 2 Padding (valid=False) changes no bit of the state and gives output 0.
+ 3 The sequences of a batch are independent.
+ 4 Below capacity the output is full attention.
+ 5 The state and the output do not depend on chunking.
+ 6 A step sharded over KV heads equals the unsharded step.
+ 7 Taking, putting, saving and moving sequences to the host is exact.
+ 8 Equal settings compile once, for any number of tokens.
+ 9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
+10 The bytes of the arrays equal `bytes_per_sequence`.
+11 `leaves` describes every array: axis letters, shared leaves, append-only leaves, pages.
+12 An estimate that is called unbiased is unbiased.
+13 Protected slots survive adversarial keys.
+14 `finish_prefill` changes each sequence by itself.
+15 A plain-numpy oracle agrees at one to three times the capacity.
+16 Gradients exist where documented.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from jaxkv.errors import UserError
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
-State = Any  # a NamedTuple of arrays; every leaf begins with B, none is a scalar
+State = Any  # a NamedTuple of arrays, possibly nested; every array begins with B
+# Old members of the contract and what replaces them, for a policy written before the change.
+RENAMED = {
+    "attend": "update",
+    "extend": "update",
+    "decode": "update",
+    "take": "update",
+    "kept": "cached",
+    "axes": "leaves",
+    "formula": "bytes_per_sequence",
+    "seal": "finish_prefill",
+    "of_layer": "for_layer",
+    "reach": "max_lookback",
+    "least": "min_prompt",
+}
 
 
 @dataclass(frozen=True)
 class Spec:
     """How one layer of a model attends.
 
-    scale: logits are q.k x scale. softcap: logits become softcap x tanh(logits / softcap).
-    encoding: where tokens stand (jaxkv.rotary). dtype: of stored keys and values, by name.
-    group: query heads that share a kv head, for policies that keep queries.
+    kv_heads: K. head_dim: H. scale: logits are q.k x scale. encoding: positions (jaxkv.rotary).
+    softcap: logits become softcap x tanh(logits / softcap). dtype: of stored keys and values, by
+    name. group: query heads per KV head, for policies that store queries.
     """
 
     kv_heads: int
@@ -93,13 +98,18 @@ class Spec:
     dtype: str = "float32"
     group: int | None = None
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one key and one value of one KV head."""
+        return 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
 
 class Chunk(NamedTuple):
-    """T new tokens: q, k after q/k norms and before rotation.
+    """T new tokens. q and k are projected and normalised, before rotation.
 
-    positions count a row's tokens and may wrap, so they are compared by wrapping difference;
-    valid is False on padding. Every number must be finite, padding's too: what is not in view has
-    the weight 0, and 0 times NaN is NaN.
+    positions: the index of each token in its sequence; they may wrap, so policies compare them by
+    wrapping difference. valid: False on padding. Every number must be finite, on padding too:
+    masked keys get weight 0, and 0 times NaN is NaN.
     """
 
     q: Float[Array, "B T N H"]
@@ -110,54 +120,131 @@ class Chunk(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: enough to be merged exactly with the rest.
+    """Attention over some of the keys, which merges exactly with attention over the others.
 
-    out: the softmax-weighted values. lse: the log of the sum of exponentials, -inf with out 0
-    where no key was in view.
+    out: the softmax-weighted values. lse: the log of the sum of exponentials; -inf, with out 0,
+    where a query sees no key.
     """
 
     out: Float32[Array, "B T N H"]
     lse: Float32[Array, "B T N"]
 
 
-class Kept(NamedTuple):
-    """What a state holds: positions, and log importance weight (-inf: the slot is empty).
+class Cached(NamedTuple):
+    """The tokens that a state stores: positions and log importance weights, -inf for empty slots.
 
-    Where numerator and denominator use different samples, the denominator's.
+    Where numerator and denominator use different samples, these are the denominator's.
     """
 
     positions: UInt32[Array, "B K S"]
     log_weight: Float32[Array, "B K S"]
 
 
-class Settling(NamedTuple):
-    """Which slots of a state are rewritten seldom: those from `first` on of these leaves, a page of
-    so many slots at a time. leaves: names, of a state in the state `sample.k`."""
+@dataclass(frozen=True)
+class Pages:
+    """Slots that are rewritten seldom, in pages of `size` slots from slot `first` on.
 
-    leaves: tuple[str, ...]
+    last_write: number of tokens seen -> for each page, after how many of them it was last written.
+    """
+
     first: int
-    page: int
+    size: int
+    last_write: Callable[[int], tuple[int, ...]]
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """The members every policy has; see the module docstring for the optional ones."""
+@dataclass(frozen=True)
+class Leaf:
+    """Facts about one array of a state.
+
+    axes: one letter per axis, as in "B K S H". shared: equal in all layers that have this policy,
+    because it follows from positions and valid alone. append_only: until the end of prefill, token
+    n stands in slot n and never changes. page: slots that are rewritten seldom. memory: where the
+    array lives after `finish_prefill`.
+    """
+
+    axes: str
+    shared: bool = False
+    append_only: bool = False
+    page: Pages | None = None
+    memory: Literal["device", "host"] = "device"
 
     @property
-    def axes(self) -> State: ...
+    def letters(self) -> tuple[str, ...]:
+        return tuple(self.axes.split())
+
+
+class Policy:
+    """What every policy inherits: the defaults of a method that neither grows nor compresses.
+
+    max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
+    prompt that `finish_prefill` compresses or indexes; None if it does nothing. grows: whether the
+    cache grows with the tokens, so that the caller must `reserve`.
+    """
+
+    max_lookback: int | float = math.inf
+    min_prompt: int | None = None
+    grows: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        old = [name for name in RENAMED if name in vars(cls)]
+        if old and cls.update is Policy.update:
+            renames = ", ".join(f"{name} to {RENAMED[name]}" for name in old)
+            raise UserError(f"{cls.__name__} has members of an older contract: rename {renames}")
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
+        """An empty state for `batch` sequences."""
+        raise NotImplementedError
+
+    def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
+        """Attend to the cache and the chunk, causally; the output, and the state with the chunk."""
+        raise NotImplementedError
+
+    def cached(self, spec: Spec, state: State) -> Cached:
+        """The tokens that the state stores."""
+        raise NotImplementedError
 
     @property
-    def formula(self) -> str: ...
+    def leaves(self) -> State:
+        """The state's structure, with a `Leaf` in place of each array."""
+        raise NotImplementedError
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> State: ...
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """Bytes of one sequence in one layer, before `finish_prefill`, with room for `tokens`."""
+        raise NotImplementedError
 
-    def attend(self, spec: Spec, state: State, chunk: Chunk) -> Partial: ...
+    def reserve(self, spec: Spec, state: State, tokens: int) -> State:
+        """The state with room for `tokens` tokens in all; raises UserError beyond a maximum."""
+        return state
 
-    def extend(self, spec: Spec, state: State, chunk: Chunk) -> State: ...
+    def finish_prefill(self, spec: Spec, state: State) -> State:
+        """The state after the prompt is complete; called once."""
+        return state
 
-    def kept(self, spec: Spec, state: State) -> Kept: ...
+    def for_layer(self, layer: int, num_layers: int) -> Policy:
+        """The policy of one of `num_layers` layers."""
+        return self
 
 
-def is_letters(node: object) -> bool:
-    """Whether this is the axis letters of one leaf, and not a state that holds such leaves."""
-    return type(node) is tuple and all(isinstance(letter, str) for letter in node)
+def check_is_policy(policy: object) -> None:
+    """Raise UserError for what is no policy, or one of the contract with `attend` and `extend`."""
+    old = [name for name in ("attend", "extend", "kept", "axes", "formula") if name in dir(policy)]
+    if isinstance(policy, Policy):
+        return
+    if old and not isinstance(policy, type):
+        renames = ", ".join(f"{name} to {RENAMED[name]}" for name in old)
+        raise UserError(
+            f"{type(policy).__name__} follows an older contract: subclass jaxkv.Policy and rename "
+            f"{renames}"
+        )
+    if "update" in dir(policy) and not isinstance(policy, type):
+        raise UserError(
+            f"a policy is a frozen dataclass that subclasses jaxkv.Policy, got {policy!r}; write "
+            f"class {type(policy).__name__}(jaxkv.Policy)"
+        )
+    raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
+
+
+def with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
+    """The same leaves in another memory."""
+    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxkv.attention import merge, sink_logit
-from jaxkv.contract import Chunk, Policy, Spec, State, is_letters
+from jaxkv.contract import Chunk, Policy, Spec, State, check_is_policy
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -22,32 +22,23 @@ def step(
     valid: Bool[Array, "B T"],
     sink: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
-    """Attend to everything in view, absorb the chunk; the attention output and the new state.
+    """Attend to the cache and the chunk, absorb the chunk; the attention output and new state.
 
-    q, k after q/k norms and before rotation. positions count each row's tokens from 0; valid is
-    False on padding, whose output is 0. sink: one learned sink logit a query head, added once.
-    Raises UserError where shapes do not agree with each other, the spec or the state.
+    q, k: after q/k norms and before rotation. positions: the index of each token in its sequence,
+    from 0. valid: False on padding, whose output is 0. sink: one learned sink logit per query head,
+    merged once. Raises UserError where shapes disagree with each other, the spec or the state.
     """
     check(policy, spec, state, q, k, v, positions, valid, sink)
-    chunk = Chunk(q, k, v, positions, valid)
-    fused = getattr(policy, "decode" if q.shape[1] == 1 else "take", None)
-    if fused is not None:
-        partial, state = fused(spec, state, chunk)
-    elif getattr(policy, "needs_scores", False):
-        partial, scores = policy.attend(spec, state, chunk)
-        state = policy.extend(spec, state, chunk, scores=scores)
-    else:
-        partial = policy.attend(spec, state, chunk)
-        state = policy.extend(spec, state, chunk)
+    partial, state = policy.update(spec, state, Chunk(q, k, v, positions, valid))
     if sink is not None:
         partial = merge(partial, sink_logit(sink, partial))
     return partial.out, state
 
 
 def check(
-    policy: object,
+    policy: Policy,
     spec: Spec,
-    state: object,
+    state: State,
     q: Array,
     k: Array,
     v: Array,
@@ -55,16 +46,15 @@ def check(
     valid: Array,
     sink: Array | np.ndarray | None = None,
 ) -> None:
-    """Raise UserError for arguments of `step` that do not agree; costs nothing once compiled."""
-    if isinstance(policy, type) or not hasattr(policy, "attend"):
-        raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
+    """Raise UserError where the arguments of `step` disagree; costs nothing once compiled."""
+    check_is_policy(policy)
     if q.ndim != 4 or q.shape[1] < 1 or q.shape[2] % spec.kv_heads:
         raise UserError(
             f"q must be [B,T,N,H] with T at least 1 and N a multiple of the spec's kv_heads="
             f"{spec.kv_heads}, got {q.shape}"
         )
-    rows, tokens, heads = q.shape[:3]
-    sizes = {"B": rows, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
+    batch, tokens, heads = q.shape[:3]
+    sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
     given = [("q", "BTNH", q), ("k", "BTKH", k), ("v", "BTKH", v), ("positions", "BT", positions),
              ("valid", "BT", valid)]  # fmt: skip
     for name, letters, array in given + ([] if sink is None else [("sink", "N", sink)]):
@@ -74,15 +64,14 @@ def check(
     for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
         if array.dtype != kind:
             raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
-    remedy = f"begin with policy.init(spec, rows={rows}, key=...)"
-    wanted, got = type(policy.axes).__name__, type(state).__name__
-    if type(state) is not type(policy.axes):
+    remedy = f"begin with policy.init(spec, batch={batch}, rng=...)"
+    wanted, got = type(policy.leaves).__name__, type(state).__name__
+    if type(state) is not type(policy.leaves):
         raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
-    axes = jax.tree.leaves(policy.axes, is_leaf=is_letters)
-    for leaf, letters in zip(jax.tree.leaves(state), axes, strict=True):
-        for size, letter in zip(leaf.shape, letters, strict=True):
-            if leaf.size and size != sizes.get(letter, size):
+    for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):
+        for size, letter in zip(array.shape, leaf.letters, strict=True):
+            if array.size and size != sizes.get(letter, size):
                 raise UserError(
-                    f"a state of this spec and these rows has {letter}={sizes[letter]}, got "
+                    f"a state of this spec and batch has {letter}={sizes[letter]}, got "
                     f"{letter}={size}; {remedy}"
                 )

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models.config import Config
-from jaxkv.sharding import sharded_step
+from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 Weights = Mapping[str, Array]

@@ -2,7 +2,7 @@
 
 Two functions do all the work. `read_chunk` takes a chunk of prompt; `write_block` is one
 while_loop over tokens. A whole answer and a stream run the same `write_block`, only with different
-limits, so they share one compilation and give the same text.
+limits, so they deduplicate_shared one compilation and give the same text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv import sharding
-from jaxkv.carry import fold, share, unfold
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.models.compilation import small_steps
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.sampling import Filters, Knobs, draw
+from jaxkv.state import sharding
+from jaxkv.state.loop_carry import deduplicate_shared, flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 BLOCK = 256  # tokens one call of `write_block` can return
@@ -71,7 +71,7 @@ def read_chunk(
     """Absorb a chunk of prompt; rows that are all padding keep everything as it was."""
     offset = jnp.cumsum(valid.astype(jnp.uint32), axis=1) - valid.astype(jnp.uint32)
     positions = decoding.position[:, None] + offset
-    states = share(static.policies, decoding.states)
+    states = deduplicate_shared(static.policies, decoding.states)
     decoder, hidden, states = _decode(static, weights, tokens, positions, valid, states)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # The last valid place of each row: the head is applied there and nowhere else.
@@ -108,10 +108,10 @@ def write_block(
     rows = decoding.logits.shape[0]
 
     def folded(d: Decoding) -> Decoding:
-        return d._replace(states=fold(static.policies, d.states, static.mesh is not None))
+        return d._replace(states=flatten_heads(static.policies, d.states, static.mesh is not None))
 
     def unfolded(d: Decoding) -> Decoding:
-        return d._replace(states=unfold(static.policies, d.states, decoding.states))
+        return d._replace(states=restore_heads(static.policies, d.states, decoding.states))
 
     def go_on(carry: tuple) -> Array:
         done, count = carry[0].done, carry[1]
@@ -162,7 +162,7 @@ def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, keys: Array) -> St
     state = jax.tree.map(lambda leaf: leaf[:, 0], rows)
     if mesh is None:
         return state
-    specs = sharding.specs(policy.axes, *sharding.axes_in(mesh))
+    specs = sharding.specs(policy.leaves, *sharding.axes_in(mesh))
     return jax.tree.map(
         lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
         state,
@@ -173,5 +173,5 @@ def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, keys: Array) -> St
 @partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
 def seal_layer(policy: Policy, spec: Spec, mesh: Mesh | None, state: State) -> State:
     if mesh is None:
-        return policy.seal(spec, state)
-    return sharding.sharded_seal(mesh, policy, spec, state)
+        return policy.finish_prefill(spec, state)
+    return sharding.sharded_finish_prefill(mesh, policy, spec, state)

@@ -21,7 +21,7 @@ from jaxkv.models.decoder import Decoder, spec_of
 from jaxkv.models.hf.folder import find
 from jaxkv.models.hf.weights import load_weights
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
-from jaxkv.stack import by_layer
+from jaxkv.policy_spec import by_layer
 from jaxkv.typing import Array
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,7 +56,7 @@ class Llm:
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy a layer."""
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            if not (isinstance(one, str) or hasattr(one, "attend")):
+            if not isinstance(one, str | Policy):
                 raise UserError(f"a policy is a string or a value such as Streaming(), got {one!r}")
         return by_layer(chosen, self.config.layers, self.config.windows)
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.carry import share
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.models.compilation import clock
@@ -20,7 +19,8 @@ from jaxkv.models.decoding import Static
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, no_numbers
 from jaxkv.models.text import warn_beyond_context
-from jaxkv.stack import spell
+from jaxkv.policy_spec import format_policy
+from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 # Logits of this many tokens are alive at a time: a vocabulary is often larger than a width.
@@ -39,7 +39,7 @@ def _score(
 ) -> tuple[tuple[State, ...], Array]:
     decoder = Decoder(static.config, weights, static.mesh)
     positions = position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
-    states = share(static.policies, states)
+    states = deduplicate_shared(static.policies, states)
     hidden, states = decoder(tokens, positions, valid, static.policies, states)
     losses = []
     for start in range(0, tokens.shape[1], _TOKENS_OF_LOGITS):
@@ -88,9 +88,9 @@ def losses(
 def check_scorable(policies: Sequence[Policy]) -> None:
     """Raise UserError for a policy that seals a prompt: it keeps all of a text that has none."""
     for policy in policies:
-        if hasattr(policy, "seal"):
+        if policy.min_prompt is not None:
             raise UserError(
-                f"{spell(policy)} waits for a prompt to be complete, and a text to score has "
+                f"{format_policy(policy)} waits for the end of a prompt, and a text to score has "
                 "none; score another policy, or take this one with `jaxkv generate` or `chat` (in "
                 "Python give stream=, a Stream that has read a prompt and sealed it)"
             )

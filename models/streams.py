@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv import memory, sharding
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, whole
 from jaxkv.models.compilation import clock
@@ -28,8 +27,9 @@ from jaxkv.models.decoding import (
     writer,
 )
 from jaxkv.models.llm import Llm
+from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
 from jaxkv.sampling import Sampling
-from jaxkv.stack import bytes_by_memory, on_host, reach, spell
+from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Bool, Int32
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
@@ -145,26 +145,26 @@ class Stream:
         if chosen is not None:
             whole("chunk", chosen)
             return chosen
-        farthest = min(max(map(reach, self.policies)), CHUNK)
+        farthest = min(max(map(max_lookback, self.policies)), CHUNK)
         return 1 << max(6, int(farthest).bit_length() - 1)
 
     def seal(self) -> None:
         """Tell policies that compress or index a finished prompt that it is complete; once."""
-        sealing = [policy for policy in self.policies if hasattr(policy, "seal")]
+        sealing = [policy for policy in self.policies if policy.min_prompt is not None]
         if self.sealed or not sealing:
             return
         # Layers may differ in it: a prompt is kept whole where not one of them wants it.
-        least = min(getattr(policy, "least", 0) for policy in sealing)
+        least = min(policy.min_prompt for policy in sealing)
         if self.lengths.min() < least:
             warnings.warn(
-                f"{spell(self.policies)} wants prompts of {least} tokens or more, and one has "
-                f"{self.lengths.min()}: it is kept whole",
+                f"{format_policy(self.policies)} wants prompts of {least} tokens or more, and one "
+                f"has {self.lengths.min()}: it is kept whole",
                 stacklevel=2,
             )
         how = {"spec": self.llm.spec, "mesh": self.llm.mesh}
         self._remake({
             layer: lambda state, policy=policy: seal_layer(policy, **how, state=state)
-            for layer, policy in enumerate(self.policies) if hasattr(policy, "seal")
+            for layer, policy in enumerate(self.policies) if policy.min_prompt is not None
         })  # fmt: skip
         self.sealed, self._sealed_at = True, self.lengths
 
@@ -211,7 +211,7 @@ class Stream:
     def reserve(self, tokens: int | Int32[np.ndarray, " B"]) -> None:
         """Make room for that many more tokens, of every row or one number a row, where it grows."""
         lengths = self.lengths + tokens
-        grows = [layer for layer, policy in enumerate(self.policies) if hasattr(policy, "reserve")]
+        grows = [layer for layer, policy in enumerate(self.policies) if policy.grows]
         if grows:
             since_seal = lengths - self._sealed_at  # which is what a sealed policy counts
             if not self.sealed:
@@ -219,7 +219,7 @@ class Stream:
             self._remake({
                 layer: partial(
                     self.policies[layer].reserve, self.llm.spec,
-                    tokens=int((since_seal if hasattr(self.policies[layer], "seal") else lengths)
+                    tokens=int((lengths if self.policies[layer].min_prompt is None else since_seal)
                                .max()),
                 ) for layer in grows
             })  # fmt: skip
@@ -236,10 +236,10 @@ class Stream:
             policy = self.policies[layer]
             if policy not in sizes:  # layers of one policy are of one size
                 later = jax.eval_shape(one, states[layer])
-                host = on_host(policy, later)
+                host = host_bytes(policy, later)
                 sizes[policy] = _nbytes([later]) - host, host
             size, host = sizes[policy]
-            held = on_host(policy, states[layer]) if self.sealed else 0
+            held = host_bytes(policy, states[layer]) if self.sealed else 0
             most, far = max(most, more + size), far + host - held
             more += size - (_nbytes([states[layer]]) - held)
         if more > 0 or far > 0:

@@ -19,8 +19,8 @@ from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY, Stream
 from jaxkv.models.tokenizer import Pieces
+from jaxkv.policy_spec import format_policy, max_lookback
 from jaxkv.sampling import Sampling
-from jaxkv.stack import reach, spell
 
 Prompt = str | Sequence[int]
 
@@ -270,7 +270,7 @@ class Run:
                 tokens=row.tokens,
                 finish_reason=row.reason,
                 prompt_tokens=len(prompt),
-                policy=spell(self.stream.policies),
+                policy=format_policy(self.stream.policies),
                 prefill_seconds=self.prefill,
                 decode_seconds=self.decode,
                 compile_seconds=self.compiled,
@@ -319,14 +319,12 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
     tokens: how long the text will be; None where it has no end.
     """
     for policy in dict.fromkeys(policies):
-        if not hasattr(policy, "reach"):
-            continue
         # A cache that grows reaches as far as the text is long; others will in time.
-        furthest = reach(policy, tokens if hasattr(policy, "reserve") else None)
+        furthest = max_lookback(policy, tokens if policy.grows else None)
         if furthest > llm.config.context:
             far = "without end" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(
-                f"{spell(policy)} reaches back {far} and the model was trained on "
+                f"{format_policy(policy)} reaches back {far} and the model was trained on "
                 f"{llm.config.context}: beyond that its text usually falls apart",
                 stacklevel=3,
             )

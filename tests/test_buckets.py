@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import buckets
-from jaxkv.buckets import Tables
+from jaxkv.policies.magicpig import hash_tables
+from jaxkv.policies.magicpig.hash_tables import Tables
 from tests.seldom import seldom
 
 SHAPES = [(3, 1, 1), (5, 100, 3), (4, 2000, 6), (300, 500, 4), seldom(3, 70000, 16)]
-build = jax.jit(buckets.build, static_argnums=2)
-tally = jax.jit(buckets.tally, static_argnums=(3, 4))
-compare = jax.jit(buckets.compare, static_argnums=4)
-select = jax.jit(buckets.select, static_argnums=1)
+build = jax.jit(hash_tables.build, static_argnums=2)
+tally = jax.jit(hash_tables.tally, static_argnums=(3, 4))
+compare = jax.jit(hash_tables.compare, static_argnums=4)
+select = jax.jit(hash_tables.select, static_argnums=1)
 
 
 def unpack(words) -> np.ndarray:
@@ -21,7 +21,7 @@ def unpack(words) -> np.ndarray:
 
 
 def pack(met: np.ndarray) -> jnp.ndarray:
-    met = np.pad(met, (0, -len(met) % buckets.WORD))
+    met = np.pad(met, (0, -len(met) % hash_tables.WORD))
     return jnp.asarray(np.packbits(met, bitorder="little").view(np.uint32))
 
 
@@ -37,7 +37,7 @@ def test_a_bucket_holds_the_keys_of_its_code(tables, keys, bits, kind):
         there[:] = False
     made = [build(codes[head], there[head], bits) for head in (0, 1)]
     both = Tables(*(jnp.stack(leaves)[None] for leaves in zip(*made, strict=True)))
-    assert sum(leaf.nbytes for leaf in both) == 2 * buckets.nbytes(keys, bits, tables)
+    assert sum(leaf.nbytes for leaf in both) == 2 * hash_tables.nbytes(keys, bits, tables)
     asked = codes[0, :, 0]
     for head in (0, 1):
         agree = ((codes[head] == asked[:, None]) & there[head]).sum(axis=0)
@@ -79,12 +79,12 @@ def test_of_more_than_fit_each_is_drawn_as_often(total, most):
     """Exactly: over as many draws as there are places each is drawn `most` times."""
     draws = (jnp.arange(total, dtype=jnp.float32) + 0.5) / total
     words = pack(np.ones(total, bool))
-    every = jax.vmap(lambda draw: buckets.select(words, most, draw).rows)(draws)
+    every = jax.vmap(lambda draw: hash_tables.select(words, most, draw).rows)(draws)
     np.testing.assert_array_equal(np.bincount(np.asarray(every).ravel()), np.full(total, most))
 
 
 def test_ranks_of_large_samples_do_not_overflow():
-    total, most = 2_000_003, buckets.MOST
+    total, most = 2_000_003, hash_tables.MOST
     found = select(pack(np.ones(total, bool)), most, jnp.float32(0.999999))
     begin = min(int(np.float32(0.999999) * np.float32(total)), total - 1)
     wanted = (np.arange(most, dtype=np.int64) * total + begin) // most

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkv import Spec
-from jaxkv.carry import fold, share, unfold
+from jaxkv.state.loop_carry import flatten_heads, deduplicate_shared, restore_heads
 from jaxkv.rotary import NoPosition
-from jaxkv.stack import by_layer
+from jaxkv.policy_spec import by_layer
 
 SPEC = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
 POLICIES = by_layer(
@@ -26,7 +26,7 @@ def states():
 
 
 def test_equal_layers_share_one_array():
-    shared = share(POLICIES, states())
+    shared = deduplicate_shared(POLICIES, states())
     assert shared[0].positions is shared[2].positions and shared[0].count is shared[3].count
     assert shared[1].positions is not shared[0].positions
     assert shared[0].k is not shared[2].k
@@ -35,10 +35,10 @@ def test_equal_layers_share_one_array():
 @pytest.mark.parametrize("sharded", [False, True])
 def test_unfold_is_the_inverse_of_fold(sharded):
     given = states()
-    folded = fold(POLICIES, given, sharded)
+    folded = flatten_heads(POLICIES, given, sharded)
     assert len(jax.tree.leaves(folded)) == len(jax.tree.leaves(given)) - 2 * 2
     assert folded[0].k.ndim == (4 if sharded else 3)
-    back = unfold(POLICIES, folded, given)
+    back = restore_heads(POLICIES, folded, given)
     assert jax.tree.structure(back) == jax.tree.structure(given)
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True):
         np.testing.assert_array_equal(one, other)

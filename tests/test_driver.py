@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv.driver import step
 from jaxkv.policies import Window
 from jaxkv.rotary import NoPosition
-from jaxkv.sharding import mesh_of, sharded_step
+from jaxkv.state.sharding import mesh_of, sharded_step
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=NoPosition())
 POLICY = jaxkv.policy("window:window=4")

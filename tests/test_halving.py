@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.halving import MODES, Halving, halve, sure
+from jaxkv.policies.discrepancy import MODES, Halving, halve, sure
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
 COLD = Halving("walk", 0.1)  # the practical walk

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv import memory
+from jaxkv.state import memory
 from jaxkv.errors import UserError
 
 

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import balancekv, merge_reduce, occupancy
+from jaxkv import balancekv
+from jaxkv.policies.merge_reduce import tree
+from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.balancekv import BalanceKV, softmax_balance
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
-from jaxkv.halving import Halving, halve
-from jaxkv.merge_reduce import Reducer, absorb
-from jaxkv.occupancy import Shape
+from jaxkv.policies.discrepancy import Halving, halve
+from jaxkv.policies.merge_reduce.tree import Reducer, absorb
+from jaxkv.policies.merge_reduce.occupancy import Shape
 from jaxkv.rotary import NoPosition, rotary
-from jaxkv.sample import Leaving, Sample
+from jaxkv.cache.per_head import Leaving, Sample
 from tests.seldom import seldom
 
 
@@ -181,7 +183,7 @@ def test_what_is_held_is_what_the_counts_say(levels):
 
 def test_after_two_thousand_million_tokens_counts_are_halved():
     shape = Shape(levels=3, block=8)
-    at = [merge_reduce.LAST - np.uint32(1), merge_reduce.LAST // np.uint32(2)]
+    at = [tree.LAST - np.uint32(1), tree.LAST // np.uint32(2)]
     before, folded = (jnp.asarray([x], jnp.uint32) for x in at)
     assert int(occupancy.raised(shape, before)[0]) == int(occupancy.raised(shape, folded)[0])
     held = np.asarray(occupancy.fills(shape, folded))[0]
@@ -202,12 +204,12 @@ def test_a_stream_goes_on_where_its_count_is_halved():
         return absorb(by, *state, key, Leaving(Sample(*token), at, at >= 0))
 
     given = new[:, :, :tokens], new[:, :, :tokens], positions
-    middle = jnp.asarray([merge_reduce.LAST - np.uint32(3)], jnp.uint32)
+    middle = jnp.asarray([tree.LAST - np.uint32(3)], jnp.uint32)
     begin = Sample(held, held, np.full((1, 2, shape.slots), 9, np.uint32)), middle
     whole, each = come(begin, *given), begin
     for number in range(tokens):
         each = come(each, *(leaf[:, :, number : number + 1] for leaf in given))
-    assert int(whole[1][0]) == int(each[1][0]) == int(merge_reduce.LAST) // 2 + 5
+    assert int(whole[1][0]) == int(each[1][0]) == int(tree.LAST) // 2 + 5
     for a, b in zip(whole[0], each[0], strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import rows
+from jaxkv.state import batch
 from jaxkv.errors import UserError
 
 
@@ -39,27 +39,27 @@ def same(one, other):
 def test_take_and_put_are_inverse(rng):
     state, other = state_of(rng), state_of(rng)
     order = [2, 0]
-    changed = rows.put(state, order, rows.take(other, order))
-    same(rows.take(changed, order), rows.take(other, order))
-    same(rows.take(changed, [1]), rows.take(state, [1]))
-    same(rows.put(changed, order, rows.take(state, order)), state)
+    changed = batch.put(state, order, batch.take(other, order))
+    same(batch.take(changed, order), batch.take(other, order))
+    same(batch.take(changed, [1]), batch.take(state, [1]))
+    same(batch.put(changed, order, batch.take(state, order)), state)
 
 
 def test_rows_may_be_traced(rng):
     state = state_of(rng)
-    same(jax.jit(rows.take)(state, jnp.array([1, 1])), rows.take(state, [1, 1]))
+    same(jax.jit(batch.take)(state, jnp.array([1, 1])), batch.take(state, [1, 1]))
 
 
 def test_reset_takes_one_fresh_row_or_one_for_each(rng):
     state, fresh = state_of(rng), state_of(rng, batch=2)
-    same(rows.take(rows.reset(state, [2, 0], fresh), [2, 0]), fresh)
-    one = rows.take(fresh, [0])
-    same(rows.take(rows.reset(state, [2, 0], one), [2, 0]), rows.take(fresh, [0, 0]))
+    same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
+    one = batch.take(fresh, [0])
+    same(batch.take(batch.reset(state, [2, 0], one), [2, 0]), batch.take(fresh, [0, 0]))
 
 
 def test_rows_of_another_shape_are_refused(rng):
     with pytest.raises(UserError, match=r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*room"):
-        rows.put(state_of(rng), [0], state_of(rng, batch=1, slots=6))
+        batch.put(state_of(rng), [0], state_of(rng, batch=1, slots=6))
 
 
 @pytest.mark.parametrize(
@@ -68,59 +68,59 @@ def test_rows_of_another_shape_are_refused(rng):
 def test_rows_that_do_not_exist_are_refused(rng, wrong):
     state = state_of(rng)
     with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
-        rows.take(state, wrong)
+        batch.take(state, wrong)
     with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
-        rows.put(state, wrong, state)
+        batch.put(state, wrong, state)
 
 
 def test_a_row_is_put_once(rng):
     state = state_of(rng)
     with pytest.raises(UserError, match=r"put once, got \[1, 1\]"):
-        rows.put(state, [1, 1], rows.take(state, [0, 2]))
+        batch.put(state, [1, 1], batch.take(state, [0, 2]))
 
 
 def test_bytes_of_arrays_and_of_shapes(rng):
     state = state_of(rng)
-    assert rows.nbytes(state) == 3 * (2 * 4 * 5 * 2 + 2 * 2 * 4 + 4)
-    assert rows.nbytes(jax.eval_shape(lambda: state)) == rows.nbytes(state)
-    assert rows.nbytes((state, state)) == 2 * rows.nbytes(state)
+    assert batch.nbytes(state) == 3 * (2 * 4 * 5 * 2 + 2 * 2 * 4 + 4)
+    assert batch.nbytes(jax.eval_shape(lambda: state)) == batch.nbytes(state)
+    assert batch.nbytes((state, state)) == 2 * batch.nbytes(state)
 
 
 def test_host_round_trip_is_exact(rng):
     state = state_of(rng)
-    host = rows.to_host(state)
+    host = batch.to_host(state)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
-    same(rows.to_device(host), state)
-    same(rows.take(host, [1, 2]), rows.take(state, [1, 2]))
+    same(batch.to_device(host), state)
+    same(batch.take(host, [1, 2]), batch.take(state, [1, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_snapshot_is_exact(tmp_path, rng, dtype):
     state = (state_of(rng, dtype=dtype), state_of(rng, slots=0))
-    rows.save(tmp_path / "snapshot", state)
+    batch.save(tmp_path / "snapshot", state)
     assert os.listdir(tmp_path) == ["snapshot"]
-    same(rows.load(tmp_path / "snapshot", jax.eval_shape(lambda: state)), state)
+    same(batch.load(tmp_path / "snapshot", jax.eval_shape(lambda: state)), state)
 
 
 def test_snapshot_of_another_state_is_refused(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
-    rows.save(path, state)
+    batch.save(path, state)
     with pytest.raises(UserError, match=r"\.part\.k should be bfloat16\[3,2,9,5\], is bfloat16\[3"):
-        rows.load(path, state_of(rng, slots=9))
+        batch.load(path, state_of(rng, slots=9))
     with pytest.raises(UserError, match=r"\.part\.k should be float32"):
-        rows.load(path, state_of(rng, dtype=jnp.float32))
+        batch.load(path, state_of(rng, dtype=jnp.float32))
     with pytest.raises(UserError, match=r"\.k should be .*, is absent"):
-        rows.load(path, state.part)
+        batch.load(path, state.part)
 
 
 def test_a_snapshot_says_what_it_belongs_to(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
-    rows.save(path, state, "window:window=4 of tiny")
-    same(rows.load(path, state, "window:window=4 of tiny"), state)
+    batch.save(path, state, "window:window=4 of tiny")
+    same(batch.load(path, state, "window:window=4 of tiny"), state)
     with pytest.raises(UserError, match="4 of tiny', and 'full' was asked"):
-        rows.load(path, state, "full")
+        batch.load(path, state, "full")
     with pytest.raises(UserError, match="and '' was asked for; give its own identity"):
-        rows.load(path, state)
+        batch.load(path, state)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped", "npz", "npy"])
@@ -135,25 +135,25 @@ def test_what_is_no_snapshot_is_refused(tmp_path, rng, content):
     elif isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        rows.save(path, state)
+        batch.save(path, state)
         whole = bytearray(path.read_bytes())
         at = whole.find(np.asarray(state.part.k).tobytes())
         whole[at + 5] ^= 1
         path.write_bytes(whole if content == "flipped" else whole[:-40])
     with pytest.raises(UserError, match=r"whole file written by jaxkv\.rows\.save"):
-        rows.load(path, state)
+        batch.load(path, state)
 
 
 def test_missing_places_are_told(tmp_path, rng):
     with pytest.raises(UserError, match="No such file"):
-        rows.load(tmp_path / "absent", state_of(rng))
+        batch.load(tmp_path / "absent", state_of(rng))
     with pytest.raises(UserError, match="No such file"):
-        rows.save(tmp_path / "no" / "folder", state_of(rng))
+        batch.save(tmp_path / "no" / "folder", state_of(rng))
 
 
 def test_nothing_half_written_stays(tmp_path, rng, monkeypatch):
     path, state = tmp_path / "snapshot", state_of(rng)
-    rows.save(path, state)
+    batch.save(path, state)
     before = path.read_bytes()
 
     def full(handle):
@@ -161,5 +161,5 @@ def test_nothing_half_written_stays(tmp_path, rng, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
-        rows.save(path, state_of(rng, slots=7))
+        batch.save(path, state_of(rng, slots=7))
     assert os.listdir(tmp_path) == ["snapshot"] and path.read_bytes() == before

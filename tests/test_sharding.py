@@ -15,7 +15,7 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, Streaming
 from jaxkv.rotary import Alibi, rotary
-from jaxkv.sharding import mesh_of, sharded_step, specs
+from jaxkv.state.sharding import mesh_of, sharded_step, specs
 from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))

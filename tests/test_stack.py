@@ -9,11 +9,11 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv import rows
+from jaxkv.state import batch
 from jaxkv.errors import UserError
 from jaxkv.policies import POLICIES, Full, Streaming, Window
 from jaxkv.rotary import rotary
-from jaxkv.stack import by_layer, describe, formula_bytes, policy, reach, spell, state_bytes
+from jaxkv.policy_spec import by_layer, describe, formula_bytes, parse_policy, max_lookback, format_policy, state_bytes
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
 
@@ -32,7 +32,7 @@ class Untold(Window):
     """A policy that does not say how far it reaches."""
 
     @property
-    def reach(self):
+    def max_lookback(self):
         raise AttributeError("reach")
 
 
@@ -63,31 +63,31 @@ def drawn(rng) -> object:
 def test_parsing_and_printing_are_inverse(rng, odd):
     for _ in range(300):
         chosen = drawn(rng)
-        assert policy(spell(chosen)) == chosen
-        assert policy(f" {spell(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ") == chosen
+        assert parse_policy(format_policy(chosen)) == chosen
+        assert parse_policy(f" {format_policy(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ") == chosen
 
 
 def test_layers_too(rng, odd):
     for _ in range(300):
         few = [drawn(rng) for _ in range(rng.integers(1, 4))]
         layers = tuple(few[i] for i in rng.integers(0, len(few), rng.integers(1, 12)))
-        assert by_layer(spell(layers), len(layers)) == layers
-        assert spell(by_layer(spell(layers), len(layers))) == spell(layers)
+        assert by_layer(format_policy(layers), len(layers)) == layers
+        assert format_policy(by_layer(format_policy(layers), len(layers))) == format_policy(layers)
 
 
 def test_what_strings_say():
-    assert policy("full") == Full() and policy("window:window=7") == Window(7)
-    assert policy("streaming") == Streaming(4, 252, "cache")
-    assert policy("streaming:window=9,sinks=0") == Streaming(0, 9)
-    assert policy("streaming:positions=absolute") == Streaming(positions="absolute")
-    assert policy("0=full;1=window") == (Full(), Window())
+    assert parse_policy("full") == Full() and parse_policy("window:window=7") == Window(7)
+    assert parse_policy("streaming") == Streaming(4, 252, "cache")
+    assert parse_policy("streaming:window=9,sinks=0") == Streaming(0, 9)
+    assert parse_policy("streaming:positions=absolute") == Streaming(positions="absolute")
+    assert parse_policy("0=full;1=window") == (Full(), Window())
     mixed = (Full(), Window(8), Full(start=9), Window(8))
-    assert policy("0=full;*=window:window=8;2=full:start=9", 4) == mixed
-    assert spell(Window(7)) == "window:window=7"
-    assert spell((Window(7), Window(7))) == "window:window=7"
-    assert spell((Window(7), Window(8), Window(7))) == "1=window:window=8;*=window:window=7"
+    assert parse_policy("0=full;*=window:window=8;2=full:start=9", 4) == mixed
+    assert format_policy(Window(7)) == "window:window=7"
+    assert format_policy((Window(7), Window(7))) == "window:window=7"
+    assert format_policy((Window(7), Window(8), Window(7))) == "1=window:window=8;*=window:window=7"
     # Full spellings: what is printed does not change its meaning with a default.
-    assert spell(Streaming()) == "streaming:sinks=4,window=252,positions=cache"
+    assert format_policy(Streaming()) == "streaming:sinks=4,window=252,positions=cache"
 
 
 @pytest.mark.parametrize(
@@ -124,20 +124,20 @@ def test_what_strings_say():
 )
 def test_what_is_refused(text, message, odd):
     with pytest.raises(UserError, match=message):
-        policy(text)
+        parse_policy(text)
 
 
 def test_layers_that_do_not_exist():
     with pytest.raises(UserError, match="layer 4 does not exist: the model has layers 0 to 3"):
-        policy("4=full;*=window", 4)
+        parse_policy("4=full;*=window", 4)
     with pytest.raises(UserError, match="layer 1 has no policy"):
-        policy("0=full", 2)
+        parse_policy("0=full", 2)
     with pytest.raises(UserError, match="one policy a layer: got 2 for 3 layers"):
         by_layer([Full(), Full()], 3)
 
 
 def test_numbers_may_have_zeros_in_front():
-    assert policy("00=full;01=window") == (Full(), Window())
+    assert parse_policy("00=full;01=window") == (Full(), Window())
 
 
 def test_the_models_own_windows():
@@ -156,11 +156,11 @@ def test_the_models_own_windows():
 
 
 def test_reach():
-    assert reach(Full(max=500)) == 500 and reach(Full(max=500), 100) == 100
-    assert reach(Untold()) == float("inf") and reach(Untold(), 100) == 100
-    assert reach(Window(9)) == 9 and reach(Window(9), 4) == 4
-    assert reach(Streaming(4, 9)) == 13
-    assert reach(Streaming(4, 9, "absolute")) == float("inf")  # sinks fall ever further behind
+    assert max_lookback(Full(max=500)) == 500 and max_lookback(Full(max=500), 100) == 100
+    assert max_lookback(Untold()) == float("inf") and max_lookback(Untold(), 100) == 100
+    assert max_lookback(Window(9)) == 9 and max_lookback(Window(9), 4) == 4
+    assert max_lookback(Streaming(4, 9)) == 13
+    assert max_lookback(Streaming(4, 9, "absolute")) == float("inf")  # sinks fall ever further behind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,8 +177,8 @@ def test_bytes_are_what_is_allocated(tokens, batch, dtype):
         state = chosen.init(spec, batch, jax.random.key(0))
         if hasattr(chosen, "reserve"):
             state = chosen.reserve(spec, state, tokens)
-        real += rows.nbytes(state)
-        assert rows.nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        real += batch.nbytes(state)
+        assert batch.nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert promised == real
 
 
@@ -195,7 +195,7 @@ def test_describe():
     for name, entry in table.items():
         assert entry["summary"] and entry["source"] and entry["bytes_per_row_and_layer"]
         text = ",".join(f"{field}={v['default']}" for field, v in entry["fields"].items())
-        assert policy(f"{name}:{text}") == POLICIES[name]()
+        assert parse_policy(f"{name}:{text}") == POLICIES[name]()
     assert table["streaming"]["fields"]["positions"] == {
         "type": "cache|absolute",
         "default": "cache",

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
     from jaxkv.models import Conversation
-    from jaxkv.stack import spell
+    from jaxkv.policy_spec import format_policy
 
     if llm.chat.template is None:
         print("jaxkv: this model has no chat template: it reads plain lines", file=sys.stderr)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         _end_line(silent=args.json)
     if args.json:
         result = {"turns": turns, "state_bytes": talk.stream.state_bytes}
-        told = {"policy": spell(talk.stream.policies), "seed": args.seed}
+        told = {"policy": format_policy(talk.stream.policies), "seed": args.seed}
         print_json(result | told | {"versions": flags.versions()})
     return code
 

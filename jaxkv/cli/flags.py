@@ -119,11 +119,12 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     with Progress("loading", unit="bytes") as progress:
         import jax
 
-        from jaxkv import models, sharding
+        from jaxkv import models
         from jaxkv.models.config import read_config
         from jaxkv.models.hf.folder import find
         from jaxkv.models.llm import DEFAULT
-        from jaxkv.stack import by_layer
+        from jaxkv.policy_spec import by_layer
+        from jaxkv.state import sharding
 
         try:
             jax.devices()

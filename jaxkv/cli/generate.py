@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not answer.text.endswith("\n"):
         print(flush=True)
     if sys.stderr.isatty():
-        from jaxkv.memory import show as show_bytes
+        from jaxkv.state.memory import show as show_bytes
 
         print(
             f"{len(answer.tokens)} tokens ({answer.finish_reason}), "

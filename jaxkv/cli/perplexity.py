@@ -42,9 +42,9 @@ def add_text(
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     llm = flags.load_model(args, args.policy)
-    from jaxkv.memory import show
     from jaxkv.models.score import encode, score
-    from jaxkv.stack import spell
+    from jaxkv.policy_spec import format_policy
+    from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]
     with Progress("reading", len(tokens) - 1) as progress:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         "loss": found.loss,
         "tokens": len(tokens),
         "predictions": len(found.losses),
-        "policy": spell(llm.policies(args.policy)),
+        "policy": format_policy(llm.policies(args.policy)),
         "state_bytes": found.state_bytes,
         "chunk": found.chunk,
         "seconds": found.seconds,

@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxkv.policies import POLICIES
-    from jaxkv.stack import describe
+    from jaxkv.policy_spec import describe
 
     if args.name is not None and args.name not in POLICIES:
         raise UserError(f"unknown policy {args.name!r}; give one of {', '.join(POLICIES)}")

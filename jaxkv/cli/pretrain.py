@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
         if args.distributed is not None:
             _join(args.distributed)
-        from jaxkv import sharding
         from jaxkv.models import data
         from jaxkv.models.pretrain import pretrain
         from jaxkv.models.recipes import read_recipe
+        from jaxkv.state import sharding
 
         recipe = read_recipe(args.preset, args.settings)
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import memory, rows
-from jaxkv.carry import share
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.sampling import Knobs, draw_each
+from jaxkv.state import batch, memory
+from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 TOP = 20  # likeliest tokens that may be asked for
@@ -93,7 +93,7 @@ def begin(model: Model, room: int, salt: UInt32[Array, ""]) -> Lane:
 
     def state(layer: int, policy: Policy) -> State:
         one = policy.init(model.spec, 1, jax.random.fold_in(key, layer))
-        return policy.reserve(model.spec, one, room) if hasattr(policy, "reserve") else one
+        return policy.reserve(model.spec, one, room)
 
     states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
     return Lane(states, jnp.zeros((1, model.vocab), jnp.float32))
@@ -188,15 +188,14 @@ def _each(model: Model, states: Sequence[State]) -> Sequence[tuple[Policy, State
 
 
 def _sealed(model: Model, room: int, policy: Policy, state: State) -> State:
-    if hasattr(policy, "seal"):
-        state = policy.seal(model.spec, state)
-        if hasattr(policy, "reserve"):  # which counts from here on
-            state = policy.reserve(model.spec, state, room)
-    return state
+    if policy.min_prompt is None:
+        return state
+    state = policy.finish_prefill(model.spec, state)
+    return policy.reserve(model.spec, state, room)  # which counts from here on
 
 
 def _shared(model: Model, of: Lane | Slots) -> tuple[State, ...]:
-    return share(model.policies, of.states)
+    return deduplicate_shared(model.policies, of.states)
 
 
 def _draw(
@@ -269,9 +268,9 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.lane, self.made = lane, 0
-        self.lane_bytes = rows.nbytes(lane)
+        self.lane_bytes = batch.nbytes(lane)
         memory.check(  # before minutes of compiling
-            rows.nbytes(slots) + self.lane_bytes, f"{count} slots and a lane for {room} tokens"
+            batch.nbytes(slots) + self.lane_bytes, f"{count} slots and a lane for {room} tokens"
         )
         self.empty = self.compile(lambda: empty(model, count, room))
         self.begin = self.compile(partial(begin, model, room), np.uint32(0))

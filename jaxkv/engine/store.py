@@ -18,20 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import memory, rows
-from jaxkv.contract import Policy
+from jaxkv.contract import Pages as SlotPages
 from jaxkv.engine import pool
 from jaxkv.engine.figures import of_prefixes
 from jaxkv.engine.host import Host, move
 from jaxkv.engine.pool import NOWHERE, Layout, Pool
 from jaxkv.engine.programs import Lane, Model, Programs
 from jaxkv.errors import one_of, whole
+from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.keys import TOKEN, Prompt, root
 from jaxkv.prefix.lease import Lease
 from jaxkv.prefix.orders import ORDERS
 from jaxkv.prefix.snapshots import Snapshots, Visit, rules
-from jaxkv.stack import spell
+from jaxkv.state import batch, memory
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ def store_of(how: Prefixes, model: Model, programs: Programs, chunk: int, seed: 
 
     Raises UserError where it does not fit into memory.
     """
-    paged = all(hasattr(policy, "appends") for policy in model.policies)
+    paged = pool.appends(model.policies)
     return (Pages if paged else States)(how, model, programs, chunk, seed)
 
 
 def root_of(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
     """What the keys of a salt begin from: all that a cache depends on besides its tokens."""
     return root(
-        policy=spell(model.policies), model=model.identity, spec=repr(model.spec), chunk=chunk,
-        seed=seed, salt=salt,
+        policy=format_policy(model.policies), model=model.identity, spec=repr(model.spec),
+        chunk=chunk, seed=seed, salt=salt,
     )  # fmt: skip
 
 
@@ -172,7 +172,9 @@ class States:
         self.index = Snapshots(how.slots, chunk, how.where, how.host_slots)
         self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
         layout = pool.settling(model.policies)
-        self._names = partial(page_names, model.policies[0] if layout.most else None, chunk)
+        self._names = partial(
+            page_names, pool.pages_of(model.policies[0]) if layout.most else None, chunk
+        )
         count = layout.most * how.slots
         self._device = Device(layout, programs, model.vocab, count, how.slots)
         self._pages = SharedPages(count)
@@ -235,12 +237,12 @@ class States:
         self._save(Lane(states, None), slot, names)
 
 
-def page_names(policy: Policy | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:
+def page_names(pages: SlotPages | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:
     """What each page of a state after `at` tokens of a prompt is known by: root and tokens up to
-    the boundary behind which it was not written, and the token with which it was. policy: None has
-    no pages."""
+    the boundary behind which it was not written, and the token with which it was. pages: None where
+    there are none."""
     names: list[Hashable] = []
-    for number, last in enumerate(policy.settled(at) if policy is not None else ()):
+    for number, last in enumerate(pages.last_write(at) if pages is not None else ()):
         boundary = -(-last // chunk)
         # Not by its key, which something else may have.
         names.append((prompt.root + prompt.data[: boundary * chunk * TOKEN], last, number))
@@ -305,7 +307,7 @@ class Device:
     ) -> None:  # fmt: skip
         states, zero = programs.lane.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
-        self.bytes = rows.nbytes(shape)
+        self.bytes = batch.nbytes(shape)
         memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="of their slots")
 
         def load(kept: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array) -> Lane:

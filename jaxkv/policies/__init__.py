@@ -1,21 +1,21 @@
-"""One method, one frozen dataclass, one short file; this table is the list of them."""
+"""The cache policies: one frozen dataclass per method, and the table of their names."""
 
-from jaxkv.policies.balance import Balance
-from jaxkv.policies.balance_stream import BalanceStream
 from jaxkv.policies.full import Full
 from jaxkv.policies.h2o import H2O
-from jaxkv.policies.magicpig import MagicPIG
-from jaxkv.policies.oracle import Oracle
-from jaxkv.policies.pyramidkv import PyramidKV
-from jaxkv.policies.quest import Quest
+from jaxkv.policies.magicpig.policy import MagicPIG
+from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
+from jaxkv.policies.merge_reduce.stratified import Stratified
+from jaxkv.policies.prompt_compression.balance import Balance
+from jaxkv.policies.prompt_compression.pyramidkv import PyramidKV
+from jaxkv.policies.prompt_compression.snapkv import SnapKV
+from jaxkv.policies.prompt_compression.uniform import Uniform
 from jaxkv.policies.reservoir import Reservoir
-from jaxkv.policies.snapkv import SnapKV
-from jaxkv.policies.stratified import Stratified
+from jaxkv.policies.sparse_attention.oracle import Oracle
+from jaxkv.policies.sparse_attention.quest import Quest
+from jaxkv.policies.sparse_attention.topk import TopK
+from jaxkv.policies.sparse_attention.topp import TopP
+from jaxkv.policies.sparse_attention.vattention import VAttention
 from jaxkv.policies.streaming import Streaming
-from jaxkv.policies.topk import TopK
-from jaxkv.policies.topp import TopP
-from jaxkv.policies.uniform import Uniform
-from jaxkv.policies.vattention import VAttention
 from jaxkv.policies.window import Window
 
 POLICIES = {

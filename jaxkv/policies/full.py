@@ -1,4 +1,4 @@
-"""Full attention: every token is kept, up to a stated maximum."""
+"""Full attention: every token is cached, up to a stated maximum."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import ClassVar
 
 import jax
 
-from jaxkv import exact, slots
-from jaxkv.contract import Kept, Spec
+from jaxkv.cache import dense, ring
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Full:
-    """Keep everything: `start` slots, doubled by `reserve` as they fill, never beyond `max`.
+class Full(Policy):
+    """Cache every token, in `start` slots that `reserve` doubles as they fill, up to `max`.
 
-    Whoever drives `step` calls `reserve` between calls, for inside one the slots cannot grow. More
-    tokens than slots raise UserError; in a compiled call, where nothing can be raised, the row
-    answers NaN from then on, so that lost tokens cannot go unseen.
+    This is exact attention, the reference for every other policy. Memory and the cost of a token
+    grow with the text, and positions are absolute, so the text must fit the trained context.
+
+    The caller of `step` calls `reserve` between calls: inside one the slots cannot grow. More
+    tokens than slots raise UserError; in a compiled call, where nothing can be raised, the
+    sequence outputs NaN from then on.
     """
 
     max: int = 131072
@@ -27,29 +30,31 @@ class Full:
 
     summary: ClassVar[str] = "every token, up to a maximum"
     source: ClassVar[str] = "dense attention"
-    formula: ClassVar[str] = "min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"
-    axes: ClassVar[Slots] = slots.AXES
-    shared: ClassVar[tuple[str, ...]] = slots.SHARED
-    appends: ClassVar[tuple[str, ...]] = slots.APPENDS
+    leaves: ClassVar[Ring] = dense.LEAVES
+    grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max < 1 or self.start < 1:
             raise UserError(f"max and start must be at least 1, got {self.max} and {self.start}")
 
     @property
-    def reach(self) -> int:
+    def max_lookback(self) -> int:
         return self.max
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
-        return slots.init(spec, rows, min(self.start, self.max))
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
+        return ring.init(spec, batch, min(self.start, self.max))
 
-    def reserve(self, spec: Spec, state: Slots, tokens: int) -> Slots:
-        """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not for loops."""
-        return exact.reserve(state, tokens, self.max)
+    def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
+        return dense.update(spec, state, chunk)
 
-    attend = staticmethod(exact.attend)
-    extend = staticmethod(exact.extend)
-    decode = staticmethod(exact.decode)
+    def cached(self, spec: Spec, state: Ring) -> Cached:
+        return ring.cached(state)
 
-    def kept(self, spec: Spec, state: Slots) -> Kept:
-        return slots.kept(state)
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"""
+        start = min(self.start, self.max)
+        return ring.nbytes(spec, dense.slots_for(tokens, start, self.max))
+
+    def reserve(self, spec: Spec, state: Ring, tokens: int) -> Ring:
+        """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not in loops."""
+        return dense.reserve(state, tokens, self.max)

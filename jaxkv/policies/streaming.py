@@ -8,18 +8,22 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv import slots
-from jaxkv.contract import Chunk, Kept, Partial, Spec
-from jaxkv.slots import Slots
+from jaxkv.cache import ring
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """Keep the first `sinks` tokens and the newest `window`, the newest token among them.
+class Streaming(Policy):
+    """Cache the first `sinks` tokens and the newest `window`, the query's own included.
 
-    positions: `cache` numbers tokens by their rank among the kept (section 3.2 of the paper), so
-    that no distance leaves what the model was trained on; `absolute` by where they stand in the
-    text, as some ports do. The published code evicts after attending and so sees one key more.
+    A softmax must put its weight somewhere, and trained models put what they do not need on the
+    first tokens: these are attention sinks. Keeping a few of them beside the window keeps the
+    softmax as it was in training, so the loss stays flat on an endless text (section 3.1).
+
+    positions: `cache` numbers tokens by their position within the cache (section 3.2), so that no
+    distance exceeds the trained context; `absolute` by their position in the text, as some ports
+    do. The published code evicts after attending and so sees one key more.
     """
 
     sinks: int = 4
@@ -28,32 +32,28 @@ class Streaming:
 
     summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    formula: ClassVar[str] = "(sinks + window) * (2 * K * H * itemsize + 4) + 4"
-    axes: ClassVar[Slots] = slots.AXES
-    shared: ClassVar[tuple[str, ...]] = slots.SHARED
+    leaves: ClassVar[Ring] = ring.LEAVES
 
     def __post_init__(self) -> None:
-        slots.check(self.sinks, self.window, self.positions)
+        ring.check(self.sinks, self.window, self.positions)
 
     @property
-    def by_rank(self) -> bool:
+    def cache_relative(self) -> bool:
         return self.positions == "cache"
 
     @property
-    def reach(self) -> int | float:
-        return self.sinks + self.window if self.by_rank else math.inf
+    def max_lookback(self) -> int | float:
+        return self.sinks + self.window if self.cache_relative else math.inf
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
-        return slots.init(spec, rows, self.sinks + self.window)
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
+        return ring.init(spec, batch, self.sinks + self.window)
 
-    def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-        return slots.attend(spec, state, chunk, self.sinks, self.window, self.by_rank)
+    def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
+        return ring.update(spec, state, chunk, self.sinks, self.window, self.cache_relative)
 
-    def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
-        return slots.extend(spec, state, chunk, self.sinks, self.by_rank)
+    def cached(self, spec: Spec, state: Ring) -> Cached:
+        return ring.cached(state)
 
-    def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
-        return slots.decode(spec, state, chunk, self.sinks, self.by_rank)
-
-    def kept(self, spec: Spec, state: Slots) -> Kept:
-        return slots.kept(state)
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """(sinks + window) * (2 * K * H * itemsize + 4) + 4"""
+        return ring.nbytes(spec, self.sinks + self.window)

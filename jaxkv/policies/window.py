@@ -7,45 +7,43 @@ from typing import ClassVar
 
 import jax
 
-from jaxkv import slots
-from jaxkv.contract import Chunk, Kept, Partial, Spec
-from jaxkv.slots import Slots
+from jaxkv.cache import ring
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
 @dataclass(frozen=True)
-class Window:
-    """Keep the newest `window` tokens, the query's own among them.
+class Window(Policy):
+    """Cache the newest `window` tokens, the query's own included.
 
-    It is also what a model's own sliding-window layers do. A model trained without one falls
-    apart once its first tokens are gone: that is the failure StreamingLLM mends.
+    Nearby tokens carry most of what a language model needs, and memory stays constant. But a model
+    trained without a window puts much of its attention on the first token. When the window evicts
+    it, the softmax loses its largest terms and the loss jumps (StreamingLLM, section 3.1). A
+    model's own sliding-window layers use this policy without harm: they were trained with it.
     """
 
     window: int = 256
 
     summary: ClassVar[str] = "the newest tokens and nothing else"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
-    formula: ClassVar[str] = "window * (2 * K * H * itemsize + 4) + 4"
-    axes: ClassVar[Slots] = slots.AXES
-    shared: ClassVar[tuple[str, ...]] = slots.SHARED
+    leaves: ClassVar[Ring] = ring.LEAVES
 
     def __post_init__(self) -> None:
-        slots.check(0, self.window, "cache")
+        ring.check(0, self.window, "cache")
 
     @property
-    def reach(self) -> int:
+    def max_lookback(self) -> int:
         return self.window
 
-    def init(self, spec: Spec, rows: int, key: jax.Array) -> Slots:
-        return slots.init(spec, rows, self.window)
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
+        return ring.init(spec, batch, self.window)
 
-    def attend(self, spec: Spec, state: Slots, chunk: Chunk) -> Partial:
-        return slots.attend(spec, state, chunk, sinks=0, window=self.window)
+    def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
+        return ring.update(spec, state, chunk, sinks=0, window=self.window)
 
-    def extend(self, spec: Spec, state: Slots, chunk: Chunk) -> Slots:
-        return slots.extend(spec, state, chunk, sinks=0)
+    def cached(self, spec: Spec, state: Ring) -> Cached:
+        return ring.cached(state)
 
-    def decode(self, spec: Spec, state: Slots, chunk: Chunk) -> tuple[Partial, Slots]:
-        return slots.decode(spec, state, chunk, sinks=0)
-
-    def kept(self, spec: Spec, state: Slots) -> Kept:
-        return slots.kept(state)
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """window * (2 * K * H * itemsize + 4) + 4"""
+        return ring.nbytes(spec, self.window)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxkv import POLICIES
-from jaxkv.stack import describe, policy
+from jaxkv.policy_spec import describe, parse_policy
 from tests.test_house import ROOT
 
 
@@ -36,7 +36,7 @@ def test_what_the_readme_offers_can_be_copied():
     offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
     assert {one.partition(":")[0] for one in offered} >= {"reservoir", "stratified", "balance"}
     for one in offered:
-        policy(one)
+        parse_policy(one)
 
 
 def test_json(run):

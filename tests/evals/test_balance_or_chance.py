@@ -11,7 +11,7 @@ from jaxkv.contract import Spec
 from jaxkv.evals import balance_or_chance as thinning
 from jaxkv.evals.single_layer import QUERIES
 from jaxkv.rotary import NoPosition
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=NoPosition(), group=1)
 
@@ -48,7 +48,7 @@ def test_balanced_signs_leave_less():
 
 @pytest.mark.parametrize("name", ["balance, walk", *thinning.COMPARED])
 def test_every_method_keeps_as_many(name):
-    chosen = policy(thinning.setting(name, rounds=2, between=256, sinks=8, window=40))
+    chosen = parse_policy(thinning.setting(name, rounds=2, between=256, sinks=8, window=40))
     if name == "snapkv":
         assert chosen.capacity == 8 + 40 + 64
     else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv import slots
+from jaxkv.cache import ring
 from jaxkv.evals import laws
 from tests.seldom import seldom
 
@@ -62,12 +62,12 @@ class Growing(Broken):
     """A chunk sees tokens that its own have driven out."""
 
     def attend(self, spec, state, chunk):
-        return slots.attend(spec, state, chunk, self.sinks, None)
+        return ring.attend(spec, state, chunk, self.sinks, None)
 
 
 class Short(Broken):
     def attend(self, spec, state, chunk):
-        return slots.attend(spec, state, chunk, self.sinks, self.window - 1)
+        return ring.attend(spec, state, chunk, self.sinks, self.window - 1)
 
 
 class Crossed(Broken):
@@ -80,7 +80,7 @@ class Crossed(Broken):
 class Common(Broken):
     """A leaf that is not of rows."""
 
-    axes = (slots.AXES, ("S",))
+    axes = (ring.AXES, ("S",))
 
     def init(self, spec, rows, key):
         return super().init(spec, rows, key), jnp.zeros(3)

@@ -25,10 +25,10 @@ from jaxkv.evals import (
 )
 from jaxkv.evals.printed import DIMS
 from jaxkv.evals.record import plain
-from jaxkv.lsh import Hashing
+from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.rotary import NoPosition, rotary
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
@@ -54,7 +54,7 @@ def test_with_every_key_it_is_attention(layer):
     """The same as `full` makes of each stretch, by the protocol that models use."""
     found = np.asarray(heads.exactly(SPEC, layer, "test"))
     for row in range(2):
-        wanted = single_layer.attend(SPEC, *(np.asarray(a[row]) for a in layer), policy("full"))
+        wanted = single_layer.attend(SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full"))
         np.testing.assert_allclose(found[row], wanted, atol=3e-6)
 
 

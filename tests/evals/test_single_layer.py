@@ -10,7 +10,7 @@ from jaxkv.contract import Spec
 from jaxkv.evals import single_layer
 from jaxkv.evals.endless import tokens_of
 from jaxkv.rotary import rotary
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 from tests import oracle
 from tests.seldom import seldom
 
@@ -32,7 +32,7 @@ def drawn():
 def test_with_nothing_thinned_it_is_attention(drawn):
     """Of each token that comes next to those before it, where it stands in the text."""
     q, k, v = drawn
-    found = single_layer.attend(SPEC, q, k, v, policy("full"))
+    found = single_layer.attend(SPEC, q, k, v, parse_policy("full"))
     at = np.arange(len(q))
     keys, values = (
         np.repeat(oracle.rotate_heads(k, at, 100.0), 2, axis=1),
@@ -45,12 +45,12 @@ def test_with_nothing_thinned_it_is_attention(drawn):
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     attend = lambda w: np.einsum("tns,snh->tnh", w / w.sum(axis=2, keepdims=True), values)  # noqa: E731
     np.testing.assert_allclose(found, attend(weights), atol=2e-6)
-    roomy = policy(f"snapkv:capacity={TOKENS},window=32")
+    roomy = parse_policy(f"snapkv:capacity={TOKENS},window=32")
     np.testing.assert_allclose(
         single_layer.attend(SPEC, q, k, v, roomy), attend(weights), atol=2e-6
     )
     weights[:, :, single_layer.ENDS : TOKENS - single_layer.ENDS] = 0
-    ends = single_layer.attend(SPEC, q, k, v, policy("full"), between=False)
+    ends = single_layer.attend(SPEC, q, k, v, parse_policy("full"), between=False)
     np.testing.assert_allclose(ends, attend(weights), atol=2e-6)
 
 

@@ -18,7 +18,7 @@ from jaxkv.evals.record import plain
 from jaxkv.evals.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
 from jaxkv.rotary import rotary
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 LENGTH = 260
@@ -90,7 +90,7 @@ def test_the_smallest_tables_that_surely_meet_a_target():
 
 
 def test_what_is_recommended_is_a_policy():
-    chosen = policy(tune_lsh.policy_of(SOME[0]))
+    chosen = parse_policy(tune_lsh.policy_of(SOME[0]))
     assert chosen == replace(MagicPIG(), K=4, L=10, sinks=SINKS, window=WINDOW)
 
 

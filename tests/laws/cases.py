@@ -70,6 +70,11 @@ class Case(NamedTuple):
     whole: bool = False
 
     @property
+    def finishes(self) -> bool:
+        """Whether the policy does anything at the end of prefill."""
+        return self.policy.min_prompt is not None
+
+    @property
     def spec(self) -> Spec:
         return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype, self.group)
 
@@ -187,10 +192,10 @@ CASES = [
          longest=36),
     # New tables are made after 35 tokens, and after 75. Codes of turned keys depend on where the
     # text begins.
-    Case("magicpig", MagicPIG(2, 5, 2, 3, zone=35, start=8), 5,
+    Case("magicpig", MagicPIG(2, 5, 2, 3, tail=35, start=8), 5,
          met(2, 3, oracle.in_buckets(2, 5), theta=None), 2, (1, 7), longest=84, encoding=NONE,
          drawn=True, whole=True),
-    Case("magicpig-rotary", MagicPIG(2, 5, 2, 3, zone=35, start=8), 5,
+    Case("magicpig-rotary", MagicPIG(2, 5, 2, 3, tail=35, start=8), 5,
          met(2, 3, oracle.in_buckets(2, 5)), 2, (1, 7), longest=60, unbiased=(17,), drawn=True,
          whole=True),
     Case("magicpig-overflowing", MagicPIG(1, 3, 1, 3, False, 1, 5, hash_generated=False, start=64),
@@ -294,13 +299,13 @@ def jitted_step(policy, spec, state, q, k, v, positions, valid):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
-def jitted_seal(policy, spec, state):
-    return policy.seal(spec, state)
+def jitted_finish_prefill(policy, spec, state):
+    return policy.finish_prefill(spec, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
-def jitted_kept(policy, spec, state):
-    return policy.kept(spec, state)
+def jitted_cached(policy, spec, state):
+    return policy.cached(spec, state)
 
 
 class Run(NamedTuple):
@@ -311,8 +316,8 @@ class Run(NamedTuple):
     seen: list[int]
 
 
-def begin(case: Case, rows: int = 4):
-    return case.policy.init(case.spec, rows, jax.random.key(7))
+def begin(case: Case, batch: int = 4):
+    return case.policy.init(case.spec, batch, jax.random.key(7))
 
 
 def run(case: Case, tokens: Stream, size: int, state=None) -> Run:
@@ -322,13 +327,12 @@ def run(case: Case, tokens: Stream, size: int, state=None) -> Run:
     places = tokens.valid.shape[1]
     outs, after, seen = [], [], []
     for first, last in ((0, case.prompt), (case.prompt, places)):
-        if first and hasattr(policy, "seal"):
-            state = jitted_seal(policy, spec, state)
-        sealed = first if hasattr(policy, "seal") else 0
+        if first and policy.min_prompt is not None:
+            state = jitted_finish_prefill(policy, spec, state)
+        finished_at = first if policy.min_prompt is not None else 0
         for begin_at in range(first, last, size):
             stop = min(begin_at + size, last)
-            if hasattr(policy, "reserve"):
-                state = policy.reserve(spec, state, stop - sealed)
+            state = policy.reserve(spec, state, stop - finished_at)
             chunk = [_filled(leaf[:, begin_at:stop], size) for leaf in tokens]
             out, state = jitted_step(policy, spec, state, *chunk)
             outs.append(np.asarray(out)[:, : stop - begin_at])
@@ -353,14 +357,14 @@ def expected(case: Case, start: int = 0):
     """By the oracle: outs [B,P,N,H] with zeros at padding, and held[row][token][kv head]."""
     tokens = stream(case, start)
     outs, held = np.zeros(tokens.q.shape), []
-    key = getattr(begin(case), "key", None)
+    rng = getattr(begin(case), "rng", None)
     for row in range(4):
         out, kept = oracle.attention(
             *tokens.compact(row),
             case.rule,
             by_rank=case.by_rank,
             prompt=int(tokens.valid[row, : case.prompt].sum()),
-            keys=None if key is None else np.asarray(key)[row],
+            keys=None if rng is None else np.asarray(rng)[row],
             **case.positions,
             start=start,
             scale=SCALE,

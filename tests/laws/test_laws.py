@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import rows
-from jaxkv.contract import Chunk, Policy, is_letters
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Chunk, Policy
 from jaxkv.driver import step
-from jaxkv.sharding import mesh_of, sharded_seal, sharded_step
-from jaxkv.slots import Slots
-from jaxkv.stack import formula_bytes
+from jaxkv.state import batch
+from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
 from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import (
@@ -24,8 +23,8 @@ from tests.laws.cases import (
     VARIANTS,
     begin,
     expected,
-    jitted_kept,
-    jitted_seal,
+    jitted_cached,
+    jitted_finish_prefill,
     jitted_step,
     plain_run,
     run,
@@ -72,10 +71,10 @@ def close(a, b, tolerance):
 
 
 def half(case):
-    """A state that has seen the prompt, sealed where the policy does so."""
+    """A state that has seen the prompt, after the end of prefill where the policy has one."""
     done = plain_run(case, case.sizes[0])
     state = done.after[done.seen.index(case.prompt)]
-    return jitted_seal(case.policy, case.spec, state) if hasattr(case.policy, "seal") else state
+    return jitted_finish_prefill(case.policy, case.spec, state) if case.finishes else state
 
 
 def chunk(case, size, seed=5):
@@ -88,32 +87,39 @@ def chunk(case, size, seed=5):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
-def attend_then_extend(policy, spec, state, tokens):
-    if getattr(policy, "needs_scores", False):
-        partial, scores = policy.attend(spec, state, tokens)
-        return partial, policy.extend(spec, state, tokens, scores=scores)
-    return policy.attend(spec, state, tokens), policy.extend(spec, state, tokens)
+def update(policy, spec, state, tokens):
+    return policy.update(spec, state, tokens)
+
+
+def arrays_where(case, state, wanted):
+    """The arrays of a state whose `Leaf` is wanted, with their leaves."""
+    pairs = zip(jax.tree.leaves(case.policy.leaves), jax.tree.leaves(state), strict=True)
+    return [(leaf, np.asarray(array)) for leaf, array in pairs if wanted(leaf)]
+
+
+def any_leaf(case, wanted):
+    return any(map(wanted, jax.tree.leaves(case.policy.leaves)))
 
 
 @every
-def test_the_state_is_what_its_axes_say(case):
+def test_law_11_leaves_describe_the_state(case):
     assert isinstance(case.policy, Policy)
     assert hash(case.policy) == hash(dataclasses.replace(case.policy))
-    state = jax.eval_shape(lambda: begin(case, rows=3))
+    state = jax.eval_shape(lambda: begin(case, batch=3))
     known = {"B": 3, "K": case.spec.kv_heads, "H": case.spec.head_dim}
-    letters = jax.tree.leaves(case.policy.axes, is_leaf=is_letters)
-    for axes, leaf in zip(letters, jax.tree.leaves(state), strict=True):
-        assert len(axes) == len(leaf.shape) and axes[0] == "B"
-        for letter, size in zip(axes, leaf.shape, strict=True):
+    assert type(state) is type(case.policy.leaves)
+    described = jax.tree.leaves(case.policy.leaves)
+    for leaf, array in zip(described, jax.tree.leaves(state), strict=True):
+        assert len(leaf.letters) == len(array.shape) and leaf.letters[0] == "B"
+        for letter, size in zip(leaf.letters, array.shape, strict=True):
             assert known.get(letter, size) == size
 
 
 @every
 @pytest.mark.parametrize("size", [1, 3])
-def test_law_1_extend_keeps_shapes(case, size):
+def test_law_1_update_keeps_shapes(case, size):
     state, new = half(case), chunk(case, size)
-    both = functools.partial(attend_then_extend.__wrapped__, case.policy, case.spec)
-    _, after = jax.eval_shape(both, state, new)
+    _, after = jax.eval_shape(functools.partial(case.policy.update, case.spec), state, new)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     for old, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
@@ -128,7 +134,7 @@ def test_law_2_padding_changes_no_bit(case):
         )
         assert_same_bits(after, state)
         assert not np.asarray(out).any()
-    if hasattr(case.policy, "seal"):
+    if case.finishes:
         return  # where a row's prompt ends depends on its padding
     # Nor does it matter where the padding stands, or what it holds.
     tokens = stream(case)
@@ -150,13 +156,13 @@ def _four(one):
 def test_law_3_rows_are_independent_and_permutable(case):
     order, size = [2, 0, 3, 1], case.sizes[-1]
     straight = plain_run(case, size)
-    mixed = run(case, stream(case).rows(order), size, rows.take(begin(case), order))
-    assert_same(mixed.after[-1], rows.take(straight.after[-1], order))
+    mixed = run(case, stream(case).rows(order), size, batch.take(begin(case), order))
+    assert_same(mixed.after[-1], batch.take(straight.after[-1], order))
     close(mixed.outs, straight.outs[order], 1e-6)
     other = stream(case, seed=1)
     beside = [np.concatenate([a[:1], b[1:]]) for a, b in zip(stream(case), other, strict=True)]
     alone = run(case, cases.Stream(*beside), size)
-    assert_same_bits(rows.take(alone.after[-1], [0]), rows.take(straight.after[-1], [0]))
+    assert_same_bits(batch.take(alone.after[-1], [0]), batch.take(straight.after[-1], [0]))
     np.testing.assert_array_equal(alone.outs[0], straight.outs[0])
 
 
@@ -194,19 +200,20 @@ def test_law_6_sharded_is_unsharded(case):
     one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
     split = jax.jit(one_shard, compiler_options=QUICK)
     state, new = half(case), chunk(case, 1)  # longer chunks: tests/test_sharding.py
-    if hasattr(case.policy, "reserve"):
-        state = case.policy.reserve(case.spec, state, case.places)
+    state = case.policy.reserve(case.spec, state, case.places)
     out, after = jitted_step(case.policy, case.spec, state, *new)
     other, shards = split(state, *new)
     assert_same(after, shards)
     close(out, other, 1e-6)
 
 
-@some(lambda case: hasattr(case.policy, "seal"))
-def test_law_6_a_prompt_is_sealed_alike_when_sharded(case):
+@some(lambda case: case.finishes)
+def test_law_6_finish_prefill_is_equal_when_sharded(case):
     state = plain_run(case, 1).after[case.prompt - 1]
-    one = jitted_seal(case.policy, case.spec, state)
-    split = functools.partial(sharded_seal, mesh_of("data=2,model=2"), case.policy, case.spec)
+    one = jitted_finish_prefill(case.policy, case.spec, state)
+    split = functools.partial(
+        sharded_finish_prefill, mesh_of("data=2,model=2"), case.policy, case.spec
+    )
     assert_same(one, jax.jit(split, compiler_options=QUICK)(state))
 
 
@@ -214,11 +221,11 @@ def test_law_6_a_prompt_is_sealed_alike_when_sharded(case):
 def test_law_7_take_put_and_host_are_exact(case, tmp_path):
     state = half(case)
     order = [3, 1, 0, 2]
-    mixed = rows.take(state, order)
-    assert_same_bits(rows.put(mixed, order, mixed), state)
-    rows.save(tmp_path / "state", state)
-    assert_same_bits(rows.load(tmp_path / "state", jax.eval_shape(lambda: state)), state)
-    back = rows.to_device(rows.to_host(state))
+    mixed = batch.take(state, order)
+    assert_same_bits(batch.put(mixed, order, mixed), state)
+    batch.save(tmp_path / "state", state)
+    assert_same_bits(batch.load(tmp_path / "state", jax.eval_shape(lambda: state)), state)
+    back = batch.to_device(batch.to_host(state))
     assert_same_bits(back, state)
     new = chunk(case, 1)
     one, other = (jitted_step(case.policy, case.spec, s, *new) for s in (state, back))
@@ -243,49 +250,24 @@ def _traced(case):
 def test_law_9_nothing_seen(case):
     new = chunk(case, 1)
     nobody = new._replace(valid=np.zeros_like(new.valid))
-    partial, state = attend_then_extend(case.policy, case.spec, begin(case), nobody)
+    partial, state = update(case.policy, case.spec, begin(case), nobody)
     assert not np.asarray(partial.out).any() and (np.asarray(partial.lse) == -np.inf).all()
     assert_same_bits(state, begin(case))
-    held = jitted_kept(case.policy, case.spec, begin(case))
+    held = jitted_cached(case.policy, case.spec, begin(case))
     assert (np.asarray(held.log_weight) == -np.inf).all()
     # The first token of a row sees itself alone.
-    partial, _ = attend_then_extend(case.policy, case.spec, begin(case), new)
+    partial, _ = update(case.policy, case.spec, begin(case), new)
     wanted = np.repeat(np.asarray(new.v, np.float32), case.group, axis=2)
     close(np.asarray(partial.out)[:3], wanted[:3], case.tolerance)
 
 
 @every
-def test_law_10_decode_is_attend_and_extend(case):
-    if not hasattr(case.policy, "decode"):
-        pytest.skip("has no decode of its own")
-    fused = plain_run(case, 1)
-    tokens = stream(case)
-    for place in range(0, len(fused.after) - 1, 3):
-        state, seen = fused.after[place], place + 2
-        if hasattr(case.policy, "seal") and place + 1 >= case.prompt:
-            last = place + 1 == case.prompt
-            state = jitted_seal(case.policy, case.spec, state) if last else state
-            seen -= case.prompt
-        if hasattr(case.policy, "reserve"):
-            state = case.policy.reserve(case.spec, state, seen)
-        new = Chunk(*(leaf[:, place + 1 : place + 2] for leaf in tokens))
-        partial, after = attend_then_extend(case.policy, case.spec, state, new)
-        close(partial.out, fused.outs[:, place + 1 : place + 2], case.tolerance)
-        assert_same(after, fused.after[place + 1])
-
-
-@some(lambda case: hasattr(case.policy, "take"))
-def test_law_10_take_is_attend_and_extend(case):
-    state, new = half(case), chunk(case, case.sizes[-1])
-    apart = attend_then_extend(case.policy, case.spec, state, new)
-    fused = jax.jit(case.policy.take, static_argnums=0, compiler_options=QUICK)
-    assert_same(fused(case.spec, state, new), apart, case.tolerance)
-
-
-@every
-def test_law_11_bytes_are_what_the_formula_says(case):
-    state = jax.eval_shape(lambda: begin(case, rows=5))
-    assert rows.nbytes(state) == 5 * formula_bytes(case.policy, case.spec)
+def test_law_10_bytes_are_those_of_the_arrays(case):
+    for tokens in (0, case.capacity):
+        state = jax.eval_shape(
+            lambda tokens=tokens: case.policy.reserve(case.spec, begin(case, batch=5), tokens)
+        )
+        assert batch.nbytes(state) == 5 * case.policy.bytes_per_sequence(case.spec, tokens)
 
 
 @some(lambda case: case.scored)
@@ -324,15 +306,15 @@ def test_law_12_numerator_and_denominator_are_unbiased(case, length):
     many = 4000
     one = stream(case, places=length).rows([0])
     tokens = Chunk(*(np.broadcast_to(leaf, (many, *leaf.shape[1:])) for leaf in one))
-    state, seals = begin(case, many), hasattr(case.policy, "seal")
-    state = case.policy.reserve(case.spec, state, length) if seals else state
-    state = jax.jit(functools.partial(case.policy.extend, case.spec))(
-        state, Chunk(*(leaf[:, : length - 1] for leaf in tokens))
-    )
-    if seals:
-        state = jitted_seal(case.policy, case.spec, state)
+    state = case.policy.reserve(case.spec, begin(case, many), length)
+    first = Chunk(*(leaf[:, : length - 1] for leaf in tokens))
+    # Without its output: XLA then drops the attention of the first tokens.
+    absorb = jax.jit(lambda state, chunk: case.policy.update(case.spec, state, chunk)[1])
+    state = absorb(state, first)
+    if case.finishes:
+        state = jitted_finish_prefill(case.policy, case.spec, state)
         state = case.policy.reserve(case.spec, state, 1)
-    partial, _ = attend_then_extend(
+    partial, _ = update(
         case.policy, case.spec, state, Chunk(*(leaf[:, length - 1 :] for leaf in tokens))
     )
     out, lse = np.asarray(partial.out, np.float64)[:, 0], np.asarray(partial.lse, np.float64)[:, 0]
@@ -359,7 +341,7 @@ def test_law_13_protected_slots_survive_adversarial_keys(case):
     k[:, length:] *= 1e3  # every later key outweighs all that came before
     hostile = tokens._replace(k=k.astype(tokens.k.dtype))
     done = run(case, hostile, size)
-    held = jitted_kept(case.policy, case.spec, done.after[-1])
+    held = jitted_cached(case.policy, case.spec, done.after[-1])
     positions, weight = np.asarray(held.positions), np.asarray(held.log_weight)
     for row in (0, 1, 2):
         for head in range(cases.KV_HEADS):
@@ -373,19 +355,19 @@ def test_law_13_protected_slots_survive_adversarial_keys(case):
 
 
 def _sinks(state, name, length):
-    part = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Slots))[0]
+    part = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Ring))[0]
     return np.asarray(getattr(part, name))[0, :, :length]
 
 
-@some(lambda case: hasattr(case.policy, "seal"))
-def test_law_14_seal_keeps_rows_apart_and_sinks(case):
+@some(lambda case: case.finishes)
+def test_law_14_finish_prefill_keeps_sequences_apart_and_sinks(case):
     done = plain_run(case, 1)
     state = done.after[case.prompt - 1]
-    sealed = jitted_seal(case.policy, case.spec, state)
+    finished = jitted_finish_prefill(case.policy, case.spec, state)
     order = [2, 0, 3, 1]
-    mixed = jitted_seal(case.policy, case.spec, rows.take(state, order))
-    assert_same_bits(mixed, rows.take(sealed, order))
-    held = case.policy.kept(case.spec, sealed)
+    mixed = jitted_finish_prefill(case.policy, case.spec, batch.take(state, order))
+    assert_same_bits(mixed, batch.take(finished, order))
+    held = case.policy.cached(case.spec, finished)
     for row, prompt in enumerate(stream(case).valid[:, : case.prompt].sum(axis=1)):
         positions = np.asarray(held.positions)[row, 0][np.asarray(held.log_weight)[row, 0] == 0]
         assert set(positions) >= set(range(min(case.exact, prompt)))
@@ -409,7 +391,7 @@ def test_law_15_the_oracle_holds_the_same_tokens(case):
     for size in case.sizes[: 1 if case.scored else 2]:
         done = plain_run(case, size)
         for state, seen in zip(done.after, done.seen, strict=True):
-            kept = jitted_kept(case.policy, case.spec, state)
+            kept = jitted_cached(case.policy, case.spec, state)
             positions, weight = np.asarray(kept.positions), np.asarray(kept.log_weight)
             for row in range(4):
                 count = int(tokens.valid[row, :seen].sum())
@@ -432,8 +414,7 @@ def test_positions_wrap_without_a_trace(case):
 def test_law_16_gradients_reach_the_chunk(case):
     size = case.sizes[1]
     state, new = half(case), chunk(case, size)
-    if hasattr(case.policy, "reserve"):
-        state = case.policy.reserve(case.spec, state, case.places)
+    state = case.policy.reserve(case.spec, state, case.places)
     positions, valid = jnp.asarray(new.positions), jnp.asarray(new.valid)
     direction = np.random.default_rng(9).normal(size=new.q.shape).astype(np.float32)
 
@@ -452,58 +433,54 @@ def test_law_16_gradients_reach_the_chunk(case):
     assert case.capacity == 1 or ((q > 0).all() and (k > 0).all())
 
 
-@some(lambda case: getattr(case.policy, "shared", ()))
-def test_shared_leaves_follow_from_positions_and_valid_alone(case):
+@some(lambda case: any_leaf(case, lambda leaf: leaf.shared))
+def test_law_11_shared_leaves_follow_from_positions_and_valid_alone(case):
     size = case.sizes[1]
     tokens, other = stream(case), stream(case, seed=1)
     other = other._replace(positions=tokens.positions, valid=tokens.valid)
     one, same = (run(case, t, size).after[-1] for t in (tokens, other))
-    for path in case.policy.shared:
-        assert_same_bits(*(functools.reduce(getattr, path.split("."), s) for s in (one, same)))
+    found = [arrays_where(case, state, lambda leaf: leaf.shared) for state in (one, same)]
+    for (_, a), (_, b) in zip(*found, strict=True):
+        assert_same_bits(a, b)
 
 
-@some(lambda case: hasattr(case.policy, "appends"))
-def test_law_17_what_is_appended_stays(case):
+@some(lambda case: any_leaf(case, lambda leaf: leaf.append_only))
+def test_law_11_append_only_leaves_stay(case):
     done, tokens = plain_run(case, 1), stream(case)
     before = [state for state, seen in zip(done.after, done.seen, strict=True)
               if seen <= case.prompt]  # fmt: skip
-    last = before[-1]
-    axes = {
-        name: functools.reduce(getattr, name.split("."), case.policy.axes)
-        for name in case.policy.appends
-    }
-    assert {letters[-1] == "S" or "S" in letters for letters in axes.values()} == {True}
+    last = arrays_where(case, before[-1], lambda leaf: leaf.append_only)
     for state, seen in zip(before, done.seen, strict=False):
-        held = tokens.valid[:, :seen].sum(axis=1)
-        for name, letters in axes.items():
-            now, later = (
-                np.moveaxis(np.asarray(functools.reduce(getattr, name.split("."), of)),
-                            letters.index("S"), 1) for of in (state, last)
-            )  # fmt: skip
-            for row, count in enumerate(held):
-                np.testing.assert_array_equal(now[row, :count], later[row, :count])
-                assert not now[row, count:].any(), "slots that hold no token are as they began"
-                if name.endswith("positions"):
+        stored = tokens.valid[:, :seen].sum(axis=1)
+        now = arrays_where(case, state, lambda leaf: leaf.append_only)
+        for (leaf, array), (_, latest) in zip(now, last, strict=True):
+            slots = leaf.letters.index("S")
+            array, latest = (np.moveaxis(a, slots, 1) for a in (array, latest))
+            for row, count in enumerate(stored):
+                np.testing.assert_array_equal(array[row, :count], latest[row, :count])
+                assert not array[row, count:].any(), "empty slots are as they began"
+                if leaf.axes == "B S":
                     there = tokens.positions[row, :seen][tokens.valid[row, :seen]]
-                    np.testing.assert_array_equal(now[row, :count], there)
+                    np.testing.assert_array_equal(array[row, :count], there)
 
 
-@some(lambda case: hasattr(case.policy, "settling"))
-def test_law_17_what_is_settled_stays(case):
-    """In the row without padding: a page changes when it is said to, and at no other token."""
-    policy, done = case.policy, plain_run(case, 1)
-    first, page = policy.settling.first, policy.settling.page
-    pages = range(len(policy.settled(0)))
-    changed = {number: 0 for number in pages}
+@some(lambda case: any_leaf(case, lambda leaf: leaf.page))
+def test_law_11_pages_change_when_they_say(case):
+    """In the sequence without padding, at those tokens and at no other."""
+    done = plain_run(case, 1)
+    pages = next(leaf.page for leaf in jax.tree.leaves(case.policy.leaves) if leaf.page)
+    numbers = range(len(pages.last_write(0)))
+    changed = {number: 0 for number in numbers}
+    paged = functools.partial(arrays_where, case, wanted=lambda leaf: leaf.page)
     for seen, old, new in zip(done.seen[1:], done.after, done.after[1:], strict=False):
-        for number in pages:
-            slots = slice(first + number * page, first + (number + 1) * page)
+        for number in numbers:
+            slots = slice(
+                pages.first + number * pages.size, pages.first + (number + 1) * pages.size
+            )
             same = all(
-                np.array_equal(*(
-                    np.asarray(functools.reduce(getattr, name.split("."), of))[0, :, slots]
-                    for of in (old, new)
-                )) for name in policy.settling.leaves
-            )  # fmt: skip
+                np.array_equal(before[0, :, slots], after[0, :, slots])
+                for (_, before), (_, after) in zip(paged(old), paged(new), strict=True)
+            )
             changed[number] = changed[number] if same else seen
-        assert tuple(changed.values()) == policy.settled(seen)
+        assert tuple(changed.values()) == pages.last_write(seen)
     assert all(changed.values()), "short of a round of all levels"

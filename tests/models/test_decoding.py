@@ -16,7 +16,7 @@ from jaxkv.models.decoding import BLOCK, Decoding, Static, writer
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
-from jaxkv.stack import by_layer
+from jaxkv.policy_spec import by_layer
 from tests.models.folders import FAMILIES, write_json
 from tests.seldom import seldom
 

@@ -14,7 +14,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.decoding import read_chunk, writer
 from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
-from jaxkv.sharding import mesh_of
+from jaxkv.state.sharding import mesh_of
 
 SMALL = "streaming:sinks=2,window=14"
 WARM = Sampling(temperature=0.9, top_k=50)

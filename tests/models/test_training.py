@@ -15,7 +15,7 @@ from jaxkv.models import data, training
 from jaxkv.models.hf.export import export
 from jaxkv.models.pretrain import setting_of
 from jaxkv.models.recipes import PRESETS, config_of, read_recipe
-from jaxkv.sharding import mesh_of
+from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import small
 from tests.seldom import seldom
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import rows
+from jaxkv.state import batch
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
@@ -46,7 +46,7 @@ def test_growing_keeps_what_is_there():
     _, state = read(state, 0, 3)
     grown = POLICY.reserve(SPEC, state, 9)
     np.testing.assert_array_equal(grown.k[:, :, :4], state.k)
-    assert rows.nbytes(grown) > rows.nbytes(state)
+    assert batch.nbytes(grown) > batch.nbytes(state)
     one, other = (read(s, 3, 1)[0] for s in (state, grown))
     np.testing.assert_allclose(one, other, atol=1e-6)
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import hashed, rows
+from jaxkv.policies.magicpig import index
+from jaxkv.state import batch
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
@@ -19,7 +20,7 @@ from jaxkv.evals import inclusion
 from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.rotary import Alibi, NoPosition
-from jaxkv.stack import bytes_by_memory, state_bytes
+from jaxkv.policy_spec import bytes_by_memory, state_bytes
 from tests.seldom import seldom
 
 HEADS, DIM = 2, 32
@@ -85,7 +86,7 @@ def test_tables_find_what_comparing_all_codes_finds():
         assert int(held.far.count[0]) == indexed
         q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
         number = jnp.full((1,), count, jnp.int32)
-        found = hashed.find(
+        found = index.find(
             held, policy.indexing, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
         )
         for head in range(2 * HEADS):
@@ -125,7 +126,7 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(far):
     for center in (False, True):
         policy = MagicPIG(center=center, sinks=0, window=1, budget=60_000, start=keys)
         held = after(policy, prompt, spec)
-        met = hashed.find(
+        met = index.find(
             held, policy.indexing, policy.budget, jnp.asarray(q[None], jnp.float32), number,
             number.astype(jnp.uint32),
         )  # fmt: skip
@@ -193,7 +194,7 @@ def test_bytes_of_a_sealed_prompt_are_those_told():
     blocks = (far + 64 * (wide - 1)) // wide
     tables = 20 * (2 * wide * blocks + 4 * (64 + 1))
     a_head = tables + 4 * DIM * 6 * 20 + 2 * 20 * (near - 4) + 4 * (far + near) + 4 * DIM + 8
-    assert rows.nbytes(state) == keys + HEADS * a_head
+    assert batch.nbytes(state) == keys + HEADS * a_head
 
 
 def written(policy, prompt, new):
@@ -212,14 +213,14 @@ def test_what_lies_in_the_memory_of_the_host_is_met_alike():
     prompt, new = chunk(200, rows=2), chunk(12, 200, seed=1, rows=2)
     device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
     far = dataclasses.replace(device, memory="host")
-    assert not device.on_host and far.on_host == hashed.ON_HOST
+    assert not device.on_host and far.on_host == index.ON_HOST
     wanted, held = written(device, prompt, new)
     found, state = written(far, prompt, new)
     np.testing.assert_array_equal(found, wanted)
     assert state.far.k.shape == held.far.k.shape and int(state.far.count[0]) > 194
     assert host.is_there(state.far.k) and host.is_there(state.tables.entries)
     assert not host.is_there(state.planes) and not host.is_there(state.exact.k)
-    turned = rows.put(state, [1, 0], rows.take(state, [0, 1]))
+    turned = batch.put(state, [1, 0], batch.take(state, [0, 1]))
     assert host.is_there(turned.far.k)
     np.testing.assert_array_equal(turned.far.k, np.asarray(held.far.k)[::-1])
     question = chunk(3, 212, seed=2, rows=2)
@@ -243,10 +244,10 @@ def test_bytes_are_counted_by_the_memory_they_lie_in():
     device = MagicPIG(K=3, L=6, start=1000)
     far = dataclasses.replace(device, memory="host")
     sealed = jax.eval_shape(lambda: far.seal(SPEC, far.init(SPEC, 1, jax.random.key(0))))
-    lies = rows.nbytes([sealed.far.k, sealed.far.v, sealed.tables])
-    assert bytes_by_memory([far, far], SPEC, 1) == (2 * (rows.nbytes(sealed) - lies), 2 * lies)
-    assert bytes_by_memory([device], SPEC, 1) == (rows.nbytes(sealed), 0)
-    assert state_bytes([far], SPEC, 1) == state_bytes([device], SPEC, 1) == rows.nbytes(sealed)
+    lies = batch.nbytes([sealed.far.k, sealed.far.v, sealed.tables])
+    assert bytes_by_memory([far, far], SPEC, 1) == (2 * (batch.nbytes(sealed) - lies), 2 * lies)
+    assert bytes_by_memory([device], SPEC, 1) == (batch.nbytes(sealed), 0)
+    assert state_bytes([far], SPEC, 1) == state_bytes([device], SPEC, 1) == batch.nbytes(sealed)
 
 
 def test_a_platform_without_memory_of_the_host_is_told(monkeypatch):

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import met
-from jaxkv import sample as drawn
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.cache import per_head
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, Oracle, Quest, TopK, TopP, VAttention
-from jaxkv.stack import policy, spell
+from jaxkv.policy_spec import parse_policy, format_policy
 from tests.laws.cases import ROTARY, SCALE
 from tests.seldom import seldom
 
@@ -29,11 +29,11 @@ def asked(logits, times=1, *, seed=0, ends=0):
     shape = (1, 1, 1, times, logits.size)
     between = jnp.arange(logits.size) < logits.size - ends
     between = jnp.broadcast_to(between, shape)
-    return met.Asked(
+    return sparse_attention.Candidates(
         jnp.broadcast_to(logits, shape), ~between, between,
         jnp.zeros((1, times, 1, 4)), jnp.zeros((1, 1, logits.size, 4)),
         jnp.arange(times, dtype=jnp.uint32)[None], jnp.arange(logits.size, dtype=jnp.uint32)[None],
-        drawn.keys(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
+        per_head.keys(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_shares_are_rounded_up_as_they_are_written():
     count = np.arange(1000)
     among = jnp.asarray(np.arange(1000) < count[:, None])
     for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
-        np.testing.assert_array_equal(met.part(share, among)[:, 0], -(-count // parts))
+        np.testing.assert_array_equal(sparse_attention.part(share, among)[:, 0], -(-count // parts))
 
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
@@ -249,11 +249,11 @@ def test_room_is_counted_from_where_the_prompt_ended():
 )
 def test_settings_that_mean_nothing(text, told):
     with pytest.raises(UserError, match=told):
-        policy(text)
+        parse_policy(text)
 
 
 def test_strings_name_them():
-    assert policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
-    assert policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
+    assert parse_policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
+    assert parse_policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
     for name in NAMES:
-        assert policy(spell(policy(name))) == policy(name)
+        assert parse_policy(format_policy(parse_policy(name))) == parse_policy(name)

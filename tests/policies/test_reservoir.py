@@ -15,7 +15,7 @@ from jaxkv.contract import Chunk, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies import Reservoir
 from jaxkv.rotary import NoPosition
-from jaxkv.stack import policy
+from jaxkv.policy_spec import parse_policy
 from tests import oracle
 
 SPEC = Spec(kv_heads=1, head_dim=1, scale=1.0, encoding=NoPosition())
@@ -118,4 +118,4 @@ def test_bad_settings():
         ("reservoir:scheme=fair", "scheme must be uniform or geometric"),
     ):
         with pytest.raises(UserError, match=told):
-            policy(text)
+            parse_policy(text)

@@ -9,8 +9,8 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, PyramidKV, SnapKV
-from jaxkv.policies.balance import _as_published
-from jaxkv.stack import by_layer, policy, spell
+from jaxkv.policies.prompt_compression.balance import _as_published
+from jaxkv.policy_spec import by_layer, parse_policy, format_policy
 
 
 def test_budgets_fall_from_layer_to_layer():
@@ -25,12 +25,12 @@ def test_budgets_fall_from_layer_to_layer():
 
 def test_one_string_names_all_layers():
     layers = by_layer("pyramidkv:capacity=512", 4)
-    assert spell(layers).startswith("pyramidkv:capacity=512,window=32") and "layer" not in spell(
+    assert format_policy(layers).startswith("pyramidkv:capacity=512,window=32") and "layer" not in format_policy(
         layers
     )
-    assert by_layer(spell(layers), 4) == layers
+    assert by_layer(format_policy(layers), 4) == layers
     with pytest.raises(UserError, match="pyramidkv has no field 'layer'"):
-        policy("pyramidkv:layer=2")
+        parse_policy("pyramidkv:layer=2")
 
 
 def test_the_published_half():
@@ -64,7 +64,7 @@ def test_the_published_half():
 )
 def test_settings_that_mean_nothing(text, told):
     with pytest.raises(UserError, match=told):
-        policy(text)
+        parse_policy(text)
 
 
 def test_queries_are_kept_only_where_the_group_is_known():

@@ -1,0 +1,358 @@
+"""A ring buffer with sinks: the storage of `window`, `streaming` and the sampling policies.
+
+Token number n of a sequence goes to slot n while there is room. After that, new tokens overwrite
+the slots after the sinks in turn, oldest first. Keys are stored rotated to their final position, so
+no key is rotated twice. `count` [B] is the number of tokens written. It is reduced modulo the ring
+when it passes the number of slots, so it never overflows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+
+
+class Ring(NamedTuple):
+    """S slots per sequence: rotated keys, values, the position of each, and the tokens written."""
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    positions: UInt32[Array, "B S"]
+    count: Int32[Array, " B"]
+
+
+LEAVES = Ring(Leaf("B K S H"), Leaf("B K S H"), Leaf("B S", shared=True), Leaf("B", shared=True))
+_WHOLE_MASK = 2**24  # elements of a mask that may be in memory at once: 64 MiB
+# The count of a dense cache that got more tokens than it has slots.
+OVERFULL = 2**31 - 1
+
+
+def check(sinks: int, window: int, positions: str) -> None:
+    """Raise UserError for impossible settings of a ring."""
+    if window < 1:
+        raise UserError(f"window must be at least 1, got {window}; give 1 or more")
+    if sinks < 0:
+        raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
+    if positions not in ("cache", "absolute"):
+        raise UserError(f"positions must be cache or absolute, got {positions!r}")
+
+
+def nbytes(spec: Spec, slots: int) -> int:
+    """Bytes of one sequence: keys, values, positions and the count."""
+    return slots * (spec.kv_heads * spec.kv_bytes + 4) + 4
+
+
+def init(spec: Spec, batch: int, slots: int) -> Ring:
+    """Empty slots."""
+    shape, dtype = (batch, spec.kv_heads, slots, spec.head_dim), jnp.dtype(spec.dtype)
+    return Ring(
+        k=jnp.zeros(shape, dtype),
+        v=jnp.zeros(shape, dtype),
+        positions=jnp.zeros((batch, slots), jnp.uint32),
+        count=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def grow(ring: Ring, size: int) -> Ring:
+    """The same tokens in `size` slots."""
+    more = size - ring.positions.shape[1]
+    return Ring(
+        k=jnp.pad(ring.k, ((0, 0), (0, 0), (0, more), (0, 0))),
+        v=jnp.pad(ring.v, ((0, 0), (0, 0), (0, more), (0, 0))),
+        positions=jnp.pad(ring.positions, ((0, 0), (0, more))),
+        count=ring.count,
+    )
+
+
+def _advance(count: Array, new: Array, sinks: int, size: int, evict: bool) -> Array:
+    """count + new: exact up to `size`, beyond it reduced to a count with the same next slot.
+
+    Where nothing is evicted it becomes OVERFULL, which no later growth undoes.
+    """
+    # An overfull sequence stays overfull: its count is larger than every size.
+    total = jnp.minimum(count, OVERFULL - new) + new
+    beyond = size + (total - size) % (size - sinks) if evict else OVERFULL
+    return jnp.where(total <= size, total, beyond)
+
+
+def token_numbers(ring: Ring, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Each token's number in its sequence, from 0 and reduced like `count`; -1 for padding."""
+    ordinal = ring.count[:, None] + jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1
+    return jnp.where(valid, ordinal, -1)
+
+
+def rotate_keys(
+    spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int, cache_relative: bool
+) -> Float[Array, "B T K H"]:
+    """The chunk's keys, rotated to the positions at which they are stored.
+
+    A sink's cache-relative position never changes, so a sink is stored rotated to it. Every other
+    key is stored rotated to its position in the text.
+    """
+    positions = chunk.positions
+    if sinks and cache_relative:
+        positions = jnp.where(numbers < sinks, numbers.astype(jnp.uint32), positions)
+    return spec.encoding.rotate(chunk.k, positions)
+
+
+def update(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    sinks: int,
+    window: int | None,
+    cache_relative: bool = True,
+) -> tuple[Partial, Ring]:
+    """Attend to the sinks, the ring and the chunk; absorb the chunk."""
+    if chunk.valid.shape[1] == 1:
+        return decode(spec, ring, chunk, sinks, cache_relative)
+    partial = attend(spec, ring, chunk, sinks, window, cache_relative)
+    return partial, write(spec, ring, chunk, sinks, cache_relative)
+
+
+def write(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    sinks: int,
+    cache_relative: bool = True,
+    evict: bool = True,
+) -> Ring:
+    """Absorb a chunk of any length; of several tokens for one slot the newest stays.
+
+    evict: tokens beyond the last slot overwrite the oldest; otherwise they are lost and `count`
+    becomes OVERFULL.
+    """
+    tokens, size = chunk.valid.shape[1], ring.positions.shape[1]
+    if tokens == 1:
+        return _write_one(spec, ring, chunk, sinks, cache_relative, evict)
+    numbers = token_numbers(ring, chunk.valid)
+    new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
+    # Valid tokens first, in order: the n-th new token is at place n.
+    places = jnp.argsort(~chunk.valid, axis=1, stable=True)
+    keys, values = rotate_keys(spec, chunk, numbers, sinks, cache_relative), chunk.v
+
+    def write_slots(into: Ring, start: Int32[Array, " B"], width: int) -> Ring:
+        """Write the tokens that belong into slots start .. start+width-1 of each sequence."""
+        slot = start[:, None] + jnp.arange(width)[None, :]
+        last = (ring.count + new - 1)[:, None]
+        # Of all token numbers that map to a slot of the ring, the largest.
+        newest = last - (last - slot) % (size - sinks)
+        lands = jnp.where(slot < sinks, slot, newest) if evict else slot
+        offset = lands - ring.count[:, None]
+        hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
+        source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
+
+        def put(old: Array, fresh: Array) -> Array:  # [B,K,S,H], [B,T,K,H]
+            taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
+            return _put(old, taken.transpose(0, 2, 1, 3), start, hit)
+
+        positions = jnp.take_along_axis(chunk.positions, source, axis=1)
+        return into._replace(
+            k=put(into.k, keys),
+            v=put(into.v, values),
+            positions=_put(into.positions, positions, start, hit),
+        )
+
+    if tokens >= min(size // 2, size - sinks):
+        out = write_slots(ring, jnp.zeros_like(ring.count), size)
+    else:  # only two stretches change: after the newest token, and at the start of the ring
+        out = write_slots(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
+        if evict:
+            out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
+    return out._replace(count=_advance(ring.count, new, sinks, size, evict))
+
+
+def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
+    """The slot that the next token of each sequence takes."""
+    size = ring.positions.shape[1]
+    beyond = sinks + (ring.count - sinks) % (size - sinks)
+    return jnp.where(ring.count < size, ring.count, beyond)
+
+
+def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "B W"]) -> Array:
+    """old [B,K,S,H] or [B,S] with fresh ([B,K,W,H] or [B,W]) from slot `start` on, where hit."""
+    axis, width = 0 if old.ndim == 2 else 1, hit.shape[1]
+    hit = hit if old.ndim == 2 else hit[:, None, :, None]
+    if width == old.shape[axis + 1]:
+        return jnp.where(hit, fresh.astype(old.dtype), old)
+
+    def one(old_slots: Array, new_slots: Array, at: Array, written: Array) -> Array:
+        # Reading the old slots first keeps padding from changing a bit.
+        before = jax.lax.dynamic_slice_in_dim(old_slots, at, width, axis)
+        new_slots = jnp.where(written, new_slots.astype(old.dtype), before)
+        return jax.lax.dynamic_update_slice_in_dim(old_slots, new_slots, at, axis)
+
+    # One sequence is written as [K,S,H]: XLA fuses a 4-D write twice and copies the whole cache.
+    if old.shape[0] == 1:
+        return one(old[0], fresh[0], start[0], hit[0])[None]
+    return jax.vmap(one)(old, fresh, start, hit)
+
+
+def _write_one(
+    spec: Spec, ring: Ring, chunk: Chunk, sinks: int, cache_relative: bool, evict: bool
+) -> Ring:
+    """Absorb one token: no two tokens compete for a slot."""
+    size, slot = ring.positions.shape[1], next_slot(ring, sinks)
+    written = chunk.valid if evict else chunk.valid & (ring.count < size)[:, None]
+    keys = rotate_keys(spec, chunk, token_numbers(ring, chunk.valid), sinks, cache_relative)
+    new = chunk.valid[:, 0].astype(jnp.int32)
+    return Ring(
+        k=_put(ring.k, keys.transpose(0, 2, 1, 3), slot, written),
+        v=_put(ring.v, chunk.v.transpose(0, 2, 1, 3), slot, written),
+        positions=_put(ring.positions, chunk.positions, slot, written),
+        count=_advance(ring.count, new, sinks, size, evict),
+    )
+
+
+def cache_relative_positions(
+    ring: Ring, numbers: Int32[Array, "B T"], num_sampled: Int32[Array, "#B #T"] | int = 0
+) -> UInt32[Array, "B T"]:
+    """The position of each query within the cache (StreamingLLM, section 3.2).
+
+    num_sampled: tokens that the cache stores between the sinks and the ring.
+    """
+    last = ring.positions.shape[1] - 1
+    return (jnp.clip(numbers, 0, last) + num_sampled).astype(jnp.uint32)
+
+
+def attend(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    sinks: int,
+    window: int | None,
+    cache_relative: bool = True,
+    num_sampled: Int32[Array, "#B #T"] | int = 0,
+) -> Partial:
+    """Attention to the sinks, also those of this chunk, to the ring before it, and to the chunk."""
+    numbers = token_numbers(ring, chunk.valid)
+    kv_heads = ring.k.shape[1]
+    parts = [attend_ring(spec, ring, chunk, sinks, window)]
+    if sinks:
+        first = Ring(ring.k[:, :, :sinks], ring.v[:, :, :sinks], ring.positions[:, :sinks],
+                     ring.count)  # fmt: skip
+        first = write_sinks(spec, first, chunk, numbers, cache_relative)
+        key_positions, query_positions = first.positions, chunk.positions
+        if cache_relative:
+            rank = jnp.arange(sinks, dtype=jnp.uint32)
+            key_positions = jnp.broadcast_to(rank, first.positions.shape)
+            query_positions = cache_relative_positions(ring, numbers, num_sampled)
+        seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
+        bias = _bias(spec, seen, query_positions, key_positions, kv_heads)
+        q = spec.encoding.rotate(chunk.q, query_positions)
+        parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
+    hidden = _first_sinks(numbers, sinks) if sinks else None
+    parts.append(local_attention(spec, chunk, window, hidden))
+    return merge(*parts)
+
+
+def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, sinks: int, window: int | None) -> Partial:
+    """Attention to the ring as it was before the chunk, without the sinks."""
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
+
+    def ring_bias(start: Array | int, size: int) -> Array:
+        positions = jax.lax.dynamic_slice_in_dim(ring.positions, start, size, 1)
+        slot = start + jnp.arange(size)[None, :]
+        # The sinks are masked and not sliced off: slicing would copy the ring.
+        seen = ((slot >= sinks) & (slot < ring.count[:, None]))[:, None] & chunk.valid[:, :, None]
+        if window is not None:
+            distance = (chunk.positions[:, :, None] - positions[:, None, :]).astype(jnp.int32)
+            seen &= distance < window
+        return _bias(spec, seen, chunk.positions, positions, kv_heads)
+
+    # A mask of moderate size is computed once for all layers, a larger one block by block.
+    elements = jax.eval_shape(lambda: ring_bias(0, size)).size
+    bias = ring_bias(0, size) if elements <= _WHOLE_MASK else ring_bias
+    return slot_attention(q, ring.k, ring.v, bias, spec.scale, spec.softcap)
+
+
+def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]:
+    """The tokens of the chunk that become sinks, with the padding before and between them.
+
+    Sinks come first, so one place per sequence describes them. A mask made from `numbers` itself
+    would be slower: XLA:CPU recomputes the running sum for every element of a mask.
+    """
+    others = jnp.where(numbers < sinks, numbers.shape[1], jnp.arange(numbers.shape[1])[None])
+    return jnp.arange(numbers.shape[1])[None] < jnp.min(others, axis=1, keepdims=True)
+
+
+def write_sinks(
+    spec: Spec, first: Ring, chunk: Chunk, numbers: Int32[Array, "B T"], cache_relative: bool
+) -> Ring:
+    """The sink slots alone, after this chunk."""
+    sinks = first.positions.shape[1]
+    hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,S,T]
+    hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
+
+    def put(old: Array, fresh: Array) -> Array:
+        taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
+        return jnp.where(hit[:, None, :, None], taken.transpose(0, 2, 1, 3).astype(old.dtype), old)
+
+    positions = jnp.take_along_axis(chunk.positions, source, axis=1)
+    return first._replace(
+        k=put(first.k, rotate_keys(spec, chunk, numbers, sinks, cache_relative)),
+        v=put(first.v, chunk.v),
+        positions=jnp.where(hit, positions, first.positions),
+    )
+
+
+def decode(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    sinks: int,
+    cache_relative: bool = True,
+    evict: bool = True,
+    num_sampled: Int32[Array, "#B #T"] | int = 0,
+) -> tuple[Partial, Ring]:
+    """One token: it is written first, so every filled slot is in view without a distance mask."""
+    numbers = token_numbers(ring, chunk.valid)
+    ring = _write_one(spec, ring, chunk, sinks, cache_relative, evict)
+    size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
+    seen = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    bias = _bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
+    logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
+    if sinks and cache_relative:
+        # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
+        view = cache_relative_positions(ring, numbers, num_sampled)
+        rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
+        bias = _bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
+        q = spec.encoding.rotate(chunk.q, view)
+        first = scores(q, ring.k[:, :, :sinks], spec.scale, spec.softcap) + bias
+        logits = jax.lax.dynamic_update_slice(logits, first, (0, 0, 0, 0, 0))
+    return blend(logits, ring.v), ring
+
+
+def _bias(
+    spec: Spec,
+    seen: Bool[Array, "B T S"],
+    queries: UInt32[Array, "B T"],
+    keys: UInt32[Array, "B S"],
+    kv_heads: int,
+) -> Array:
+    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+    penalty = spec.encoding.bias(queries, keys, kv_heads)
+    return bias if penalty is None else bias + penalty
+
+
+def cached(ring: Ring) -> Cached:
+    """The stored positions, the same for every KV head."""
+    batch, kv_heads, size = ring.k.shape[:3]
+    filled = jnp.arange(size)[None, :] < ring.count[:, None]
+    weight = jnp.where(filled, np.float32(0), -jnp.inf)
+    shape = (batch, kv_heads, size)
+    return Cached(
+        jnp.broadcast_to(ring.positions[:, None], shape),
+        jnp.broadcast_to(weight[:, None], shape),
+    )

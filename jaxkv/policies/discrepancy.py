@@ -1,0 +1,169 @@
+"""Discrepancy: halve a block of tokens so that one half, counted twice, attends like the whole.
+
+BalanceKV (2502.07861, section 3): a self-balancing walk over the vectors phi(k) (x) v, whose inner
+products are exp(<k,k'>) <v,v'>, gives each token a sign, and the tokens of one sign stay. Modes:
+
+walk    a sign a token (Algorithm 2); where one has more than half, some of it at random change.
+pairs   a sign a pair of neighbours, over the differences of their vectors (kernel halving).
+coin    a coin a pair of neighbours: stratified sampling, the baseline that looks at nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
+
+MODES = ("walk", "pairs", "coin")
+
+
+@dataclass(frozen=True)
+class Halving:
+    """The settings of a halving.
+
+    temperature: multiplies the products of keys; at 1 the vectors of real keys are almost
+    orthogonal, so nothing can be balanced. c: a step takes +1 with probability 1/2 - s/(2c), where
+    s is the inner product with the signed sum so far, scaled so that no vector is longer than 1; at
+    0 only the first sign is random. tau: added to <v,v'>, for values no longer than 1, so that one
+    half serves numerator and denominator.
+    """
+
+    mode: Literal["walk", "pairs", "coin"] = "pairs"
+    temperature: float = 0.1
+    c: float = 0.25
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(
+                f"temperature must be above 0 and finite, got {self.temperature}; try "
+                "temperature=0.1"
+            )
+        for name, least in (("c", self.c), ("tau", self.tau)):
+            if not 0 <= least < math.inf:
+                raise UserError(f"{name} must be 0 or more and finite, got {least}; leave it out")
+
+
+class Halved(NamedTuple):
+    """chosen [...,b/2]: the places that stay, in order, then places without a token.
+
+    inner: the scaled inner product s at each step; `certain` says where no draw could change the
+    sign.
+    """
+
+    chosen: Int32[Array, "... C"]
+    inner: Float32[Array, "... W"]
+
+
+def certain(inner: Float32[Array, "..."]) -> Bool[Array, "..."]:
+    """Steps whose sign no draw could change; a NaN gives -1 for any draw."""
+    return ~(jnp.abs(inner) <= 0.5)
+
+
+def halve(
+    how: Halving,
+    scale: float,
+    keys: Float[Array, "... S H"],
+    values: Float[Array, "... S X"],
+    uniforms: Float32[Array, "... S"],
+    count: Int32[Array, "..."] | None = None,
+) -> Halved:
+    """Half of the tokens of each block.
+
+    scale: of the model's logits. uniforms: draws in [0, 1), one per token; pairs use every second.
+    count: the number of tokens of a block, even, at its front; None: all.
+    """
+    keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no gradient
+    tokens = keys.shape[-2]
+    if tokens % 2:
+        raise UserError(f"a block must be even to be halved, got {tokens} tokens; give one more")
+    count = jnp.full(uniforms.shape[:-1], tokens, jnp.int32) if count is None else count
+    place = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, uniforms.ndim - 1)
+    there = place < count[..., None]
+    if how.mode == "walk":
+        inner, signs = walk(how, scale, keys, values, uniforms, there)
+        return Halved(_half(signs, uniforms, count), inner)
+    first, there = place[..., ::2], there[..., ::2]
+    thresholds = np.float32(0.5) - uniforms[..., ::2]
+    if how.mode == "coin":
+        inner, stays = jnp.zeros_like(thresholds), thresholds > 0
+    else:
+        apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)  # noqa: E731
+        inner, signs = _walk(how, scale, apart(keys), apart(values), uniforms[..., ::2], there)
+        stays = signs > 0
+    return Halved(first + jnp.where(stays, np.int32(0), np.int32(1)), inner)
+
+
+def walk(
+    how: Halving,
+    scale: float,
+    keys: Float[Array, "... S H"],
+    values: Float[Array, "... S X"],
+    uniforms: Float32[Array, "... S"],
+    there: Bool[Array, "... S"],
+) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
+    """The inner product s at each token, and its sign; 0 where there is no token."""
+    alone = lambda a: a[..., None, :, :]  # noqa: E731
+    return _walk(how, scale, alone(keys), alone(values), uniforms, there)
+
+
+def _walk(
+    how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, there: Array
+) -> tuple[Array, Array]:
+    """A walk over steps of P tokens; keys and values [...,P,b,*]."""
+    real = there[..., None, :, None]
+    keys, values = (jnp.where(real, a, 0).astype(jnp.float32) for a in (keys, values))
+    # A softmax ignores a shift common to all keys, so keys are centred to shorten the vectors.
+    members = jnp.sum(there, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
+    total = jnp.sum(keys, axis=(-3, -2), keepdims=True)
+    keys = keys - total / jnp.maximum(members, 1).astype(jnp.float32)
+    keys = jnp.where(real, keys * np.float32((how.temperature * abs(scale)) ** 0.5), 0)
+    # No exponent exceeds that of the longest key with itself (Cauchy-Schwarz).
+    shift = jnp.max(jnp.sum(keys * keys, axis=-1), axis=(-2, -1))
+    longest = jnp.max(jnp.sum(values * values, axis=-1), axis=(-2, -1), keepdims=True)[..., None]
+    values = values * jax.lax.rsqrt(jnp.maximum(longest, np.float32(1e-30)))
+    lengths = jnp.where(there, _lengths(how, keys, values, shift), 0)
+    # Two equal tokens leave nothing to balance: with either sign the half is exact.
+    gain = 1 / jnp.maximum(jnp.max(lengths, axis=-1), np.float32(1e-30))
+    thresholds = np.float32(0.5) - uniforms
+    if how.c == 0:  # the sign of s decides; a coin where it is 0, as at the first step
+        thresholds = jnp.sign(thresholds) * np.finfo(np.float32).tiny
+    else:
+        gain = gain / np.float32(2 * how.c)
+    thresholds = jnp.where(there, thresholds, NO_STEP)
+    done = balance_walk(keys, values, thresholds, shift, gain, how.tau)
+    return done.met, done.signs.astype(jnp.int32)
+
+
+def _lengths(how: Halving, keys: Array, values: Array, shift: Array) -> Float32[Array, "... W"]:
+    """The squared length of each step's vector."""
+
+    def inner(p: int, q: int) -> Array:
+        kernel = jnp.exp(jnp.sum(keys[..., p, :, :] * keys[..., q, :, :], -1) - shift[..., None])
+        return kernel * (jnp.sum(values[..., p, :, :] * values[..., q, :, :], -1) + how.tau)
+
+    if keys.shape[-3] == 1:
+        return inner(0, 0)
+    return inner(0, 0) + inner(1, 1) - 2 * inner(0, 1)
+
+
+def _half(signs: Array, uniforms: Array, count: Int32[Array, "..."]) -> Int32[Array, "... C"]:
+    """Half of the tokens: those of sign +1, completed or cut at random."""
+    # The last bits of a draw are independent of the sign that its first bits gave.
+    key = (uniforms * np.float32(4096)) % 1 + jnp.where(signs > 0, 0, jnp.where(signs < 0, 1, 2))
+    half = signs.shape[-1] // 2
+    first = jnp.argsort(key, axis=-1, stable=True)[..., :half]
+    place = jax.lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1)
+    # In order; places without a token come last.
+    places = jnp.where(place < (count // 2)[..., None], first, signs.shape[-1])
+    return jnp.minimum(jnp.sort(places, axis=-1), signs.shape[-1] - 1).astype(jnp.int32)

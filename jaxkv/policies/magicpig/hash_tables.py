@@ -1,0 +1,261 @@
+"""Hash tables that a compiled step can read: keys by their codes, in blocks of one size.
+
+In each of L tables the keys of one code are adjacent, padded to whole blocks of W entries. A query
+reads the blocks of its code in every table and counts how often it meets each key. The cost is
+proportional to the keys found, plus one or two bytes per cached key for the counts. An entry is the
+key's place plus one; 0 is no key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Leaf
+from jaxkv.pallas_kernels import host
+from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
+
+MAX_FOUND = 65535  # places of a sample: with more, ranks overflow 32 bits
+_WIDEST = 16  # entries of a block: 64 bytes, one cache line
+_BLOCKS = 512  # blocks read at a time
+COMPARED = 128  # codes of the tail compared at a time
+_SELECTED = 1024  # places of a sample selected at a time
+WORD = 32  # places per word of bits
+
+
+class Tables(NamedTuple):
+    """entries: E blocks per table. first: the first block of each code, C = 2^bits + 1."""
+
+    entries: Integer[Array, "B K L E W"]
+    first: Int32[Array, "B K L C"]
+
+
+LEAVES = Tables(Leaf("B K L E W"), Leaf("B K L C"))
+
+
+def init(batch: int, kv_heads: int) -> Tables:
+    """Empty tables."""
+    return Tables(
+        jnp.zeros((batch, kv_heads, 0, 0, 0), jnp.int32),
+        jnp.zeros((batch, kv_heads, 0, 0), jnp.int32),
+    )
+
+
+def width(keys: int, bits: int) -> int:
+    """W: a quarter of what a bucket holds on average, so that filling up costs about an eighth."""
+    mean = max(1, keys >> bits)
+    return max(1, min(_WIDEST, 1 << max(0, mean.bit_length() - 3)))
+
+
+def blocks(keys: int, bits: int) -> int:
+    """E: enough blocks for this many keys, however their codes are distributed."""
+    wide = width(keys, bits)
+    return (keys + min(keys, 1 << bits) * (wide - 1)) // wide
+
+
+def entry_type(keys: int) -> np.dtype:
+    """The smallest integer type that counts this many keys."""
+    return np.dtype(np.uint16 if keys < 2**16 else np.int32)
+
+
+def nbytes(keys: int, bits: int, tables: int) -> int:
+    """Bytes of the tables of one sequence and KV head."""
+    table = blocks(keys, bits) * width(keys, bits) * entry_type(keys).itemsize
+    return tables * (table + 4 * ((1 << bits) + 1))
+
+
+def build(codes: Int32[Array, "L S"], there: Bool[Array, " S"], bits: int) -> Tables:
+    """Tables of one sequence and KV head over the keys that are there."""
+    tables, keys = codes.shape
+    wide, most = width(keys, bits), blocks(keys, bits)
+    codes = jnp.where(there[None], codes, np.int32(1 << bits))
+    ordered, keys_in_order = _sort(codes, bits)
+    edge = jnp.arange((1 << bits) + 1, dtype=jnp.int32)
+    begin = jax.vmap(lambda row: jnp.searchsorted(row, edge).astype(jnp.int32))(ordered)
+    filled = -(-jnp.diff(begin, axis=1) // np.int32(wide))
+    first = jnp.pad(jnp.cumsum(filled, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+    def fill(ordered: Array, keys_in_order: Array, begin: Array, first: Array) -> Array:
+        rank = jnp.arange(keys, dtype=jnp.int32) - begin[ordered]
+        place = jnp.where(ordered < 1 << bits, first[ordered] * wide + rank, most * wide)
+        empty = jnp.zeros(most * wide, entry_type(keys))
+        entry = (keys_in_order + 1).astype(empty.dtype)
+        return empty.at[place].set(entry, mode="drop")
+
+    def one(args: tuple) -> Array:
+        return fill(*args)
+
+    entries = jax.lax.map(one, (ordered, keys_in_order, begin, first))
+    return Tables(entries.reshape(tables, most, wide), first)
+
+
+def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
+    """Codes in order, and the keys that have them, lower places first."""
+    keys = codes.shape[1]
+    place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), codes.shape)
+    shift = (keys - 1).bit_length()
+    if shift + bits + 1 > 32:
+        return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
+    # One word sorts five times as fast as a pair of code and place.
+    word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
+    word = jnp.sort(word, axis=1)
+    keys_in_order = word & np.uint32((1 << shift) - 1)
+    return (word >> np.uint32(shift)).astype(jnp.int32), keys_in_order.astype(jnp.int32)
+
+
+def tally(
+    tables: Tables, kv_head: Int32[Array, ""], code: Int32[Array, " L"], places: int, least: int
+) -> UInt32[Array, " W"]:
+    """The places that are in the bucket of `code` in `least` tables or more, one bit each.
+
+    kv_head: the number of sequence and KV head. 32 places per word, the first in its lowest bit.
+    """
+    count, most, wide = tables.entries.shape[2:]
+    # Gathers from the whole: slicing out one KV head would copy its tables.
+    entries = tables.entries.reshape(-1, wide)
+    first = tables.first.reshape(-1)
+    table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
+    bucket = table * tables.first.shape[3] + code
+    begin, end = (host.take(first, bucket + i) for i in (0, 1))
+    upto = _running_sum(end - begin)
+    # The j-th block of all buckets is block j + base of its table.
+    base = table * most + begin - (upto - (end - begin))
+    total = upto[-1]
+    # Several counts per word; words that make one word of bits are apart, so that many are packed
+    # side by side: XLA:CPU packs single bytes slowly.
+    bits = 8 if count < 2**8 else 16
+    fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
+
+    def some(i: Array, counts: Array) -> Array:
+        j = i * _BLOCKS + jnp.arange(_BLOCKS, dtype=jnp.int32)
+        mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
+        mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
+        block = jnp.where(j < total, j + mine, 0)
+        entry = host.take(entries, block).astype(jnp.uint32)
+        entry = jnp.where((j < total)[:, None], entry, 0)
+        place = jnp.maximum(entry, 1) - 1
+        one = jnp.minimum(entry, 1) << (place % fields * bits)
+        at = place % WORD // fields * words + place // WORD
+        return counts.at[at].add(one, mode="promise_in_bounds")
+
+    counts = jnp.zeros(WORD // fields * words, jnp.uint32)
+    counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), some, counts)
+    enough = _at_least(counts.reshape(-1, words), least, bits)
+    place = np.arange(0, WORD, fields, dtype=np.uint32)[:, None]
+    return jnp.sum(enough << place, axis=0, dtype=jnp.uint32)
+
+
+def _at_least(counts: UInt32[Array, "..."], least: int, bits: int) -> UInt32[Array, "..."]:
+    """The fields of a word that are `least` (1 or 2) or more, one bit each, in the lowest bits."""
+    ones = sum(1 << at for at in range(0, WORD, bits))
+    high, low = np.uint32(ones << bits - 1), np.uint32(~(ones << bits - 1) & 0xFFFFFFFF)
+    rest = counts & ~np.uint32(ones) if least == 2 else counts
+    enough = (((rest & low) + low | rest) & high) >> np.uint32(bits - 1)
+    # The product gathers one bit of each field in its highest bits.
+    fields = WORD // bits
+    gather = sum(1 << WORD - fields + i - i * bits for i in range(fields))
+    return enough * np.uint32(gather) >> np.uint32(WORD - fields)
+
+
+def compare(
+    tail: Integer[Array, "B K L Z"], kv_head: Array, code: Int32[Array, " L"], last: Array,
+    least: int,
+) -> UInt32[Array, " W"]:  # fmt: skip
+    """The places of the unindexed tail, up to `last`, that agree in `least` codes or more."""
+    tail = tail.reshape(-1, *tail.shape[2:])
+    tables, size = tail.shape[1:]
+    width = min(COMPARED, size)
+
+    def some(i: Array, found: Array) -> Array:
+        first = jnp.minimum(i * width, size - width)
+        codes = jax.lax.dynamic_slice(tail, (kv_head, 0, first), (1, tables, width))[0]
+        same = jnp.sum(codes == code.astype(codes.dtype)[:, None], axis=0, dtype=jnp.int32)
+        enough = (same >= least) & (first + jnp.arange(width) <= last)
+        return jax.lax.dynamic_update_slice(found, enough, (first,))
+
+    found = jax.lax.fori_loop(0, (last + width) // width, some, jnp.zeros(size, bool))
+    found = jnp.pad(found, (0, -size % WORD)).reshape(-1, WORD)
+    place = np.uint32(1) << np.arange(WORD, dtype=np.uint32)
+    return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
+
+
+class Found(NamedTuple):
+    """places: of a sample; the first `count` are valid. total: how many there were to sample."""
+
+    places: Int32[Array, "... M"]
+    count: Int32[Array, "..."]
+    total: Int32[Array, "..."]
+
+
+def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> Found:
+    """The places whose bits are set: all of them, or a systematic sample of `most`.
+
+    draw: in [0, 1). Where there are `total` > `most`, each is drawn with probability most / total,
+    at equal distances from one random start.
+    """
+    ones = jax.lax.population_count(words).astype(jnp.int32)
+    upto = _running_sum(ones)
+    total = upto[-1]
+    count = jnp.minimum(total, most)
+    width = min(_SELECTED, most)
+    size = -(-most // width) * width
+    # How many words end by each slot, counted at the slot where they end.
+    ends = jnp.zeros(size + 1, jnp.int32).at[jnp.minimum(upto, size)].add(1)
+
+    def some(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        places, before = so_far
+        first = i * width
+        slot = first + jnp.arange(width, dtype=jnp.int32)
+
+        def few() -> tuple[Array, Array]:
+            return before + _running_sum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
+
+        def many() -> tuple[Array, Array]:
+            rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
+            return jnp.searchsorted(upto, rank, side="right").astype(jnp.int32), rank
+
+        word, rank = jax.lax.cond(total > most, many, few)
+        before, word = word[-1], jnp.minimum(word, words.shape[0] - 1)
+        at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
+        place = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
+        return jax.lax.dynamic_update_slice(places, place, (first,)), before
+
+    nothing = jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32)
+    places, _ = jax.lax.fori_loop(0, -(-count // width), some, nothing)
+    return Found(places[:most], count, total)
+
+
+def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:
+    """floor((slot x total + begin) / most), begin from 0 to total - 1, in 32 bits."""
+    total, size = total.astype(jnp.uint32), np.uint32(most)
+    begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
+    rank = slot * (total // size) + begin // size
+    return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)
+
+
+def _running_sum(ones: Int32[Array, " S"]) -> Int32[Array, " S"]:
+    """The inclusive running sum, by two products: XLA:CPU has no fast running sum."""
+    size = ones.shape[0]
+    wide = max(1, int(np.sqrt(size)))
+    table = jnp.pad(ones, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST  # whole numbers below 2^24
+    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
+    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
+    before = jnp.dot(before, within[:, -1:], precision=exact)
+    return (within + before).reshape(-1)[:size].astype(jnp.int32)
+
+
+def _nth_bit(word: UInt32[Array, " M"], n: Int32[Array, " M"]) -> Int32[Array, " M"]:
+    """The place of the n-th set bit of a word, from 0."""
+    place = jnp.zeros_like(n)
+    for half in (16, 8, 4, 2, 1):
+        low = word & np.uint32((1 << half) - 1)
+        ones = jax.lax.population_count(low).astype(jnp.int32)
+        higher = n >= ones
+        n = jnp.where(higher, n - ones, n)
+        word = jnp.where(higher, word >> np.uint32(half), low)
+        place = place + jnp.where(higher, np.int32(half), 0)
+    return place

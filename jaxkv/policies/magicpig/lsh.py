@@ -1,0 +1,215 @@
+"""Hash tables as MagicPIG samples by them: planes, codes, and the chance that a key is found.
+
+A SimHash is one bit, on which side of a plane a vector lies. A key and a query agree in it with the
+chance p = 1 - acos(c)/pi, c being the cosine of their angle; in all K bits of a table with P = p^K;
+and a key is sampled when they agree in at least `least` of L tables (2410.16179, section 4.2). A
+cross-polytope hash (Andoni et al. 2015), which the paper leaves to the future, takes several bits
+at once: which of m directions a vector is nearest to, and on which side. All chances are over the
+draw of the planes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import batched_dot
+from jaxkv.cache import per_head
+from jaxkv.errors import UserError
+from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels.sampled_attention import Angles
+from jaxkv.typing import Array, Float, Float32, Int32, UInt32
+
+MOST_BITS = 16  # a code is kept in two bytes
+MOST_TABLES = 4096
+# Abramowitz and Stegun 4.4.46: acos(x) = sqrt(1 - x) times this, within 2e-8 for x from 0 to 1.
+_ACOS = (
+    1.5707963050, -0.2145988016, 0.0889789874, -0.0501743046,
+    0.0308918810, -0.0170881256, 0.0066700901, -0.0012624911,
+)  # fmt: skip
+# Of a cross-polytope hash by m directions log p is m log(1 - angle/pi), which is all for 1 and 2,
+# and these Chebyshev polynomials of 2 angle/pi - 1 (tests/test_lsh.py integrates it anew).
+_CROSS = {
+    4: (
+        0.619206753, 0.562092759, -0.0775692823, -0.0232651797, -0.00330239188, -0.00024795151,
+        0.000334381576, 9.5519917e-05, 5.49093879e-06, -1.97756977e-06, -2.41950928e-06,
+    ),
+    8: (
+        2.67007936, 2.63311927, -0.144350856, -0.141254615, -0.0421715307, -0.00896465686,
+        0.000204846552, 0.00130662136, 0.000556017577, 0.000131053625, 1.08222731e-05,
+        -1.73160502e-05, -1.10009923e-05,
+    ),
+    16: (
+        7.98303079, 8.40112447, 0.16981325, -0.398564798, -0.210287732, -0.0776045939,
+        -0.0191954136, 0.000328986736, 0.00336847247, 0.00212171092, 0.000904474374,
+        0.000258095925, 2.43831882e-06,
+    ),
+}  # fmt: skip
+_WIDEST = 5  # bits of a cross-polytope hash: 16 directions
+_FEW = 16
+_RARE = 0.1  # tables that agree, on average, below which u is a power series in P
+
+
+@dataclass(frozen=True)
+class Hashing:
+    """bits: K of a table. tables: L. least: in how many a key must agree to be sampled.
+
+    floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper. hash:
+    simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table into
+    hashes of up to five, which for ten bits take 32 directions.
+    """
+
+    bits: int = 10
+    tables: int = 150
+    least: int = 2
+    floor: float = 0.0
+    hash: Literal["simhash", "crosspolytope"] = "simhash"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= MOST_BITS:
+            raise UserError(f"K must be from 1 to {MOST_BITS}, got {self.bits}; try K=10")
+        if not 2 <= self.tables <= MOST_TABLES:
+            raise UserError(f"L must be from 2 to {MOST_TABLES}, got {self.tables}; try L=150")
+        if self.least not in (1, 2):
+            raise UserError(f"min_tables must be 1 or 2, got {self.least}; try min_tables=2")
+        if not 0 <= self.floor < 1:
+            raise UserError(f"u_floor must be from 0 to less than 1, got {self.floor}; try 1e-4")
+        if self.hash not in ("simhash", "crosspolytope"):
+            raise UserError(
+                f"hash must be simhash or crosspolytope, got {self.hash!r}; try hash=simhash"
+            )
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """How many bits each hash of a table takes."""
+        count = self.bits if self.hash == "simhash" else -(-self.bits // _WIDEST)
+        return tuple((self.bits + i) // count for i in range(count))
+
+    @property
+    def directions(self) -> int:
+        """Of a table: m = 2^(bits - 1) of each hash."""
+        return sum(1 << bits - 1 for bits in self.pieces)
+
+    def __call__(self, cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
+        """The log weight of a key that was sampled, -log(u + floor)."""
+        log_u = log_inclusion(cosine, self)
+        return -jnp.logaddexp(log_u, np.float32(math.log(self.floor))) if self.floor else -log_u
+
+
+def log_inclusion(cosine: Float32[Array, "..."], how: Hashing) -> Float32[Array, "..."]:
+    """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1); for least 1 without the last term.
+
+    That is the regularised incomplete beta I_P(least, L - least + 1). As it is written it loses
+    every digit where it is small; here log u is within 5e-5 in float32 for every cosine, and within
+    5e-4 for crosspolytope.
+    """
+    tables, least = how.tables, how.least
+    log_p = _log_agreement(_agreement(cosine), how.pieces)  # of P
+    p, count = jnp.exp(log_p), np.float32(tables)
+    # Of two tables or more with expected number up to _RARE: the series of I_P, four terms on.
+    a = tables - least
+    nobody = jnp.log1p(-jnp.minimum(p, np.float32(1 - 2**-24)))
+    if least == 1:
+        series = (-a / 2, a * (a - 1) / 6, -a * (a - 1) * (a - 2) / 24)
+        rest = count * nobody
+    else:
+        series = (-2 * a / 3, a * (a - 1) / 4, -a * (a - 1) * (a - 2) / 15,
+                  a * (a - 1) * (a - 2) * (a - 3) / 72)  # fmt: skip
+        rest = np.float32(tables - 1) * nobody + jnp.log1p(np.float32(tables - 1) * p)
+    rare = jnp.minimum(p, np.float32(_RARE / tables))
+    tail = jnp.zeros_like(rare)
+    for factor in reversed(series):
+        tail = rare * (np.float32(factor) + tail)
+    log_rare = np.float32(least) * log_p + np.float32(math.log(math.comb(tables, least)))
+    # 1 - exp(rest) by a tangent: kernels have no expm1.
+    half = jnp.tanh(jnp.maximum(-rest, np.float32(1e-7)) / 2)
+    often = jnp.log(2 * half / (1 + half))
+    return jnp.where(p * count < np.float32(_RARE), log_rare + jnp.log1p(tail), often)
+
+
+def _agreement(cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """p = 1 - acos(c)/pi with all its digits where it is small too."""
+    cosine = jnp.clip(cosine, -1, 1)
+    x = jnp.abs(cosine)
+    poly = jnp.full_like(x, _ACOS[-1])
+    for factor in reversed(_ACOS[:-1]):
+        poly = poly * x + np.float32(factor)
+    less = jnp.sqrt(1 - x) * poly * np.float32(1 / math.pi)  # acos|c| / pi
+    return jnp.maximum(jnp.where(cosine < 0, less, 1 - less), np.float32(1e-30))
+
+
+def _log_agreement(p: Float32[Array, "..."], pieces: tuple[int, ...]) -> Float32[Array, "..."]:
+    """log P: the hashes of a table are drawn apart, so their logs add up."""
+    sides = [1 << bits - 1 for bits in pieces]
+    total = np.float32(sum(sides)) * jnp.log(p)
+    for m in set(sides) & set(_CROSS):
+        total = total + np.float32(sides.count(m)) * _chebyshev(_CROSS[m], 1 - 2 * p)
+    return total
+
+
+def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Their sum by Clenshaw's recurrence."""
+    last, before = jnp.zeros_like(x), jnp.zeros_like(x)
+    for factor in reversed(factors[1:]):
+        last, before = np.float32(factor) + 2 * x * last - before, last
+    return np.float32(factors[0]) + x * last - before
+
+
+def log_weights(
+    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], rows: Int32[Array, "B N M"], of: Angles,
+    how: Hashing,
+) -> Float32[Array, "B N M"]:  # fmt: skip
+    """The log weights of these rows of k, a head at a time: all of them at once would be large."""
+    kv_heads, size, head_dim = k.shape[1:]
+    group = q.shape[1] // kv_heads
+    keys, norms = k.reshape(-1, head_dim), of.norms.reshape(-1)
+
+    def one(given: tuple[Array, ...]) -> Array:
+        head, q, rows, shift, length = given
+        at = head // group * size + rows
+        dot = jnp.dot(host.take(keys, at).astype(jnp.float32), q, precision="highest") - shift
+        of = host.take(norms, at) * length
+        return how(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
+
+    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    heads = jnp.arange(q.shape[0] * q.shape[1])
+    each = heads, flat(q.astype(jnp.float32)), flat(rows), of.shift.reshape(-1), flat(of.length)
+    return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(rows.shape))
+
+
+def planes(key: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:
+    """F directions, L times those of a table, normal in every coordinate (Box and Muller)."""
+    count = head_dim * how.tables * how.directions
+    number = jnp.arange(count, dtype=jnp.uint32)[None, None]
+    radius = jnp.sqrt(-2 * jnp.log1p(-per_head.uniforms(2 * number, key)))
+    angle = np.float32(2 * math.pi) * per_head.uniforms(2 * number + 1, key)
+    return (radius * jnp.cos(angle)).reshape(*key.shape[:2], head_dim, -1)
+
+
+def codes(
+    x: Float[Array, "X S H"], planes: Float32[Array, "X H F"], how: Hashing
+) -> Int32[Array, "X L S"]:
+    """In each table the K bits of every vector, the first hash in the lowest."""
+    count = x.shape[1]
+    if count <= _FEW:  # vectors first: a few of them are one pass over the planes
+        products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,F]
+        products = products.reshape(-1, count, how.tables, how.directions).transpose(0, 2, 3, 1)
+    else:
+        products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,F,S]
+        products = products.reshape(-1, how.tables, how.directions, count)
+    if how.hash == "simhash":
+        place = np.int32(1) << np.arange(how.bits, dtype=np.int32)[None, None, :, None]
+        return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)
+    code, first, shift = jnp.zeros_like(products[:, :, 0], jnp.int32), 0, 0
+    for bits in how.pieces:
+        own = products[:, :, first : first + (1 << bits - 1)]
+        nearest = jnp.argmax(jnp.abs(own), axis=2).astype(jnp.int32)
+        side = jnp.take_along_axis(own, nearest[:, :, None], axis=2)[:, :, 0] > 0
+        code |= (2 * nearest + side.astype(jnp.int32)) << np.int32(shift)
+        first, shift = first + (1 << bits - 1), shift + bits
+    return code

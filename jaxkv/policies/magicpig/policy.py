@@ -1,0 +1,315 @@
+"""MagicPIG (Chen et al. 2024): sample the keys of a prompt by hash collisions with the query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import local_attention, merge, slot_attention
+from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache.chunked_scan import chunked_scan
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.pallas_kernels.sampled_attention import How, sampled_attention
+from jaxkv.policies.magicpig import hash_tables, index, lsh
+from jaxkv.policies.magicpig.hash_tables import Found
+from jaxkv.policies.magicpig.index import IndexSettings, IndexState
+from jaxkv.policies.magicpig.lsh import Hashing
+from jaxkv.state import memory
+from jaxkv.typing import Array, Float, Int32, UInt32
+
+_SCAN = 256  # queries that share one read of the newest tokens
+
+
+@dataclass(frozen=True)
+class MagicPIG(Policy):
+    """Attend to a sample of the prompt's keys, drawn by hash collisions with the query.
+
+    Attention is an expectation under the softmax, so a weighted sample of keys estimates it without
+    bias, where the largest logits alone do not (section 3). Keys and queries with a small angle
+    collide often under a random hash, so hash tables draw keys with a probability that rises with
+    their logit and is known, at a cost proportional to the keys found (section 4).
+
+    A prompt is read exactly. After it, a query sees the first `sinks` tokens and the newest
+    `window` exactly. Of the tokens between it sees the keys that share its code in at least
+    `min_tables` of `L` tables of `K` bits, weighted by one over the probability of that. Every
+    token stays cached. A question read after the end of prefill sees a sample too; read it with the
+    prompt to have it exact.
+
+    Each query head samples for itself, from tables that it shares with its KV head. center: hash
+    keys less their mean, without which few are found. budget: the most keys per query head; of
+    more, this many are drawn and count for the others. u_floor: added to the probability, 1e-4 in
+    the published code, which bounds the weight of rare keys, and 0 in the paper, which is unbiased.
+    hash_generated: generated tokens are sampled too once they leave the window; otherwise they stay
+    exact, as published. tail: generated tokens that are compared one by one before new tables are
+    built, later up to 8,192. hash: `simhash` takes one bit per direction; `crosspolytope` takes the
+    nearest of up to sixteen directions, which separates better and costs more. memory: `host` keeps
+    the tables and the indexed tokens in host memory and fetches the keys found. start: slots before
+    the prompt, doubled as they fill. Where keys have a distance penalty (ALiBi), found keys are
+    read twice: to weigh them and to attend.
+    """
+
+    K: int = 10
+    L: int = 150
+    sinks: int = 4
+    window: int = 64
+    center: bool = True
+    min_tables: int = 2
+    budget: int = 4096
+    u_floor: float = 0.0
+    hash_generated: bool = True
+    tail: int = 1024
+    hash: Literal["simhash", "crosspolytope"] = "simhash"
+    memory: Literal["device", "host"] = "device"
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; after the prompt, a sample of its keys by hash tables"
+    source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
+    grows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _ = self.settings
+        ring.check(self.sinks, self.window, "absolute")
+        most = hash_tables.MAX_FOUND
+        if not 1 <= self.budget <= most:
+            raise UserError(f"budget must be from 1 to {most}, got {self.budget}; try budget=4096")
+        if self.memory not in ("device", "host"):
+            raise UserError(
+                f"memory must be device or host, got {self.memory!r}; try memory=device"
+            )
+        if max(self.sinks, self.window) > index.MAX_SLOTS:
+            raise UserError(
+                f"sinks and window must be at most {index.MAX_SLOTS}, got {self.sinks} and "
+                f"{self.window}; try sinks=4,window=64"
+            )
+        for name, value, usual in (("start", self.start, 512), ("tail", self.tail, 1024)):
+            if not 1 <= value <= index.MAX_SLOTS:
+                raise UserError(
+                    f"{name} must be from 1 to {index.MAX_SLOTS}, got {value}; try {name}={usual}"
+                )
+
+    @property
+    def settings(self) -> IndexSettings:
+        """The settings of the index."""
+        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
+        return IndexSettings(
+            hashing, self.sinks, self.window, self.center, self.hash_generated, self.tail,
+            self.memory,
+        )  # fmt: skip
+
+    @property
+    def leaves(self) -> IndexState:
+        return index.leaves(self.memory)
+
+    @property
+    def min_prompt(self) -> int:
+        return self.sinks + self.window + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> IndexState:
+        if self.memory == "host":
+            memory.check_host("memory=host")
+        return index.init(spec, batch, rng, self.start)
+
+    def update(self, spec: Spec, state: IndexState, chunk: Chunk) -> tuple[Partial, IndexState]:
+        if not index.prefill_finished(state):
+            partial_, appended = dense.update(spec, state.dense, chunk)
+            return partial_, state._replace(dense=appended)
+        if chunk.valid.shape[1] == 1:
+            return self._update_one(spec, state, chunk)
+        return chunked_scan(partial(self._update_chunk, spec), state, chunk, _SCAN)
+
+    def cached(self, spec: Spec, state: IndexState) -> Cached:
+        return index.cached(state)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """start * (2 * K * H * itemsize + 4) + 8 + 8 * K + 4 * K * H, doubling, until the end of
+        prefill; then each KV head also has, in each of L tables, 2 or 4 bytes per slot, an eighth
+        more to pad blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per slot
+        of the unindexed tail, which has room for the generated tokens twice"""
+        return index.nbytes(spec, self.start, tokens)
+
+    def reserve(self, spec: Spec, state: IndexState, tokens: int) -> IndexState:
+        return index.reserve(spec, state, tokens, self.settings)
+
+    def finish_prefill(self, spec: Spec, state: IndexState) -> IndexState:
+        return index.finish_prefill(state, self.settings)
+
+    def _update_one(
+        self, spec: Spec, state: IndexState, chunk: Chunk
+    ) -> tuple[Partial, IndexState]:
+        numbers = index.token_numbers(state, chunk.valid)
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        after = index.append(spec, state, per_head.after_reads(chunk, seen.out), self.settings)
+        whole = merge(seen, local_attention(spec, chunk))
+        return dense.refuse_overfull(whole, after.dense), after
+
+    def _update_chunk(
+        self, spec: Spec, state: IndexState, chunk: Chunk
+    ) -> tuple[Partial, IndexState]:
+        """Append the chunk first; then each query sees the tokens before it."""
+        numbers = index.token_numbers(state, chunk.valid)
+        state = index.append(spec, state, chunk, self.settings)
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        return dense.refuse_overfull(seen, state.dense), state
+
+    def attend(
+        self, spec: Spec, state: IndexState, q: Float[Array, "B T N H"],
+        numbers: Int32[Array, "B T"], positions: UInt32[Array, "B T"],
+    ) -> Partial:  # fmt: skip
+        """Attention of rotated queries to a state whose prefill is finished.
+
+        numbers: of the queries' tokens, -1 on padding. A query sees its own key if it is cached.
+        """
+        ends = self._attend_ends(spec, state, q, numbers, positions)
+        each = q, numbers, positions
+        if numbers.shape[1] == 1:
+            sample = self.sample(spec, state, *(leaf[:, 0] for leaf in each))
+            sample = Partial(*(leaf[:, None] for leaf in sample))
+        else:
+            each = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in each)
+            sample = jax.lax.map(lambda one: self.sample(spec, state, *one), each)
+            sample = Partial(*(jnp.moveaxis(leaf, 0, 1) for leaf in sample))
+        return merge(ends, sample)
+
+    def _attend_ends(
+        self, spec: Spec, state: IndexState, q: Array, numbers: Array, positions: Array
+    ) -> Partial:
+        """Attention to the sinks and the window of each query."""
+        cache, tokens = state.dense, numbers.shape[1]
+        size, own = cache.positions.shape[1], index.slot_of(state, numbers)
+        last = jnp.minimum(own, cache.count[:, None] - 1)
+
+        def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
+            seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
+            bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+            penalty = spec.encoding.bias(positions, keys, k.shape[1])
+            bias = bias if penalty is None else bias + penalty
+            return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
+
+        if not self.hash_generated:  # every token that is not indexed
+            return part(*cache[:3], jnp.arange(size)[None], jnp.zeros_like(own))
+        oldest = jnp.min(jnp.where(own < 0, np.int32(size), own), axis=1)
+        width = min(size, self.window + tokens - 1)
+        begin = jnp.clip(oldest + 1 - self.window, 0, size - width)
+        tail = (_slice(leaf, begin, width) for leaf in cache[:3])
+        slot = begin[:, None] + jnp.arange(width)[None]
+        parts = [part(*tail, slot, jnp.maximum(own - self.window + 1, self.sinks))]
+        if self.sinks:
+            first = cache.k[:, :, : self.sinks], cache.v[:, :, : self.sinks]
+            slot, keys = jnp.arange(self.sinks)[None], cache.positions[:, : self.sinks]
+            parts.append(part(*first, keys, slot, jnp.zeros_like(own)))
+        return merge(*parts)
+
+    def sample(
+        self, spec: Spec, state: IndexState, q: Float[Array, "B N H"], numbers: Array,
+        positions: Array,
+    ) -> Partial:  # fmt: skip
+        """The sampled attention of one token per sequence: out [B,N,H], lse [B,N]."""
+        found = find(state, self.settings, self.budget, q, numbers, positions)
+        count = jnp.where(numbers[:, None] < 0, 0, found.count)  # padding
+        places = state.indexed.positions.shape[1]
+        nth = jnp.arange(found.places.shape[2])[None, None]
+        indexed = (nth < count[:, :, None]) & (found.places < places)
+        indexed = jnp.sum(indexed, axis=2, dtype=jnp.int32)
+        part = self._attend_found(
+            spec, state, state.indexed, state.norms, q, positions, found.places, indexed
+        )
+        if self.hash_generated:  # places of the tail come after those of the tables
+
+            def attend_tail() -> Partial:
+                in_tail = jnp.minimum(nth + indexed[:, :, None], found.places.shape[2] - 1)
+                slots = jnp.take_along_axis(found.places, in_tail, axis=2) - places + self.sinks
+                given = state.dense, state.tail_norms, q, positions, slots, count - indexed
+                return merge(part, self._attend_found(spec, state, *given))
+
+            part = jax.lax.cond(jnp.any(count > indexed), attend_tail, lambda: part)
+        nan = jnp.repeat(index.has_nan(state), q.shape[1] // state.center.shape[1], axis=1)
+        part = Partial(
+            jnp.where(nan[:, :, None], np.float32(np.nan), part.out),
+            jnp.where(nan, np.float32(np.nan), part.lse),
+        )
+        # Beyond the budget, each drawn key counts for others.
+        share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
+        return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
+
+    def _attend_found(
+        self, spec: Spec, state: IndexState, cache: Ring, norms: Array, q: Array, positions: Array,
+        slots: Array, count: Array,
+    ) -> Partial:  # fmt: skip
+        """Attention to the first `count` of these slots, each weighted by its probability."""
+        angles, hashing = index.angles(state, norms, q), self.settings.hashing
+        how, weight = How(spec.scale, spec.softcap, hashing), angles
+        penalty = spec.encoding.bias(positions[:, None], cache.positions, cache.k.shape[1])
+        if penalty is not None:
+            how = how._replace(weigh=None)
+            slots = jnp.clip(slots, 0, cache.positions.shape[1] - 1)
+            weight = lsh.log_weights(cache.k, q, slots, angles, hashing)
+            penalty = penalty.reshape(*q.shape[:2], -1)
+            weight = weight + jnp.take_along_axis(penalty, slots, axis=2)
+        return Partial(*sampled_attention(q, cache.k, cache.v, slots, count, weight, how=how))
+
+
+def find(
+    state: IndexState,
+    settings: IndexSettings,
+    budget: int,
+    q: Float[Array, "B N H"],
+    numbers: Int32[Array, " B"],
+    positions: UInt32[Array, " B"],
+) -> Found:
+    """The places of the keys that one rotated query per head agrees with often enough.
+
+    At most `budget` places; of more than that, a systematic sample. Places of `indexed` come first,
+    then those of the tail. numbers: of the query's token. positions: the draw is a function of it.
+    """
+    own = index.slot_of(state, numbers)
+    batch, heads, head_dim = q.shape
+    kv_heads, tail = state.tail_codes.shape[1], 0
+    if settings.generated:
+        tail = state.tail_codes.shape[3]
+    places, hashing = state.indexed.positions.shape[1], settings.hashing
+    group, most = heads // kv_heads, min(budget, places + tail)
+    codes = lsh.codes(
+        q.reshape(batch * kv_heads, group, head_dim),
+        state.planes.reshape(batch * kv_heads, head_dim, -1),
+        hashing,
+    )
+    codes = codes.transpose(0, 2, 1).reshape(batch * heads, -1)
+    nth = jnp.arange(group, dtype=jnp.uint32)[None, None]
+    nth = positions[:, None, None] * np.uint32(group) + nth
+    draws = per_head.uniforms(nth * per_head.GOLDEN, state.rng)  # far from the planes' draws
+
+    def one(head: Array, code: Array, draw: Array) -> Found:
+        kv_head = head // group
+        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.least)
+        if not settings.generated:
+            return hash_tables.select(in_tables, most, draw)
+        last = own[head // heads] - settings.window - settings.sinks
+        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.least)
+        found = hash_tables.select(jnp.concatenate([in_tables, in_tail]), most, draw)
+        # Words are whole, so bits of no place may stand between tables and tail.
+        whole = in_tables.shape[0] * hash_tables.WORD
+        skip = jnp.where(found.places >= whole, whole - places, 0)
+        return found._replace(places=found.places - skip)
+
+    every = jnp.arange(batch * heads, dtype=jnp.int32), codes, draws.reshape(-1)
+    found = jax.lax.map(lambda given: one(*given), every)
+    return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), found)
+
+
+def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:
+    """[B,...,S,H] or [B,S], `width` slots of each sequence from its own beginning on."""
+    axis = 0 if leaf.ndim == 2 else 1
+
+    def one(slots: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(slots, at, width, axis)
+
+    return one(leaf[0], begin[0])[None] if leaf.shape[0] == 1 else jax.vmap(one)(leaf, begin)

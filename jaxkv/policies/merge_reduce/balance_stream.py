@@ -1,0 +1,90 @@
+"""BalanceKV (Han et al. 2025) on a stream: evicted tokens are halved level by level."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxkv.cache import ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.discrepancy import Halving
+from jaxkv.policies.merge_reduce import base
+from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.occupancy import Shape
+
+
+@dataclass(frozen=True)
+class BalanceStream(Policy):
+    """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of those between.
+
+    Halving a block by a self-balancing walk keeps attention to the block almost unchanged, with an
+    error that falls faster than a random sample's (section 3). Merge and reduce applies the halving
+    level by level, so a stream of any length fits a constant memory (Algorithm 3).
+
+    levels, block: evicted tokens come in blocks of `block`, which are halved level by level; a
+    token that stays counts twice. When the last level is full, level 0 takes one token of two, then
+    of four: the memory never grows. The sample has block/2 x (levels + 1) slots, of which on
+    average half are filled with the defaults. mode, temperature, c: as in balance. weighted: a
+    token counts for all tokens that it represents, otherwise once. positions: as in streaming.
+    """
+
+    sinks: int = 4
+    window: int = 124
+    levels: int = 3
+    block: int = 64
+    mode: Literal["walk", "pairs", "coin"] = "pairs"
+    temperature: float = 0.1
+    c: float = 0.25
+    weighted: bool = False
+    positions: Literal["cache", "absolute"] = "cache"
+
+    summary: ClassVar[str] = "sinks, a window, and a balanced sample of the tokens between"
+    source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+
+    def __post_init__(self) -> None:
+        ring.check(self.sinks, self.window, self.positions)
+        if self.levels < 1:
+            raise UserError(f"levels must be at least 1, got {self.levels}; try levels=3")
+        if self.block < 2 or self.block & (self.block - 1):
+            raise UserError(f"block must be 2, 4, 8, ..., got {self.block}; try block=64")
+        if self.block << self.levels > 2**24:
+            raise UserError(
+                f"block x 2^levels must be {2**24} at most, got block={self.block} and "
+                f"levels={self.levels}; try block=64,levels=3"
+            )
+        _ = self._settings
+
+    @property
+    def _settings(self) -> TreeSettings:
+        halving = Halving(self.mode, self.temperature, self.c)
+        shape = Shape(self.levels, self.block)
+        cache_relative = self.positions == "cache"
+        return TreeSettings(self.sinks, self.window, shape, halving, self.weighted, cache_relative)
+
+    @property
+    def max_lookback(self) -> int | float:
+        if self.positions == "cache":
+            return self.sinks + self._settings.shape.slots + self.window
+        return math.inf
+
+    @property
+    def leaves(self) -> TreeState:
+        return base.leaves(self._settings)
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
+        return base.init(self._settings, spec, batch, rng)
+
+    def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
+        return base.update(self._settings, spec, state, chunk)
+
+    def cached(self, spec: Spec, state: TreeState) -> Cached:
+        return base.cached(self._settings, state)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """(sinks + window) * (2 * K * H * itemsize + 4)
+        + K * (levels + 1) * block // 2 * (2 * H * itemsize + 4) + 8 * K + 8"""
+        return base.nbytes(self._settings, spec)

@@ -1,0 +1,72 @@
+"""Stratified sampling of a stream: one token of each stretch of the evicted text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxkv.cache import ring
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.discrepancy import Halving
+from jaxkv.policies.merge_reduce import base
+from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.occupancy import Shape
+
+
+@dataclass(frozen=True)
+class Stratified(Policy):
+    """Cache the first `sinks` tokens, the newest `window`, and one of every 2^r tokens between.
+
+    Drawing one token per stretch spreads the sample evenly over the text, which lowers the variance
+    of a uniform sample at no cost.
+
+    When `sample` stretches are full, a coin keeps one of two neighbours and r grows by one.
+    weighted: a sampled token counts for its whole stretch, otherwise once. positions: as in
+    streaming.
+    """
+
+    sinks: int = 4
+    window: int = 124
+    sample: int = 128
+    weighted: bool = False
+    positions: Literal["cache", "absolute"] = "cache"
+
+    summary: ClassVar[str] = "sinks, a window, and one token of every stretch between"
+    source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
+
+    def __post_init__(self) -> None:
+        ring.check(self.sinks, self.window, self.positions)
+        if not 2 <= self.sample <= 2**20 or self.sample & (self.sample - 1):
+            raise UserError(f"sample must be 2, 4, 8, ..., got {self.sample}; try sample=128")
+
+    @property
+    def _settings(self) -> TreeSettings:
+        cache_relative = self.positions == "cache"
+        shape, halving = Shape(1, self.sample), Halving("coin")
+        return TreeSettings(self.sinks, self.window, shape, halving, self.weighted, cache_relative)
+
+    @property
+    def max_lookback(self) -> int | float:
+        return self.sinks + self.sample + self.window if self.positions == "cache" else math.inf
+
+    @property
+    def leaves(self) -> TreeState:
+        return base.leaves(self._settings)
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
+        return base.init(self._settings, spec, batch, rng)
+
+    def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
+        return base.update(self._settings, spec, state, chunk)
+
+    def cached(self, spec: Spec, state: TreeState) -> Cached:
+        return base.cached(self._settings, state)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)
+        + 8 * K + 8"""
+        return base.nbytes(self._settings, spec)

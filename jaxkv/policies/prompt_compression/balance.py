@@ -1,0 +1,162 @@
+"""BalanceKV (Han et al. 2025) as published: a finished prompt is halved, and halved again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import Sample
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.discrepancy import Halving, halve, walk
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.typing import Array, Float32, Int32
+
+
+@dataclass(frozen=True)
+class Balance(Policy):
+    """Keep a prompt's first `sinks` tokens and its last `window`; halve the others `rounds` times.
+
+    A self-balancing walk splits a block of tokens into two halves that give almost the same
+    attention output to every query, because it keeps the signed sum of their vectors small (section
+    3). One half, counted twice, then replaces the block with less error than a random sample.
+
+    Each KV head halves its own tokens. Generated tokens are cached exactly. block: tokens that are
+    balanced against each other; the tokens that a round keeps form the blocks of the next. mode:
+    `walk` gives each token a sign and keeps one sign, as in the paper; `pairs` gives a sign to each
+    pair of neighbours, of which one stays; `coin` keeps one of two neighbours at random.
+    temperature: multiplies the products of keys while balancing. c: how much of a sign is random;
+    at 0 only the first sign is.
+
+    weights: `consistent` counts a kept token 2^rounds times in the softmax. `published` follows the
+    released code: it fills the halves with tokens that the walk did not reach, which count 2^rounds
+    times in the denominator and less in the numerator. start: slots before the prompt, doubled as
+    they fill.
+    """
+
+    sinks: int = 32
+    window: int = 32
+    rounds: int = 2
+    block: int = 256
+    mode: Literal["walk", "pairs", "coin"] = "pairs"
+    temperature: float = 0.1
+    c: float = 0.25
+    weights: Literal["consistent", "published"] = "consistent"
+    start: int = 512
+
+    summary: ClassVar[str] = "a prompt's ends, and a balanced sample of the tokens between"
+    source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    leaves: ClassVar[CompressedState] = base.LEAVES
+    grows: ClassVar[bool] = True
+
+    update = staticmethod(base.update)
+    cached = staticmethod(base.cached)
+
+    def __post_init__(self) -> None:
+        base.check_rounds(self.rounds)
+        base.check(self._ends, self.start)
+        if not 2 <= self.block <= base.MAX_SLOTS or self.block % (1 << self.rounds):
+            raise UserError(
+                f"block must be a multiple of 2^rounds up to {base.MAX_SLOTS}, because each round "
+                f"halves it, got block={self.block} and rounds={self.rounds}; try "
+                "block=256,rounds=2"
+            )
+        if self.weights not in ("consistent", "published"):
+            raise UserError(f"weights must be consistent or published, got {self.weights!r}")
+        if self.weights == "published" and self.mode != "walk":
+            raise UserError(
+                f"weights=published belong to mode=walk, got mode={self.mode}; give mode=walk"
+            )
+        _ = self._how
+
+    @property
+    def _how(self) -> Halving:
+        return Halving(self.mode, self.temperature, self.c)
+
+    @property
+    def _ends(self) -> Ends:
+        return Ends(self.sinks, self.window, 1 << self.rounds)
+
+    @property
+    def min_prompt(self) -> int:
+        return self._ends.most + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        return base.init(spec, batch, rng, self.start)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        return base.reserve(spec, state, tokens, self._ends)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
+        a quarter of it at rounds=2, and all generated tokens"""
+        return base.nbytes(spec, self.start, tokens)
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+            times = jnp.ones(tokens.positions.shape, jnp.float32)
+            for number in range(self.rounds):
+                tokens, times = self._round(spec, tokens, times, count, state.rng, number)
+                count = count // 2
+            share = (times / np.float32(1 << self.rounds))[..., None]
+            values = (tokens.v.astype(jnp.float32) * share).astype(tokens.v.dtype)
+            tokens = tokens._replace(v=values)
+            return base.weighted_sample(tokens, count, self.rounds * math.log(2))
+
+        return base.finish_prefill(spec, state, self._ends, choose)
+
+    def _round(
+        self, spec: Spec, tokens: Sample, times: Array, count: Array, rng: Array, number: int
+    ) -> tuple[Sample, Float32[Array, "B K C"]]:
+        """Half of the first `count` tokens of each sequence, and the multiplicity of each."""
+        batch, kv_heads, size = tokens.positions.shape
+        block = min(self.block, size + size % 2)
+        blocks = -(-size // block)
+        tokens = base.resize(tokens, blocks * block)
+        times = jnp.pad(times, [(0, 0), (0, 0), (0, blocks * block - size)])
+        split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
+        # A draw follows from the token's place in the prompt and the round.
+        place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
+        chances = per_head.uniforms(place * np.uint32(16) + np.uint32(number), rng)
+        members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
+        members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
+        given = (
+            self._how,
+            spec.scale,
+            split(tokens.k),
+            split(tokens.v.astype(jnp.float32) * times[..., None]),
+        )
+        if self.weights == "published":
+            there = jnp.arange(block)[None, None, None] < members[..., None]
+            _, signs = walk(*given, split(chances), there)
+            chosen, doubled = _as_published(signs.reshape(batch, kv_heads, -1), count)
+        else:
+            chosen = halve(*given, split(chances), members).chosen
+            first = block * jnp.arange(blocks, dtype=jnp.int32)[None, None, :, None]
+            chosen, doubled = (chosen + first).reshape(batch, kv_heads, -1), np.float32(2)
+        times = jnp.take_along_axis(times, chosen, axis=2)
+        return per_head.pick(tokens, chosen), times * doubled
+
+
+def _as_published(
+    signs: Int32[Array, "B K S"], count: Int32[Array, " B"]
+) -> tuple[Int32[Array, "B K C"], Float32[Array, "B K C"]]:
+    """The half that the released code keeps, and the multiplicity of each of its tokens.
+
+    Once one sign has half of all tokens, the tokens of the other sign before it count twice. The
+    tokens after it were not balanced and count once.
+    """
+    half, place = (count // 2)[:, None, None], jnp.arange(signs.shape[2])[None, None]
+    plus, minus = (jnp.cumsum((signs == sign).astype(jnp.int32), axis=2) for sign in (1, -1))
+    full = jnp.argmax((plus >= half) | (minus >= half), axis=2)[..., None]
+    rarer = jnp.where(jnp.take_along_axis(plus, full, axis=2) >= half, -1, 1)
+    keep = (signs != 0) & ((place > full) | (signs == rarer))
+    chosen = jnp.argsort(~keep, axis=2, stable=True)[:, :, : signs.shape[2] // 2]
+    return chosen.astype(jnp.int32), jnp.where(chosen > full, np.float32(1), np.float32(2))

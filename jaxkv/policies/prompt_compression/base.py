@@ -1,0 +1,231 @@
+"""Prompt compression: the state and the steps that one-shot methods share.
+
+Until the end of prefill every token is cached and attention is exact. `finish_prefill` keeps the
+first and the last tokens of the prompt, and lets the method choose a sample of those between.
+Generated tokens are cached exactly after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.attention import merge
+from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache.per_head import Sample
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.typing import Array, Float, Float32, Int32, UInt32
+
+MAX_SLOTS = dense.MAX_SLOTS
+# The tokens between the ends [B,K,S,*] and their number -> some of them, with log weights.
+Choose = Callable[[Sample, Int32[Array, " B"]], tuple[Sample, Float32[Array, "B K C"]]]
+
+
+class CompressedState(NamedTuple):
+    """dense: every token; after prefill the prompt's ends and the generated tokens.
+
+    sample, log_weight: the compressed prompt; no slots before the end of prefill. queries: the last
+    W queries of the prompt, rotated, for methods that score by them; query_positions: theirs. Both
+    are empty after prefill. rng: seeds of the draws.
+    """
+
+    dense: Ring
+    sample: Sample
+    log_weight: Float32[Array, "B K C"]
+    queries: Float[Array, "B K W G H"]
+    query_positions: UInt32[Array, "B W"]
+    rng: UInt32[Array, "B K 2"]
+
+
+LEAVES = CompressedState(
+    dense=dense.LEAVES,
+    sample=per_head.LEAVES,
+    log_weight=Leaf("B K C"),
+    queries=Leaf("B K W G H"),
+    query_positions=Leaf("B W", shared=True),
+    rng=Leaf("B K 2"),
+)
+
+
+class Ends(NamedTuple):
+    """The first `sinks` and the last `window` tokens of a prompt, which stay exact.
+
+    The others are compressed in groups of `multiple`; the newest that make no group stay too.
+    """
+
+    sinks: int
+    window: int
+    multiple: int = 1
+
+    @property
+    def most(self) -> int:
+        """Tokens that stay, at most."""
+        return self.sinks + self.window + self.multiple - 1
+
+
+def check(ends: Ends, start: int, example: tuple[int, int] = (32, 32)) -> None:
+    """Raise UserError for impossible ends or first slots; example: ends that would do."""
+    sinks, window, _ = ends
+    if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
+        raise UserError(
+            f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
+            f"{sinks}, {window} and {start}; try sinks={example[0]},window={example[1]},start=512"
+        )
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise UserError unless a prompt is halved 1 to 10 times."""
+    if not 1 <= rounds <= 10:
+        raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
+
+
+def nbytes(spec: Spec, start: int, tokens: int, queries: int = 0) -> int:
+    """Bytes of one sequence before the end of prefill, with room for `tokens`."""
+    prompt = ring.nbytes(spec, dense.slots_for(tokens, start, MAX_SLOTS))
+    stored_queries = queries * (4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4)
+    return prompt + stored_queries + 8 * spec.kv_heads
+
+
+def init(spec: Spec, batch: int, rng: jax.Array, start: int, queries: int = 0) -> CompressedState:
+    """An empty state; queries: how many of the last queries to store."""
+    if queries and spec.group is None:
+        raise UserError(
+            "this policy stores queries, so it must know how many heads share a KV head; give "
+            "Spec(group=...)"
+        )
+    shape = batch, spec.kv_heads, queries, spec.group or 0, spec.head_dim
+    return CompressedState(
+        ring.init(spec, batch, start),
+        per_head.init(spec, batch, 0),
+        jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((batch, queries), jnp.uint32),
+        per_head.seeds(rng, spec, batch),
+    )
+
+
+def prefill_finished(state: CompressedState) -> bool:
+    return state.log_weight.shape[2] > 0
+
+
+def reserve(spec: Spec, state: CompressedState, tokens: int, ends: Ends) -> CompressedState:
+    """Room for `tokens`; after prefill for that many generated tokens."""
+    tokens += ends.most if prefill_finished(state) else 0
+    return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
+
+
+def update(spec: Spec, state: CompressedState, chunk: Chunk) -> tuple[Partial, CompressedState]:
+    """Attend to all cached tokens and the compressed prompt; append the chunk."""
+    partial, appended = dense.update(spec, state.dense, chunk)
+    after = _store_queries(spec, state, chunk)._replace(dense=appended)
+    if prefill_finished(state):
+        seen = chunk.valid[:, None, :, None]
+        bias = jnp.where(seen, state.log_weight[:, :, None], -jnp.inf)
+        sample = per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
+        partial = merge(partial, sample)
+    return partial, after
+
+
+def cached(spec: Spec, state: CompressedState) -> Cached:
+    exact = ring.cached(state.dense)
+    return Cached(
+        jnp.concatenate([exact.positions, state.sample.positions], axis=2),
+        jnp.concatenate([exact.log_weight, state.log_weight], axis=2),
+    )
+
+
+def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
+    """The state with the last W queries, those of the chunk among them."""
+    batch, kv_heads, most, group, head_dim = state.queries.shape
+    if not most:
+        return state
+    q = spec.encoding.rotate(chunk.q.astype(jnp.float32), chunk.positions)
+    q = q.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    queries = jnp.concatenate([state.queries, q], axis=2)
+    positions = jnp.concatenate([state.query_positions, chunk.positions], axis=1)
+    there = jnp.concatenate([jnp.ones((batch, most), bool), chunk.valid], axis=1)
+    order = jnp.argsort(~there, axis=1, stable=True)  # valid queries first
+    new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)[:, None]
+    last = jnp.take_along_axis(order, new + jnp.arange(most)[None], axis=1)
+    return state._replace(
+        queries=jnp.take_along_axis(queries, last[:, None, :, None, None], axis=2),
+        query_positions=jnp.take_along_axis(positions, last, axis=1),
+    )
+
+
+def finish_prefill(
+    spec: Spec, state: CompressedState, ends: Ends, choose: Choose
+) -> CompressedState:
+    """Compress the prompt: the tokens between its ends become the sample that `choose` returns."""
+    prompt = state.dense
+    batch, kv_heads, size, _ = prompt.k.shape
+    count = jnp.maximum(0, jnp.minimum(prompt.count, size) - ends.sinks - ends.window)
+    count -= count % ends.multiple
+    between = max(0, size - ends.sinks - ends.window)
+    if between:
+        here = slice(ends.sinks, ends.sinks + between)
+        positions = jnp.broadcast_to(prompt.positions[:, None, here], (batch, kv_heads, between))
+        tokens = Sample(prompt.k[:, :, here], prompt.v[:, :, here], positions)
+        chosen, weight = choose(tokens, count)
+    else:  # one empty slot: its presence says that prefill is finished
+        chosen = per_head.init(spec, batch, 1)
+        weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
+    slot = jnp.arange(min(ends.most, size))[None]
+    source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
+    source = jnp.minimum(source, size - 1)
+    exact = Ring(
+        *(jnp.take_along_axis(leaf, source[:, None, :, None], axis=2) for leaf in prompt[:2]),
+        jnp.take_along_axis(prompt.positions, source, axis=1),
+        # An overfull sequence stays overfull.
+        jnp.where(prompt.count > size, ring.OVERFULL, prompt.count - count),
+    )
+    return state._replace(
+        dense=exact, sample=chosen, log_weight=weight,
+        queries=state.queries[:, :, :0], query_positions=state.query_positions[:, :0],
+    )  # fmt: skip
+
+
+def weighted_sample(
+    chosen: Sample, count: Int32[Array, " B"], weight: float | Array
+) -> tuple[Sample, Float32[Array, "B K C"]]:
+    """A sample whose first `count` slots are filled, each with this log weight."""
+    there = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
+    return chosen, jnp.where(there, jnp.float32(weight), -jnp.inf) + jnp.zeros(
+        chosen.positions.shape, jnp.float32
+    )
+
+
+def resize(tokens: Sample, size: int) -> Sample:
+    """The first `size` slots, padded with empty ones where there are fewer."""
+    more = max(0, size - tokens.positions.shape[2])
+    pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
+    return Sample(*(pad(leaf)[:, :, :size] for leaf in tokens))
+
+
+def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Array, "B K G S"]:
+    """The attention that each token gets from the last queries of the prompt, summed over them."""
+    prompt = state.dense
+    kv_heads, most = state.queries.shape[1:3]
+    logits = jnp.einsum(
+        "bkwgh,bksh->bkgws", state.queries, prompt.k.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    ) * jnp.float32(spec.scale)  # fmt: skip
+    if spec.softcap is not None:
+        logits = jnp.float32(spec.softcap) * jnp.tanh(logits / jnp.float32(spec.softcap))
+    penalty = spec.encoding.bias(state.query_positions, prompt.positions, kv_heads)
+    logits = logits if penalty is None else logits + penalty
+    # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
+    number = prompt.count[:, None] - most + jnp.arange(most)[None]
+    slot = jnp.arange(prompt.positions.shape[1])
+    seen = slot[None, None] <= number[:, :, None]
+    seen = seen[:, None, None]
+    top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(shares, axis=3)

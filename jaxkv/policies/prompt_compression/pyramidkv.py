@@ -1,0 +1,90 @@
+"""PyramidKV (Cai et al. 2024): SnapKV with more tokens in the first layers than in the last."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import CompressedState
+from jaxkv.policies.prompt_compression.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(Policy):
+    """SnapKV with a budget that falls from layer to layer, `capacity` tokens on average.
+
+    Lower layers spread their attention widely and higher layers concentrate it on few tokens
+    (section 3), so lower layers need more of the same total budget.
+
+    beta: the last layer has 1/beta of the mean budget, beside the window. window, kernel, pool,
+    start: as in snapkv. Here a budget does not depend on the prompt. The published code keeps a
+    prompt of fewer tokens than `capacity` whole, gives all layers the same budget up to twice as
+    many, and never gives the first layers more than the prompt has.
+    """
+
+    capacity: int = 1024
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "mean"] = "max"
+    beta: int = 20
+    start: int = 512
+    # Set by `for_layer`.
+    layer: int = field(default=0, repr=False)
+    layers: int = field(default=1, repr=False)
+
+    summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
+    source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    leaves: ClassVar[CompressedState] = base.LEAVES
+    grows: ClassVar[bool] = True
+
+    update = staticmethod(base.update)
+    cached = staticmethod(base.cached)
+
+    def __post_init__(self) -> None:
+        if self.capacity <= self.window:
+            raise UserError(
+                f"capacity must be more than window, got {self.capacity} and {self.window}; try "
+                "capacity=1024,window=32"
+            )
+        if self.beta < 1:
+            raise UserError(f"beta must be at least 1, got {self.beta}; try beta=20")
+        if not 0 <= self.layer < self.layers:
+            raise UserError(
+                f"layer must be one of {self.layers} layers, got {self.layer}; give 0 and more"
+            )
+        _ = self._snap
+
+    def for_layer(self, layer: int, num_layers: int) -> PyramidKV:
+        return dataclasses.replace(self, layer=layer, layers=num_layers)
+
+    @property
+    def _snap(self) -> SnapKV:
+        mean = self.capacity - self.window
+        budget, least = mean, mean // self.beta
+        if self.layers > 1:
+            most = 2 * mean - least
+            budget = most - self.layer * ((most - least) // (self.layers - 1))
+        return SnapKV(max(budget, 1) + self.window, self.window, self.kernel, self.pool, self.start)
+
+    @property
+    def min_prompt(self) -> int:
+        return self._snap.min_prompt
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        return self._snap.init(spec, batch, rng)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        return self._snap.reserve(spec, state, tokens)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """as snapkv, with this layer's capacity"""
+        return self._snap.bytes_per_sequence(spec, tokens)
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        return self._snap.finish_prefill(spec, state)

@@ -1,0 +1,106 @@
+"""SnapKV (Li et al. 2024): the tokens of a finished prompt that its last queries attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import Sample
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.typing import Array, Float32
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Keep a prompt's last `window` tokens and the tokens before them that these attend to most.
+
+    The tokens that the end of a prompt attends to are largely the tokens that the answer attends to
+    (section 3), so the last queries, an observation window, can choose what to keep.
+
+    `capacity` tokens stay in all; generated tokens are cached exactly. Attention is summed over the
+    last `window` queries, pooled over `kernel` neighbours, and averaged over the heads that share a
+    KV head. pool: max or mean over the neighbours. The defaults are those of the published
+    LongBench runs. A prompt of fewer tokens than `capacity` stays whole. start: slots before the
+    prompt, doubled as they fill.
+    """
+
+    capacity: int = 1024
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "mean"] = "max"
+    start: int = 512
+
+    summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
+    source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    leaves: ClassVar[CompressedState] = base.LEAVES
+    grows: ClassVar[bool] = True
+
+    update = staticmethod(base.update)
+    cached = staticmethod(base.cached)
+
+    def __post_init__(self) -> None:
+        base.check(self._ends, self.start)
+        if not self.window < self.capacity <= base.MAX_SLOTS:
+            raise UserError(
+                f"capacity must be more than window and {base.MAX_SLOTS} at most, got "
+                f"{self.capacity} and {self.window}; try capacity=1024,window=32"
+            )
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"kernel must be 1, 3, 5, ..., got {self.kernel}; try kernel=7")
+        if self.pool not in ("max", "mean"):
+            raise UserError(f"pool must be max or mean, got {self.pool!r}")
+
+    @property
+    def _ends(self) -> Ends:
+        return Ends(0, self.window)
+
+    @property
+    def min_prompt(self) -> int:
+        return self.capacity + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        return base.init(spec, batch, rng, self.start, self.window)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        return base.reserve(spec, state, tokens, self._ends)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + window * (4 * K * G * H + 4), doubling,
+        until the end of prefill; then capacity tokens, and all generated tokens"""
+        return base.nbytes(spec, self.start, tokens, self.window)
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        attention = base.attention_of_last_queries(spec, state)
+
+        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+            size = tokens.positions.shape[2]
+            budget = min(size, self.capacity - self.window)
+            there = jnp.arange(size)[None, None] < count[:, None, None]
+            score = jnp.where(there[:, :, None], attention[..., :size], 0)
+            score = jnp.mean(self._pooled(score), axis=2)
+            _, best = jax.lax.top_k(jnp.where(there, score, -1), budget)
+            taken = jnp.sort(jnp.where(jnp.take_along_axis(there, best, 2), best, size), axis=2)
+            taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
+            return base.weighted_sample(
+                per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0
+            )
+
+        return base.finish_prefill(spec, state, self._ends, choose)
+
+    def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
+        """Pooled over neighbours; beyond the ends are zeros, which a mean counts."""
+        start, how = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
+        side = self.kernel // 2
+        pooled = jax.lax.reduce_window(
+            score, jnp.float32(start), how, (1, 1, 1, self.kernel), (1, 1, 1, 1),
+            ((0, 0), (0, 0), (0, 0), (side, side)),
+        )  # fmt: skip
+        return pooled / jnp.float32(self.kernel) if self.pool == "mean" else pooled

@@ -1,0 +1,83 @@
+"""A uniform sample of a finished prompt: the baseline of BalanceKV (Han et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import Sample
+from jaxkv.contract import Policy, Spec
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.typing import Array, Float32
+
+
+@dataclass(frozen=True)
+class Uniform(Policy):
+    """Keep a prompt's first `sinks` tokens, its last `window`, and one in 2^rounds of the others.
+
+    A uniform sample, weighted by the inverse of its probability, estimates the softmax without
+    bias. It ignores which tokens matter, so it is the baseline for methods that look.
+
+    Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
+    weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots
+    before the prompt, doubled as they fill.
+    """
+
+    sinks: int = 32
+    window: int = 32
+    rounds: int = 2
+    weighted: bool = True
+    start: int = 512
+
+    summary: ClassVar[str] = "a prompt's ends, and a random sample of the tokens between"
+    source: ClassVar[str] = "the baseline of BalanceKV, arXiv 2502.07861"
+    leaves: ClassVar[CompressedState] = base.LEAVES
+    grows: ClassVar[bool] = True
+
+    update = staticmethod(base.update)
+    cached = staticmethod(base.cached)
+
+    def __post_init__(self) -> None:
+        base.check_rounds(self.rounds)
+        base.check(self._ends, self.start)
+
+    @property
+    def _ends(self) -> Ends:
+        return Ends(self.sinks, self.window, 1 << self.rounds)
+
+    @property
+    def min_prompt(self) -> int:
+        return self._ends.most + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        return base.init(spec, batch, rng, self.start)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        return base.reserve(spec, state, tokens, self._ends)
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
+        a quarter of it at rounds=2, and all generated tokens"""
+        return base.nbytes(spec, self.start, tokens)
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+            size = tokens.positions.shape[2]
+            place = jnp.arange(size, dtype=jnp.uint32)[None, None]
+            draws = per_head.draws(place, state.rng)
+            draws = jnp.where(
+                place.astype(jnp.int32) < count[:, None, None], draws, np.uint32(2**32 - 1)
+            )
+            chosen = jnp.argsort(draws, axis=2)[:, :, : -(-size >> self.rounds)]
+            taken = per_head.pick(tokens, chosen.astype(jnp.int32))
+            weight = self.rounds * math.log(2) if self.weighted else 0.0
+            return base.weighted_sample(taken, count >> self.rounds, weight)
+
+        return base.finish_prefill(spec, state, self._ends, choose)

@@ -1,0 +1,216 @@
+"""Sparse attention with a free choice of keys: what the oracle baselines share.
+
+A prompt is attended exactly until `finish_prefill`. After it, each query head sees the first and
+the newest tokens as they are, and of the tokens between only the keys that the policy selects for
+it. Every token stays cached and every key is read to select, so these policies save neither memory
+nor time. They measure how good a selection can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import blend, scores
+from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache.chunked_scan import chunked_scan
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression import base as prompt_compression
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+
+_SCAN = 16  # queries whose logits of all keys are in memory at a time
+_ROUNDING = 2.5e-7  # the most that float32 adds to a share of n
+
+
+class SparseState(NamedTuple):
+    """dense: every token. rng: seeds of the draws.
+
+    finished: no bytes. X is 0 during prefill and then the slots that the prompt had: `reserve` sees
+    only shapes, and must know that its tokens count from the end of prefill.
+    """
+
+    dense: Ring
+    finished: Int32[Array, "B X 0"]
+    rng: UInt32[Array, "B K 2"]
+
+
+LEAVES = SparseState(dense.LEAVES, Leaf("B X 0"), Leaf("B K 2"))
+
+
+class Candidates(NamedTuple):
+    """Queries, and the keys of their sequences; slot n stores token number n.
+
+    logits: scaled, capped and with their distance penalty; some finite number in empty slots.
+    always: keys that a query sees in any case. between: keys to select from. q, k: rotated.
+    """
+
+    logits: Float32[Array, "B K G T S"]
+    always: Bool[Array, "B 1 1 T S"]
+    between: Bool[Array, "B 1 1 T S"]
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B K S H"]
+    query_positions: UInt32[Array, "B T"]
+    key_positions: UInt32[Array, "B S"]
+    rng: UInt32[Array, "B K 2"]
+
+
+# The log weight of each key between the ends [B,K,G,T,S], -inf where it is not selected.
+Select = Callable[[Candidates], Array]
+
+
+def check(sinks: int, window: int, start: int) -> None:
+    """Raise UserError for impossible ends or first slots."""
+    prompt_compression.check(prompt_compression.Ends(sinks, window), start, (4, 64))
+
+
+def check_share(name: str, value: float, example: float = 0.1) -> None:
+    """Raise UserError unless value is in (0, 1]; example: a value that would do."""
+    if not 0 < value <= 1:
+        raise UserError(f"{name} must be above 0 and at most 1, got {value}; try {name}={example}")
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """What a policy of this folder brings itself; the functions below are its other methods."""
+
+    sinks: int
+    window: int
+    start: int
+
+    def select(self, candidates: Candidates) -> Array: ...
+
+
+def init(policy: Selector, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
+    finished = jnp.zeros((batch, 0, 0), jnp.int32)
+    return SparseState(
+        ring.init(spec, batch, policy.start), finished, per_head.seeds(rng, spec, batch)
+    )
+
+
+def update(
+    policy: Selector, spec: Spec, state: SparseState, chunk: Chunk
+) -> tuple[Partial, SparseState]:
+    return attend_selected(spec, state, chunk, policy.sinks, policy.window, policy.select)
+
+
+def bytes_per_sequence(policy: Selector, spec: Spec, tokens: int = 0) -> int:
+    """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling as tokens come"""
+    slots = dense.slots_for(tokens, policy.start, dense.MAX_SLOTS)
+    return ring.nbytes(spec, slots) + 8 * spec.kv_heads
+
+
+def reserve(spec: Spec, state: SparseState, tokens: int) -> SparseState:
+    """Room for `tokens`; after prefill for that many generated tokens."""
+    tokens += state.finished.shape[1]
+    return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
+
+
+def finish_prefill(spec: Spec, state: SparseState) -> SparseState:
+    """From now on queries select; every token stays cached."""
+    slots = state.dense.positions.shape
+    return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
+
+
+def cached(spec: Spec, state: SparseState) -> Cached:
+    return ring.cached(state.dense)
+
+
+def attend_selected(
+    spec: Spec, state: SparseState, chunk: Chunk, sinks: int, window: int, select: Select
+) -> tuple[Partial, SparseState]:
+    """Append the chunk first; then each query sees the tokens up to its own number."""
+    if state.finished.shape[1] == 0:
+        partial, appended = dense.update(spec, state.dense, chunk)
+        return partial, state._replace(dense=appended)
+    after = state._replace(dense=dense.append(spec, state.dense, chunk))
+
+    def some(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
+        numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
+        own = jnp.where(piece.valid, numbers, -1)
+        found = _candidates(spec, after, piece, own, sinks, window)
+        bias = jnp.where(found.always, np.float32(0), select(found))
+        return blend(found.logits + bias, after.dense.v), numbers[:, -1] + 1
+
+    partial, _ = chunked_scan(some, state.dense.count, chunk, _SCAN)
+    return dense.refuse_overfull(partial, after.dense), after
+
+
+def _candidates(
+    spec: Spec,
+    state: SparseState,
+    chunk: Chunk,
+    numbers: Int32[Array, "B T"],
+    sinks: int,
+    window: int,
+) -> Candidates:
+    cache = state.dense
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    logits = scores(q, cache.k, spec.scale, spec.softcap)
+    penalty = spec.encoding.bias(chunk.positions, cache.positions, cache.k.shape[1])
+    slot = jnp.arange(cache.positions.shape[1])[None, None]
+    own = numbers[:, :, None]
+    ends = (slot < sinks) | (slot > own - window)
+    there, ends = ((slot <= own)[:, None, None], ends[:, None, None])
+    return Candidates(
+        logits if penalty is None else logits + penalty,
+        there & ends, there & ~ends,
+        q, cache.k, chunk.positions, cache.positions, state.rng,
+    )  # fmt: skip
+
+
+def share_of(share: float, among: Bool[Array, "... S"]) -> Int32[Array, "... 1"]:
+    """How many keys are a share of these, rounded up."""
+    count = jnp.sum(among, axis=-1, keepdims=True, dtype=jnp.int32)
+    wanted = count.astype(jnp.float32) * np.float32(share * (1 - _ROUNDING))
+    return jnp.ceil(wanted).astype(jnp.int32)
+
+
+def largest(
+    score: Float32[Array, "B K G T S"],
+    among: Bool[Array, "#B #K #G #T S"],
+    count: Int32[Array, "#B #K #G #T 1"],
+) -> Bool[Array, "B K G T S"]:
+    """The `count` largest, of equals the first, or all where there are fewer."""
+    score = jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf)
+    slots = score.shape[-1]
+    least = jnp.clip(slots - count, 0, slots - 1)
+    least = jnp.broadcast_to(least, (*score.shape[:-1], 1))
+    least = jnp.take_along_axis(jnp.sort(score, axis=-1), least, axis=-1)
+    above, equal = score > least, (score == least) & among
+    left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
+
+
+def unweighted(selected: Bool[Array, "B K G T S"]) -> Float32[Array, "B K G T S"]:
+    """The log weights where each selected key counts once."""
+    return jnp.where(selected, np.float32(0), -jnp.inf)
+
+
+def log_sum(
+    logits: Float32[Array, "B K G T S"], among: Bool[Array, "#B #K #G #T S"]
+) -> Float32[Array, "B K G T 1"]:
+    """The log of the sum of exponentials, -inf of none, with finite gradients."""
+    masked = jnp.where(among, logits, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
+    top = jnp.where(top == -jnp.inf, np.float32(0), top)
+    total = jnp.sum(jnp.exp(masked - top), axis=-1, keepdims=True)
+    return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
+
+
+def uniforms(
+    candidates: Candidates, numbers: UInt32[Array, "#B 1 M"]
+) -> Float32[Array, "B K G T M"]:
+    """Draws in [0, 1), by number, query head and query position."""
+    batch, kv_heads, group, queries, _ = candidates.logits.shape
+    head = jnp.arange(group, dtype=jnp.uint32)[None, :, None]
+    query = candidates.query_positions[:, None] * np.uint32(group) + head
+    query = query * per_head.GOLDEN  # [B,G,T]
+    each = (query[..., None] + numbers[:, None]).reshape(batch, 1, -1)
+    draws = per_head.uniforms(each, candidates.rng)
+    return draws.reshape(batch, kv_heads, group, queries, -1)

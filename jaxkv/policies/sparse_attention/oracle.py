@@ -1,0 +1,80 @@
+"""Oracle sampling (MagicPIG, Definition 3.1): keys drawn by their own softmax weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy
+from jaxkv.policies.sparse_attention import base
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.typing import Array, Float32, Int32
+
+
+@dataclass(frozen=True)
+class Oracle(Policy):
+    """Attend to the mean value of keys drawn by their own softmax weights.
+
+    Attention is an expectation of values under the softmax, so sampling by the softmax estimates it
+    without bias (section 3). MagicPIG samples by an approximate weight; this policy samples by the
+    exact one and is its oracle baseline.
+
+    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
+    `window`, and of those between draws with replacement: `share` of the number of
+    tokens between, rounded up. A key drawn twice counts twice (equation 5). Only the values are
+    sampled: together the draws weigh as much as all keys between, whose sum of weights is exact
+    here. A draw is a function of the query's position and head. The paper draws sinks and window
+    too. start: slots before the prompt, doubled as they fill.
+    """
+
+    share: float = 0.1
+    sinks: int = 4
+    window: int = 64
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; a query sees the ends and draws by softmax weight"
+    source: ClassVar[str] = "MagicPIG, arXiv 2410.16179, Definition 3.1"
+    leaves: ClassVar[SparseState] = base.LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        base.check_share("share", self.share)
+        base.check(self.sinks, self.window, self.start)
+
+    init = base.init
+    update = base.update
+    bytes_per_sequence = base.bytes_per_sequence
+    cached = staticmethod(base.cached)
+    reserve = staticmethod(base.reserve)
+    finish_prefill = staticmethod(base.finish_prefill)
+
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between the ends, -inf where it is not selected."""
+        times, count = self.draw(candidates)
+        share = jnp.maximum(times, 1) / jnp.maximum(count, 1)
+        whole = base.log_sum(candidates.logits, candidates.between)
+        return jnp.where(times > 0, jnp.log(share) + whole - candidates.logits, -jnp.inf)
+
+    def draw(
+        self, candidates: Candidates
+    ) -> tuple[Int32[Array, "B K G T S"], Int32[Array, "B 1 1 T 1"]]:
+        """How often each key is drawn, and the number of draws."""
+        logits, slots = jax.lax.stop_gradient(candidates.logits), candidates.logits.shape[-1]
+        count = base.share_of(self.share, candidates.between)
+        place = jnp.arange(math.ceil(self.share * slots))[None, None]
+        chance = base.uniforms(candidates, place.astype(jnp.uint32))
+        chance = jnp.where(place[:, None, None] < count, chance, np.float32(2))
+        weights = jnp.exp(logits - base.log_sum(logits, candidates.between))
+        up_to = jnp.cumsum(jnp.where(candidates.between, weights, np.float32(0)), axis=-1)
+        up_to = jax.lax.cummax(up_to, axis=up_to.ndim - 1)  # sums in a tree may round downwards
+        up_to = up_to / jnp.where(up_to[..., -1:] == 0, np.float32(1), up_to[..., -1:])
+        flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])  # noqa: E731
+        below = jax.vmap(jnp.searchsorted)(flat(jnp.sort(chance, axis=-1)), flat(up_to))
+        below = below.reshape(logits.shape)
+        return jnp.diff(below, axis=-1, prepend=0), count

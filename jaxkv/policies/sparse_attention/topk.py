@@ -1,0 +1,53 @@
+"""Exact top-k attention: the oracle baseline of methods that search for the largest logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxkv.contract import Policy
+from jaxkv.policies.sparse_attention import base
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.typing import Array, Float32
+
+
+@dataclass(frozen=True)
+class TopK(Policy):
+    """Attend to the keys with the largest logits, found by reading all of them.
+
+    A softmax is dominated by its largest logits, so methods that search for them approximate this
+    policy. It is their oracle baseline.
+
+    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
+    `window`, and of those between the `share` with the largest logits, rounded
+    up; of equal logits the older. Every token stays cached. The softmax is over the keys that a
+    query sees. In MagicPIG's comparisons the share is of all positions, without sinks and window.
+    start: slots before the prompt, doubled as they fill.
+    """
+
+    share: float = 0.1
+    sinks: int = 4
+    window: int = 64
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; a query sees the ends and the largest logits between"
+    source: ClassVar[str] = "the TopK of MagicPIG, arXiv 2410.16179"
+    leaves: ClassVar[SparseState] = base.LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        base.check_share("share", self.share)
+        base.check(self.sinks, self.window, self.start)
+
+    init = base.init
+    update = base.update
+    bytes_per_sequence = base.bytes_per_sequence
+    cached = staticmethod(base.cached)
+    reserve = staticmethod(base.reserve)
+    finish_prefill = staticmethod(base.finish_prefill)
+
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between the ends, -inf where it is not selected."""
+        count = base.share_of(self.share, candidates.between)
+        return base.unweighted(base.largest(candidates.logits, candidates.between, count))

@@ -1,0 +1,62 @@
+"""Exact top-p attention: as many of the largest logits as it takes to hold a mass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy
+from jaxkv.policies.sparse_attention import base
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.typing import Array, Float32
+
+
+@dataclass(frozen=True)
+class TopP(Policy):
+    """Attend to the fewest keys whose softmax weights reach `mass`.
+
+    A fixed number of keys is too many for a peaked head and too few for a flat one. A fixed mass
+    adapts to each head and query.
+
+    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
+    `window`, and of those between the fewest keys whose softmax weights reach `mass`
+    of the weight between. Every token stays cached. Published grids of `mass` go from 0.1 to 0.99.
+    start: slots before the prompt, doubled as they fill.
+    """
+
+    mass: float = 0.9
+    sinks: int = 4
+    window: int = 64
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; a query sees the ends and the keys that reach a mass"
+    source: ClassVar[str] = "top-p as in vAttention, arXiv 2510.05688"
+    leaves: ClassVar[SparseState] = base.LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        base.check_share("mass", self.mass, 0.9)
+        base.check(self.sinks, self.window, self.start)
+
+    init = base.init
+    update = base.update
+    bytes_per_sequence = base.bytes_per_sequence
+    cached = staticmethod(base.cached)
+    reserve = staticmethod(base.reserve)
+    finish_prefill = staticmethod(base.finish_prefill)
+
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between the ends, -inf where it is not selected."""
+        logits = jax.lax.stop_gradient(candidates.logits)
+        whole = base.log_sum(logits, candidates.between)
+        weights = jnp.where(candidates.between, jnp.exp(logits - whole), np.float32(0))
+        # Summed from the smallest up, to lose little: the many small weights may stay unseen.
+        unseen = jnp.cumsum(jnp.sort(weights, axis=-1), axis=-1)
+        few = unseen <= np.float32(1 - self.mass) * unseen[..., -1:]
+        count = jnp.sum(~few, axis=-1, keepdims=True, dtype=jnp.int32)
+        return base.unweighted(base.largest(logits, candidates.between, count))

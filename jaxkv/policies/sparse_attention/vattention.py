@@ -1,0 +1,112 @@
+"""vAttention (Desai et al. 2025): the largest logits, and a random sample of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy
+from jaxkv.errors import UserError
+from jaxkv.policies.sparse_attention import base as shared  # `base` is a field here
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.typing import Array, Bool, Float32, Int32
+
+
+@dataclass(frozen=True)
+class VAttention(Policy):
+    """Attend to the largest logits and a random sample of the others, sized to meet an error bound.
+
+    The largest logits carry most of the softmax and the rest is many small weights, which a random
+    sample estimates well. A first sample shows how much the small weights vary, and so how large
+    the sample must be (section 4).
+
+    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
+    `window`, and of those between the `top` share of largest logits, and a sample of
+    the others that counts for all of them. Every token stays cached.
+
+    base: the share of the others that is drawn first, at least two, to estimate the variance.
+    epsilon, delta: the sample then has as many draws as keep the relative error of the sum of
+    weights within `epsilon`, with a failure probability of `delta`. The first draws are part of it,
+    and none is drawn twice. The bound assumes that the sample mean is normal, so it fails more
+    often than `delta` where weights vary much (logits of standard deviation 3 and more). sides:
+    `two` uses the quantile of 1 - delta/2; `one` uses that of 1 - delta, as the public code does,
+    which fails more often. A draw is a function of the positions of query and key, and the head.
+    start: slots before the prompt, doubled as they fill.
+    """
+
+    top: float = 0.05
+    base: float = 0.025
+    epsilon: float = 0.05
+    delta: float = 0.05
+    sides: Literal["two", "one"] = "two"
+    sinks: int = 4
+    window: int = 64
+    start: int = 512
+
+    summary: ClassVar[str] = "every token; a query sees the ends, the largest logits and a sample"
+    source: ClassVar[str] = "vAttention, arXiv 2510.05688"
+    leaves: ClassVar[SparseState] = shared.LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= 1:
+            raise UserError(f"top must be from 0 to 1, got {self.top}; try top=0.05")
+        shared.check_share("base", self.base, 0.025)
+        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
+            if not 0 < value < 1:
+                raise UserError(f"{name} must be between 0 and 1, got {value}; try {name}=0.05")
+        if self.sides not in ("two", "one"):
+            raise UserError(f"sides must be two or one, got {self.sides!r}; try sides=two")
+        shared.check(self.sinks, self.window, self.start)
+
+    init = shared.init
+    update = shared.update
+    bytes_per_sequence = shared.bytes_per_sequence
+    cached = staticmethod(shared.cached)
+    reserve = staticmethod(shared.reserve)
+    finish_prefill = staticmethod(shared.finish_prefill)
+
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between the ends, -inf where it is not selected."""
+        between = candidates.between
+        top = shared.largest(candidates.logits, between, shared.share_of(self.top, between))
+        rest = between & ~top
+        count = jnp.sum(rest, axis=-1, keepdims=True, dtype=jnp.int32)
+        chance = -shared.uniforms(candidates, candidates.key_positions[:, None])
+        pilot = jnp.minimum(jnp.maximum(shared.share_of(self.base, rest), 2), count)
+        first = shared.largest(chance, rest, pilot)
+        budget = self._budget(candidates, candidates.always | top, first, pilot, count)
+        times = jnp.maximum(count, 1) / jnp.maximum(budget, 1)
+        sample = jnp.where(shared.largest(chance, rest, budget), jnp.log(times), -jnp.inf)
+        return jnp.where(top, np.float32(0), sample)
+
+    def _budget(
+        self, candidates: Candidates, exact: Bool[Array, "B K G T S"],
+        first: Bool[Array, "B K G T S"], pilot: Int32[Array, "B K G T 1"],
+        count: Int32[Array, "B K G T 1"],
+    ) -> Int32[Array, "B K G T 1"]:  # fmt: skip
+        """How many of the `count` others to draw, estimated from the first `pilot` of them."""
+        logits = jax.lax.stop_gradient(candidates.logits)
+        here = candidates.always | candidates.between
+        weights = jnp.exp(logits - shared.log_sum(logits, here))
+        mean = _sum(weights, first) / jnp.maximum(pilot, 1).astype(jnp.float32)
+        others = jnp.maximum(pilot - 1, 1).astype(jnp.float32)
+        variance = _sum(jnp.square(weights - mean), first) / others
+        many = count.astype(jnp.float32)
+        whole = _sum(weights, exact) + many * mean
+        whole = jnp.where(whole == 0, np.float32(1), whole)
+        tail = self.delta / 2 if self.sides == "two" else self.delta
+        quantile = max(0.0, NormalDist().inv_cdf(1 - tail))
+        error = many * jnp.sqrt(variance) / whole
+        needed = jnp.ceil(jnp.square(error * np.float32(quantile / self.epsilon)))
+        return jnp.maximum(pilot, jnp.minimum(needed, many).astype(jnp.int32))
+
+
+def _sum(of: Array, among: Array) -> Array:
+    return jnp.sum(jnp.where(among, of, np.float32(0)), axis=-1, keepdims=True)

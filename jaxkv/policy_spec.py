@@ -1,0 +1,238 @@
+"""Policy specifications: policies as text, one policy per layer, and bytes before allocation.
+
+`name` or `name:field=value,...`; by layer `0=full;16=full;*=streaming:sinks=4,window=252`, where
+`*` is every layer not named. `parse_policy` and `format_policy` are inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import typing
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.errors import UserError
+from jaxkv.policies import POLICIES, Full, Window
+from jaxkv.state.batch import nbytes
+
+
+def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
+    """The policy that a string names; a tuple with one per layer where the string names layers.
+
+    layers: the number of layers of the model; needed where `*` names the rest.
+    Raises UserError for an unknown name, field or value.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"a policy is written as a string like streaming:sinks=4, got {text!r}")
+    if "=" not in text.split(":")[0]:
+        return _parse_one(text)
+    named: dict[str, Policy] = {}
+    for part in filter(None, text.split(";")):
+        layer, equals, rest = part.partition("=")
+        layer = layer.strip()
+        if not equals or not (layer == "*" or layer.isdecimal()):
+            raise UserError(
+                f"policies by layer are written LAYER=POLICY;...;*=POLICY, got {part!r}"
+            )
+        layer = layer if layer == "*" else str(int(layer))
+        if layer in named:
+            raise UserError(f"layer {layer} is named twice in {text!r}; name it once")
+        named[layer] = _parse_one(rest)
+    numbers = [int(layer) for layer in named if layer != "*"]
+    if layers is None:
+        if "*" in named:
+            raise UserError(f"{text!r} names all other layers with *: give layers=, their number")
+        layers = max(numbers) + 1
+    missing = [i for i in range(layers) if str(i) not in named and "*" not in named]
+    beyond = [i for i in numbers if i >= layers]
+    if missing:
+        raise UserError(f"layer {missing[0]} has no policy in {text!r}; add *=POLICY for the rest")
+    if beyond:
+        raise UserError(
+            f"layer {beyond[0]} does not exist: the model has layers 0 to {layers - 1}; "
+            "name those, or * for the rest"
+        )
+    return tuple(named.get(str(i), named.get("*")) for i in range(layers))
+
+
+def format_policy(policies: Policy | Sequence[Policy]) -> str:
+    """The string that `parse_policy` reads back as the same policies."""
+    if not isinstance(policies, (tuple, list)):
+        return _format_one(policies)
+    policies = [one.for_layer(0, 1) for one in policies]
+    if len(set(policies)) == 1:
+        return _format_one(policies[0])
+    most, _ = Counter(policies).most_common(1)[0]
+    named = [f"{i}={_format_one(p)}" for i, p in enumerate(policies) if p != most]
+    return ";".join([*named, f"*={_format_one(most)}"])
+
+
+def by_layer(
+    chosen: str | Policy | Sequence[Policy | str], layers: int, windows: Sequence[int | None] = ()
+) -> tuple[Policy, ...]:
+    """One policy per layer.
+
+    chosen: one for all layers, or one per layer, each as a string or a value. windows: the model's
+    own sliding window of each layer, None where it has none. Such a layer keeps its window, which
+    is all it was trained to see, unless the chosen policy looks back less or the string names
+    layers itself.
+    """
+    if isinstance(chosen, str):
+        chosen = parse_policy(chosen, layers)
+    if isinstance(chosen, (tuple, list)):
+        chosen = [_parse_one(one) if isinstance(one, str) else one for one in chosen]
+        if len(chosen) != layers:
+            raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
+        return tuple(one.for_layer(layer, layers) for layer, one in enumerate(chosen))
+    own = [*windows, *[None] * (layers - len(windows))]
+    lookback = max_lookback(chosen)
+    too_far = [i for i, width in enumerate(own) if width is not None and lookback > width]
+    if too_far and not isinstance(chosen, Full):
+        name = format_policy(chosen)
+        warnings.warn(
+            f"{len(too_far)} layer(s) keep the model's own window of {own[too_far[0]]} tokens, as "
+            f"{name} looks back further; name layers, as in *={name}, to force it",
+            stacklevel=2,
+        )
+    return tuple(
+        Window(w) if i in too_far else chosen.for_layer(i, layers) for i, w in enumerate(own)
+    )
+
+
+def max_lookback(chosen: Policy, tokens: int | None = None) -> int | float:
+    """The most tokens back that a query may look, in a text of `tokens` tokens (None: endless)."""
+    return min(math.inf if tokens is None else tokens, chosen.max_lookback)
+
+
+def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
+    """Bytes of all layers of `batch` sequences with room for `tokens` tokens; nothing is allocated.
+
+    It counts the prompt before or after `finish_prefill`, whichever is larger, and all memories.
+    Raises UserError where a policy refuses that many tokens.
+    """
+    return sum(bytes_by_memory(policies, spec, batch, tokens))
+
+
+def bytes_by_memory(
+    policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0
+) -> tuple[int, int]:
+    """The bytes of `state_bytes` on the device, and those in host memory."""
+    found = [
+        [n * part for part in _bytes_of(p, spec, batch, tokens)]
+        for p, n in Counter(policies).items()
+    ]
+    return tuple(map(sum, zip(*found, strict=True))) if found else (0, 0)
+
+
+def host_bytes(chosen: Policy, state: State) -> int:
+    """Bytes of the arrays that the policy keeps in host memory."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(chosen.leaves), strict=True)
+    return nbytes([array for array, leaf in pairs if leaf.memory == "host"])
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int, int]:
+    def build() -> State:
+        state = chosen.init(spec, batch, jax.random.key(0))
+        return chosen.reserve(spec, state, tokens)
+
+    before = jax.eval_shape(build)
+    if chosen.min_prompt is None:
+        return nbytes(before), 0
+    after = jax.eval_shape(lambda state: chosen.finish_prefill(spec, state), before)
+    host = host_bytes(chosen, after)
+    return max(nbytes(before), nbytes(after) - host), host
+
+
+def describe() -> list[dict[str, object]]:
+    """Every policy: its fields with types and defaults, what it caches, its bytes, its source."""
+    return [
+        {
+            "name": name,
+            "summary": kind.summary,
+            "fields": {
+                f.name: {"type": _type_name(kind, f.name), "default": _written(f.default)}
+                for f in _fields(kind)
+            },
+            "bytes_per_sequence": inspect.getdoc(kind.bytes_per_sequence).replace("\n", " "),
+            "source": kind.source,
+        }
+        for name, kind in POLICIES.items()
+    ]
+
+
+def _fields(kind: type | Policy) -> list[dataclasses.Field]:
+    """The fields that a string may set; `for_layer` sets the others."""
+    return [field for field in dataclasses.fields(kind) if field.repr]
+
+
+def _type_name(kind: type, field: str) -> str:
+    hint = typing.get_type_hints(kind)[field]
+    if hint is bool:
+        return "true|false"
+    choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return "|".join(map(str, choices)) or hint.__name__
+
+
+def _parse_one(text: str) -> Policy:
+    name, _, fields = (piece.strip() for piece in text.partition(":"))
+    if name not in POLICIES:
+        raise UserError(f"unknown policy {name!r}{_nearest(name, POLICIES)}")
+    kind = POLICIES[name]
+    hints = typing.get_type_hints(kind)
+    known = [f.name for f in _fields(kind)]
+    values: dict[str, object] = {}
+    for part in filter(None, fields.split(",")):
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        if field not in known:
+            raise UserError(f"{name} has no field {field!r}{_nearest(field, known)}")
+        if not equals:
+            raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
+        if field in values:
+            raise UserError(f"{field} is given twice in {text!r}; give it once")
+        values[field] = _read_value(name, field, hints[field], value)
+    return kind(**values)
+
+
+def _read_value(name: str, field: str, hint: object, value: str) -> object:
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise UserError(f"{name}: {field} must be {' or '.join(choices)}, got {value!r}")
+        return value
+    if hint is bool:
+        if value not in ("true", "false"):
+            raise UserError(f"{name}: {field} must be true or false, got {value!r}")
+        return value == "true"
+    try:
+        return hint(value)
+    except ValueError:
+        what = {int: "a whole number", float: "a number"}[hint]
+        raise UserError(f"{name}: {field} must be {what}, got {value!r}") from None
+
+
+def _format_one(chosen: Policy) -> str:
+    names = {kind: name for name, kind in POLICIES.items()}
+    if type(chosen) not in names:
+        return repr(chosen)  # a policy of one's own has no name in the table
+    fields = [f"{f.name}={_written(getattr(chosen, f.name))}" for f in _fields(chosen)]
+    return f"{names[type(chosen)]}:{','.join(fields)}"
+
+
+def _written(value: object) -> object:
+    """A value as a policy string writes it."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"

@@ -1,0 +1,182 @@
+"""Sequences of a state: take, put, reset, count bytes, move to the host, save to a file.
+
+Every array of a state begins with B and none is a scalar, so each function is one map over the
+arrays and needs no policy. `state` may be a tuple of states, one per layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import State
+from jaxkv.errors import UserError
+from jaxkv.files import whole_file
+from jaxkv.pallas_kernels import host
+from jaxkv.typing import Array
+
+FORMAT = "jaxkv state 2"
+
+Indices = Sequence[int] | np.ndarray | Array
+Shaped = Any  # an array of JAX or numpy, or its shape
+
+
+def take(state: State, indices: Indices) -> State:
+    """The sequences at these indices, in this order. Raises UserError for an unknown index."""
+    indices = _checked(indices, state)
+    return jax.tree.map(lambda leaf: host.kept(lambda leaf: leaf[indices], leaf), state)
+
+
+def put(state: State, indices: Indices, other: State) -> State:
+    """The state with the sequences of `other` at these indices.
+
+    Raises UserError for an unknown index, and where the sequences of `other` have another shape, as
+    after another `reserve`.
+    """
+    indices = _checked(indices, state)
+    if isinstance(indices, np.ndarray) and len(set(indices.tolist())) < len(indices):
+        raise UserError(f"each sequence can be put once, got {indices.tolist()}; name it once")
+
+    def one(path: tuple, leaf: Shaped, new: Shaped) -> Array:
+        wanted = (len(indices), *leaf.shape[1:])
+        if new.shape != wanted or new.dtype != leaf.dtype:
+            raise UserError(
+                f"sequences fit a state of equal shape: {jax.tree_util.keystr(path)} takes "
+                f"{_describe(wanted, leaf.dtype)}, got {_describe(new.shape, new.dtype)}; "
+                "reserve the same room for both"
+            )
+        return host.kept(lambda leaf, new: leaf.at[indices].set(new), leaf, new)
+
+    return jax.tree_util.tree_map_with_path(one, state, other)
+
+
+def reset(state: State, indices: Indices, fresh: State) -> State:
+    """The state with empty sequences at these indices; fresh: as many, or one for all of them."""
+    indices = _checked(indices, state)
+    size = len(indices)
+    return put(
+        state,
+        indices,
+        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (size, *leaf.shape[1:])), fresh),
+    )
+
+
+def nbytes(state: State) -> int:
+    """Bytes of all arrays; shapes (jax.eval_shape) suffice."""
+    return sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(state)
+    )
+
+
+def to_host(state: State) -> State:
+    """The same state as numpy arrays."""
+    return jax.device_get(state)
+
+
+def to_device(state: State, sharding: State | jax.sharding.Sharding | None = None) -> State:
+    """The same state as jax arrays; sharding: one for all leaves, or a tree of them."""
+    return jax.device_put(state, sharding)
+
+
+def save(path: str | os.PathLike, state: State, identity: str = "") -> None:
+    """Write a snapshot atomically.
+
+    identity: what the state belongs to beyond its shapes, such as the policy's string and the
+    model's name; `load` refuses another.
+    Raises UserError where the file cannot be written.
+    """
+    leaves = {name: np.asarray(leaf) for name, leaf in _named(to_host(state)).items()}
+    described = {name: _describe(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    header = {"format": FORMAT, "identity": identity, "leaves": described}
+    # Raw bytes: npz drops the name of every dtype that is not numpy's own, such as bfloat16.
+    raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
+    try:
+        with whole_file(path) as file:
+            np.savez(file, header=np.array(json.dumps(header)), **raw)
+    except OSError as error:
+        raise UserError(
+            f"a snapshot needs a file that can be written: {path}: {error.strerror}; "
+            "choose another place"
+        ) from None
+
+
+def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
+    """Read a snapshot as numpy arrays.
+
+    like: a state of the same shapes; shapes (jax.eval_shape of `init`) suffice. identity: as it was
+    saved with.
+    Raises UserError where the file is no snapshot or holds another state.
+    """
+    wanted = _named(like)
+    try:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            header = json.loads(str(file["header"]))
+            if header["format"] != FORMAT:
+                raise UserError(
+                    f"a snapshot must say {FORMAT!r}, {path} says {header['format']!r}; "
+                    "read it with the version that wrote it"
+                )
+            if header["identity"] != identity:
+                raise UserError(
+                    f"a snapshot must have the identity it was saved with: {path} has "
+                    f"{header['identity']!r}, got {identity!r}; give its own identity"
+                )
+            _compare(path, header["leaves"], wanted)
+            leaves = [
+                file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in wanted.items()
+            ]
+    except UserError:
+        raise
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UserError(
+            f"a snapshot must be a file that can be read: {path}: {error.strerror}; "
+            "give the path that was saved to"
+        ) from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError,
+            zipfile.BadZipFile):  # fmt: skip
+        raise UserError(
+            f"a snapshot must be a whole file written by jaxkv.state.batch.save: {path} is not; "
+            "save it again"
+        ) from None
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, Shaped]) -> None:
+    expected = {name: _describe(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
+    for name in expected | found:
+        if expected.get(name) != found.get(name):
+            raise UserError(
+                f"a snapshot must hold the state of this policy, model and batch: {path}: {name} "
+                f"should be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}; "
+                "load it with the settings it was saved with"
+            )
+
+
+def _named(state: State) -> dict[str, Shaped]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+
+
+def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def _checked(indices: Indices, state: State) -> np.ndarray | Array:
+    if isinstance(indices, jax.core.Tracer):
+        return indices  # values are not known yet
+    indices, batch = np.asarray(indices), jax.tree.leaves(state)[0].shape[0]
+    whole = indices.dtype.kind in "iu" or not indices.size
+    if not whole or (indices.size and not 0 <= indices.min() <= indices.max() < batch):
+        raise UserError(
+            f"indices of sequences must be from 0 to {batch - 1}, got {indices.tolist()}; name "
+            "existing ones"
+        )
+    return indices.astype(np.int32)

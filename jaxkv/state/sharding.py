@@ -1,0 +1,133 @@
+"""Many devices: the batch over the mesh axis `data`, KV heads over `model`, without collectives.
+
+Sequences are independent and a query head reads one KV head, so devices need not communicate in a
+step. The axis letters of a policy's `leaves` say which axes of a state are B and K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxkv import driver
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.errors import UserError
+from jaxkv.rotary import Alibi
+from jaxkv.typing import Array, Bool, Float, Float32, UInt32
+
+AXES = ("data", "model")
+
+
+def mesh_of(text: str) -> Mesh:
+    """The mesh that `data=2,model=4` names; either axis may be left out.
+
+    Raises UserError for anything else, or where there are too few devices.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise UserError(
+                f"a mesh is written data=BATCH,model=HEADS, each at most once and at least 1, got "
+                f"{part!r} in {text!r}; try data=1,model=1"
+            )
+        sizes[name] = int(size)
+    needed = 1
+    for size in sizes.values():
+        needed *= size
+    devices = jax.devices()
+    if needed > len(devices):
+        raise UserError(
+            f"a mesh needs one device per place: {text!r} needs {needed}, got {len(devices)}; "
+            "make it smaller"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=devices[:needed],
+    )
+
+
+def axes_in(mesh: Mesh) -> tuple[str | None, str | None]:
+    """The mesh axes of the batch and of KV heads, None where the mesh has none."""
+    batch, heads = (name if name in mesh.axis_names else None for name in AXES)
+    return batch, heads
+
+
+def check(mesh: Mesh, batch: int, kv_heads: int) -> None:
+    """Raise UserError where the mesh does not divide the batch or the KV heads evenly."""
+    given = zip(axes_in(mesh), (batch, kv_heads), ("sequences", "KV heads"), strict=True)
+    for axis, size, what in given:
+        if axis is not None and size % mesh.shape[axis]:
+            raise UserError(
+                f"the mesh axis {axis!r} must divide the {what}: {size} {what} over "
+                f"{mesh.shape[axis]} places; choose another mesh or number of {what}"
+            )
+
+
+def specs(leaves: State, batch: str | None = "data", heads: str | None = "model") -> State:
+    """The PartitionSpec of each array: B over the mesh axis `batch`, K over `heads`.
+
+    leaves: a policy's `leaves`. None instead of a name: that axis is not split.
+    """
+    names = {"B": batch, "K": heads}
+    return jax.tree.map(lambda leaf: PartitionSpec(*map(names.get, leaf.letters)), leaves)
+
+
+def sharded_step(
+    mesh: Mesh,
+    policy: Policy,
+    spec: Spec,
+    state: State,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: UInt32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    sink: Float[Array | np.ndarray, " N"] | None = None,
+) -> tuple[Float32[Array, "B T N H"], State]:
+    """`step`, each device with its own sequences and KV heads; a mesh may have one axis or both.
+
+    Raises UserError where the mesh does not divide the batch or the KV heads evenly.
+    """
+    driver.check(policy, spec, state, q, k, v, positions, valid, sink)
+    batch, heads = axes_in(mesh)
+    check(mesh, q.shape[0], spec.kv_heads)
+    spec = _of_one_device(mesh, spec)
+    by_batch, by_head = PartitionSpec(batch), PartitionSpec(batch, None, heads)
+    states = specs(policy.leaves, batch, heads)
+    split = jax.shard_map(
+        lambda *args: driver.step(policy, spec, *args),
+        mesh=mesh,
+        in_specs=(states, by_head, by_head, by_head, by_batch, by_batch, PartitionSpec(heads)),
+        out_specs=(by_head, states),
+        check_vma=False,  # the kernels of some policies do not say along which axes they vary
+    )
+    return split(state, q, k, v, positions, valid, sink)
+
+
+def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State) -> State:
+    """`policy.finish_prefill`, each device with its own sequences and KV heads."""
+    states = specs(policy.leaves, *axes_in(mesh))
+    spec = _of_one_device(mesh, spec)
+    split = jax.shard_map(
+        lambda state: policy.finish_prefill(spec, state),
+        mesh=mesh, in_specs=(states,), out_specs=states, check_vma=False,
+    )  # fmt: skip
+    return split(state)
+
+
+def _of_one_device(mesh: Mesh, spec: Spec) -> Spec:
+    """The spec of a device that has its share of the KV heads."""
+    _, heads = axes_in(mesh)
+    if heads is None:
+        return spec
+    encoding = spec.encoding
+    if isinstance(encoding, Alibi):  # the one encoding that differs between heads
+        encoding = dataclasses.replace(encoding, axis=heads)
+    kv_heads = spec.kv_heads // mesh.shape[heads]
+    return dataclasses.replace(spec, kv_heads=kv_heads, encoding=encoding)
