@@ -1,0 +1,222 @@
+"""`jaxkv.testing`: the policies here keep the laws, and each law finds the mistake it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.cache import ring
+from jaxkv.contract import Leaf
+from jaxkv.errors import UserError
+from jaxkv.testing import LawError, check_policy, judge_law, judge_laws, table
+from jaxkv.testing.laws import LAWS
+from jaxkv.testing.subject import Subject, draw_tokens
+from tests.seldom import seldom
+
+EVERYDAY = {"window:window=5", "balance:sinks=2,window=3,block=8,start=16"}
+SMALL = [
+    *EVERYDAY, "streaming:sinks=2,window=5", "full:start=16,max=4096",
+    "reservoir:sinks=2,window=4,sample=3", "stratified:sinks=1,window=3,sample=4",
+    "balance-stream:sinks=2,window=4,levels=3,block=4", "uniform:sinks=1,window=3",
+    "snapkv:capacity=9,window=3,kernel=3,start=16", "pyramidkv:capacity=9,window=3,kernel=3",
+    "magicpig:K=2,L=5,sinks=2,window=3,tail=35,start=8", "h2o:heavy=5,window=3",
+    "topk:start=16", "topp", "oracle", "quest", "vattention",
+]  # fmt: skip
+
+
+def newest(count):
+    """The tokens that a window of this size caches."""
+    return lambda query: range(max(0, query + 1 - count), query + 1)
+
+
+@pytest.mark.parametrize(
+    "policy", [(pytest.param if p in EVERYDAY else seldom)(p) for p in sorted(SMALL)]
+)
+def test_the_policies_here_keep_the_laws(policy):
+    found = check_policy(jaxkv.policy(policy), scores_chunks=policy.startswith("h2o"))
+    numbers = {verdict.number for verdict in found}
+    assert numbers >= {1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 16}
+    assert (14 in numbers) == (jaxkv.policy(policy).min_prompt is not None)
+
+
+def test_every_policy_is_checked():
+    assert {policy.partition(":")[0] for policy in SMALL} == set(jaxkv.POLICIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(jaxkv.Streaming):
+    """A streaming cache with one mistake."""
+
+    sinks: int = 2
+    window: int = 6
+
+
+class Greedy(Broken):
+    """Padding is cached."""
+
+    def update(self, spec, state, chunk):
+        return super().update(spec, state, chunk._replace(valid=jnp.ones_like(chunk.valid)))
+
+
+class Counting(Broken):
+    """A chunk of padding is left out, but not padding between tokens."""
+
+    def update(self, spec, state, chunk):
+        some = jnp.any(chunk.valid, axis=1, keepdims=True) & jnp.ones_like(chunk.valid)
+        partial, _ = super().update(spec, state, chunk)
+        return partial, super().update(spec, state, chunk._replace(valid=some))[1]
+
+
+class Mixed(Broken):
+    """A sequence is answered with the queries of another."""
+
+    def update(self, spec, state, chunk):
+        return super().update(spec, state, chunk._replace(q=chunk.q[::-1]))
+
+
+class Small(Broken):
+    def bytes_per_sequence(self, spec, tokens=0):
+        return (self.sinks + self.window) * 2 * spec.kv_heads * spec.head_dim * 4
+
+
+class Wide(Broken):
+    """The state comes back with another dtype."""
+
+    def update(self, spec, state, chunk):
+        partial, made = super().update(spec, state, chunk)
+        return partial, made._replace(count=made.count.astype(jnp.float32))
+
+
+class Growing(Broken):
+    """A query of a chunk sees tokens that the chunk has evicted."""
+
+    def update(self, spec, state, chunk):
+        partial = ring.attend(spec, state, chunk, self.sinks, None)
+        return partial, ring.write(spec, state, chunk, self.sinks)
+
+
+class Short(Broken):
+    """The window is one token too short."""
+
+    def update(self, spec, state, chunk):
+        partial = ring.attend(spec, state, chunk, self.sinks, self.window - 1)
+        return partial, ring.write(spec, state, chunk, self.sinks)
+
+
+class Crossed(Broken):
+    """KV heads store each other's keys."""
+
+    def update(self, spec, state, chunk):
+        return super().update(spec, state, chunk._replace(k=chunk.k[:, :, ::-1]))
+
+
+class Unequal(Broken):
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class Begun(Broken):
+    def init(self, spec, batch, rng):
+        return super().init(spec, batch, rng)._replace(count=jnp.ones(batch, jnp.int32))
+
+
+class Unlearning(Broken):
+    def update(self, spec, state, chunk):
+        return super().update(spec, state, jax.lax.stop_gradient(chunk))
+
+
+class Unshared(Broken):
+    """The keys are declared equal in all layers."""
+
+    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B K S H", shared=True))
+
+
+class Overwriting(Broken):
+    """A ring is declared append-only."""
+
+    leaves: ClassVar = ring.LEAVES._replace(v=Leaf("B K S H", append_only=True))
+
+
+class WrongLetter(Broken):
+    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B H S K"))
+
+
+class TooFewLetters(Broken):
+    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B K S"))
+
+
+class OtherStructure(Broken):
+    def update(self, spec, state, chunk):
+        partial, made = super().update(spec, state, chunk)
+        return partial, (made, made.count)
+
+
+@pytest.mark.parametrize("policy, number, why", [
+    (Wide(), 1, r"must return .count as \(\(2,\), 'int32'\), got \(\(2,\), 'float32'\)"),
+    (OtherStructure(), 1, r"the arrays .k, .v, .positions, .count, got \[0\].k"),
+    (WrongLetter(), 11, r"leaf .k: axis H must be 8, got 3"),
+    (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for 4 axes"),
+    (Greedy(), 2, "padding"), (Counting(), 2, "padding"), (Mixed(), 3, "sequence 0"),
+    (Short(), 4, "chunks of 1"), (Growing(), 5, "chunks of 5"), (Crossed(), 6, "KV head 0"),
+    (Unequal(), 8, "compile 2 times"), (Begun(), 9, "empty state"),
+    (Small(), 10, r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
+    (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
+    (Unlearning(), 16, "no finite gradient"),
+])  # fmt: skip
+def test_a_mistake_is_found_by_its_law(policy, number, why):
+    laws = [law for law in LAWS if law[0] == number]
+    subject = Subject(policy, 8, draw_tokens(29), None, False)
+    broken = [v for law in laws if (v := judge_law(law, subject)) and not v.holds]
+    assert broken, f"law {number} does not find it"
+    assert any(re.search(why, verdict.why) for verdict in broken), broken
+    assert f"FAILS  {number:2}" in table(broken)
+
+
+@pytest.mark.parametrize("size, holds", [(6, True), (5, False)])
+def test_the_meaning_of_a_policy_is_checked(size, holds):
+    verdicts = judge_laws(jaxkv.Window(6), 6, newest(size))
+    (verdict,) = [v for v in verdicts if v.number == 15]
+    assert verdict.holds == holds and bool(verdict.why) != holds
+    assert all(v.holds for v in verdicts if v.number != 15)
+
+
+def test_a_broken_policy_raises_with_the_law_and_the_leaf():
+    with pytest.raises(LawError, match=r"law 11 .*leaf .k: axis H must be 8, got 3"):
+        check_policy(WrongLetter())
+
+
+class Idle(jaxkv.Policy):
+    """A policy without `update`."""
+
+    init, leaves = Broken.init, ring.LEAVES
+    sinks, window = 2, 6
+
+
+def test_a_policy_without_update():
+    with pytest.raises(LawError, match=r"law 1 .*it lacks `update`"):
+        check_policy(Idle())
+
+
+class Old:
+    """The members of the contract before `update`."""
+
+    def attend(self, spec, state, chunk): ...
+
+    def extend(self, spec, state, chunk): ...
+
+
+def test_a_policy_of_the_old_contract(unchecked):
+    with pytest.raises(UserError, match="rename attend to update, extend to update"):
+        check_policy(Old())
+    with pytest.raises(UserError, match="rename attend to update, extend to update"):
+        type("Older", (jaxkv.Policy,), {"attend": Old.attend, "extend": Old.extend})
+
+
+def test_what_is_no_policy(unchecked):
+    with pytest.raises(UserError, match="a policy is a value"):
+        check_policy("streaming")
