@@ -18,15 +18,15 @@ import jax
 
 import jaxkv
 from jaxkv import models
-from jaxkv.state import batch
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_names
 from jaxkv.evals import prefix_traces
 from jaxkv.evals.prefix_traces import Asked
 from jaxkv.evals.record import Record
 from jaxkv.models import Llm
-from jaxkv.prefix import BlockPool, Snapshots, root
 from jaxkv.policy_spec import by_layer, state_bytes
+from jaxkv.prefix import BlockPool, Snapshots, root
+from jaxkv.state import batch
 
 TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip

@@ -21,11 +21,11 @@ from jaxkv.evals.figures import draw_spreads
 from jaxkv.evals.palette import THINNED
 from jaxkv.evals.record import spread
 from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
-from jaxkv.policies.discrepancy import Halving, walk
 from jaxkv.models.decoding import seal_layer
 from jaxkv.models.llm import Llm
-from jaxkv.rotary import NoPosition
+from jaxkv.policies.discrepancy import Halving, walk
 from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import NoPosition
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])

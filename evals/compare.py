@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxkv.state import memory
 from jaxkv.contract import Policy
 from jaxkv.evals import palette, pictures, recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import Score, check_scorable, gather, score
 from jaxkv.policy_spec import format_policy, state_bytes
+from jaxkv.state import memory
 
 BUDGET = 256  # tokens kept, where policies are chosen for the user
 # Shows progress while a policy runs: given its name, it yields what is called with tokens done.

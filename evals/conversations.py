@@ -21,10 +21,10 @@ from jaxkv.evals.figures import draw_spreads
 from jaxkv.evals.palette import COLOURS
 from jaxkv.evals.prefix_figures import MODES
 from jaxkv.evals.record import spread
-from jaxkv.state.memory import show
 from jaxkv.models.llm import Llm
 from jaxkv.models.serving import engine_of
 from jaxkv.prefix import Chain, root
+from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
 ANEW, KEPT = "read anew", "kept"

@@ -1,8 +1,8 @@
 """Pictures drawn from evals/results/*.json, each beside its record, and figures in pages of text.
 
-`python -m jaxkv.evals.figures` draws and fills in everything again; an experiment draws its own picture
-when it has run. A figure in a page stands between marks that say where it comes from, the record,
-the path in its results and the format:
+`python -m jaxkv.evals.figures` draws and fills in everything again; an experiment draws its own
+picture when it has run. A figure in a page stands between marks that say where it comes from, the
+record, the path in its results and the format:
 
     <!--=latency recompute/most .1f-->22.2<!--/-->
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.contract import Spec
 from jaxkv.evals.heads import Layer, ask, attend, errors, exactly, interval, turned
 from jaxkv.policies import TopK
+from jaxkv.policies.sparse_attention import base as sparse_attention
 
 FIFTH = 0.2  # of the keys, in Figures 2 and 4
 

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.magicpig import index
-from jaxkv.cache import per_head
 from jaxkv.attention import blend, scores
+from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.single_layer import QUERIES, capture
-from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.sparse_attention.base import Candidates
 
 Item = TypeVar("Item")
 TOLD = 10  # seconds between two words about progress
@@ -73,9 +74,9 @@ def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
     there = (slot <= own)[:, None, None]
     ends = ((slot < sinks) | (slot + np.uint32(window) > own))[:, None, None]
-    key = per_head.keys(jax.random.key(seed), spec, len(q))
+    rng = per_head.seeds(jax.random.key(seed), spec, len(q))
     logits = logits if penalty is None else logits + penalty
-    return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, key)
+    return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, rng)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -84,12 +85,12 @@ def meet(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) ->
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
     asked = ask(spec, layer, chosen.sinks, chosen.window, seed)
-    return attend(asked, chosen.choose(asked), layer.v)
+    return attend(asked, chosen.select(asked), layer.v)
 
 
 def attend(asked: Candidates, weights: jax.Array, v: jax.Array) -> Met:
     """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
-    bias = jnp.where(asked.exact, np.float32(0), weights)
+    bias = jnp.where(asked.always, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & asked.between, axis=(1, 2, 3, 4))
     heads = weights.shape[1] * weights.shape[2]
     share = read.astype(jnp.float32) / _count(asked.between, heads)
@@ -106,14 +107,14 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
     prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, there))) for cut in (first, last))
     state = chosen.init(spec, rows, jax.random.key(seed))
-    state = chosen.extend(spec, chosen.reserve(spec, state, length), prompt)
-    state = chosen.reserve(spec, chosen.seal(spec, state), QUERIES)
-    state = chosen.extend(spec, state, after)
+    _, state = chosen.update(spec, chosen.reserve(spec, state, length), prompt)
+    state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
+    state = index.append(spec, state, after, chosen.settings)
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
-    out = chosen.ask(spec, state, q, numbers, after.positions).out
+    out = chosen.attend(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     met = jax.lax.map(
-        lambda one: index.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
+        lambda one: magicpig.find(state, chosen.settings, chosen.budget, *one).count, tuple(each)
     )
     read = jnp.sum(met, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals import pictures, runtime
-from jaxkv.state.memory import show
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces
+from jaxkv.state.memory import show
 from jaxkv.typing import Float32, Int32
 
 SHADES = 8  # of a token's background
@@ -48,7 +48,7 @@ def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str,
         stream.read([ids])
         stream.seal()
         layers = [
-            of_layer(*policy.kept(llm.spec, state), len(ids))
+            of_layer(*policy.cached(llm.spec, state), len(ids))
             for policy, state in zip(stream.policies, stream.decoding.states, strict=True)
         ]
         found[name] = Held(np.stack(layers), stream.state_bytes)

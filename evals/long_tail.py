@@ -68,7 +68,7 @@ def some(layers: Sequence[Layer]) -> dict[int, Layer]:
 def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     """By query head the weight of the 1, 2, ... heaviest keys, in the mean over queries."""
     asked = heads.ask(spec, layer, 0, 1)
-    logits = np.where(asked.between | asked.exact, np.asarray(asked.logits, np.float64), -np.inf)
+    logits = np.where(asked.between | asked.always, np.asarray(asked.logits, np.float64), -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     _, kv_heads, group, _, size = weights.shape
@@ -79,7 +79,7 @@ def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
 def sink(spec: Spec, layer: Layer) -> float:
     """The weight of the first token, in the mean over heads and queries."""
     asked = heads.ask(spec, layer, 0, 1)
-    logits = np.where(asked.between | asked.exact, np.asarray(asked.logits, np.float64), -np.inf)
+    logits = np.where(asked.between | asked.always, np.asarray(asked.logits, np.float64), -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
 
@@ -92,7 +92,7 @@ def chosen(kind: str, share: float, sinks: int = 0) -> Policy:
         "topk": lambda: TopK(share, **ends),
         "oracle": lambda: Oracle(share, **ends),
         "uniform": lambda: VAttention(0.0, share, **evenly, **ends),
-        "magicpig": lambda: MagicPIG(*DRAWN, **ends, zone=shares.ROOM),
+        "magicpig": lambda: MagicPIG(*DRAWN, **ends, tail=shares.ROOM),
     }
     return make[kind]()
 
@@ -207,7 +207,7 @@ def tables(
     found = {}
     for bits, count in pairs:
         for center in (True, False):
-            policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, zone=shares.ROOM)
+            policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, tail=shares.ROOM)
             each = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
             found[bits, count, center] = Read(*np.mean(each, axis=0).tolist())
     return found

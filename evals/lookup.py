@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.magicpig import hash_tables
-from jaxkv.policies.magicpig import index
-from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.timing import bar, ratio, rounds, timed
-from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig import hash_tables, lsh
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.rotary import NoPosition
 
 GROUP, DIM, DIMS = 4, 128, 88
@@ -77,8 +76,8 @@ def main() -> None:
 def measure(tokens: int, count: int) -> dict[str, Any]:
     """Times and bytes of one size."""
     prompt, queries = draw(tokens)
-    unsealed = POLICY.extend(SPEC, POLICY.reserve(SPEC, begin(), tokens), prompt)
-    seal = jax.jit(POLICY.seal, static_argnums=0)
+    unsealed = absorb(POLICY.reserve(SPEC, begin(), tokens), prompt)
+    seal = jax.jit(POLICY.finish_prefill, static_argnums=0)
     state = seal(SPEC, unsealed)
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
@@ -95,8 +94,8 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
     seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
     best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
-    room = state.exact.positions.shape[1] - POLICY.sinks - POLICY.window
-    filled = POLICY.extend(SPEC, state, draw(room)[0])
+    room = state.dense.positions.shape[1] - POLICY.sinks - POLICY.window
+    filled = absorb(state, draw(room)[0])
     making = rounds(
         {
             "seal": timed(lambda: jax.block_until_ready(seal(SPEC, unsealed))),
@@ -104,8 +103,10 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
         }, 3, "making tables",
     )  # fmt: skip
     again = POLICY.reserve(SPEC, filled, room + 1)
-    hashed_keys = [int(one.far.count[0]) for one in (state, again)]
-    found = [index.find(state, POLICY.indexing, POLICY.budget, q, *where(tokens)) for q in queries]
+    hashed_keys = [int(one.indexed.count[0]) for one in (state, again)]
+    found = [
+        magicpig.find(state, POLICY.settings, POLICY.budget, q, *where(tokens)) for q in queries
+    ]
     each = [bytes_read(state, *one) for one in zip(queries, found, strict=True)]
     read = {part: float(np.mean([one[part] for one in each])) for part in each[0]}
     whole = 2 * 4 * tokens * DIM
@@ -140,6 +141,12 @@ def draw(tokens: int) -> tuple[Chunk, jax.Array]:
     return Chunk(none, k, v, positions, jnp.ones((1, tokens), bool)), q
 
 
+@jax.jit
+def absorb(state: IndexState, tokens: Chunk) -> IndexState:
+    """The state with these tokens, whose own attention is not computed."""
+    return POLICY.update(SPEC, state, tokens)[1]
+
+
 def begin() -> IndexState:
     return POLICY.init(SPEC, 1, jax.random.key(0))
 
@@ -152,7 +159,7 @@ def where(tokens: int) -> tuple[jax.Array, jax.Array]:
 def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     """What the policy does for a token, but for writing it into the cache."""
     number, position = where(tokens)
-    return POLICY.ask(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
+    return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
 
 
 def turn(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
@@ -186,25 +193,25 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     }
 
 
-def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Drawn) -> dict[str, int]:
+def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
     """Of a token: of all query heads together, but for the planes."""
-    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.indexing.how)[0].T
+    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]
     met = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
            for code in np.asarray(codes)]  # fmt: skip
     entries = state.tables.entries
     block = entries.shape[4] * entries.dtype.itemsize
-    places = state.far.positions.shape[1] + state.zone.shape[3]
+    places = state.indexed.positions.shape[1] + state.tail_codes.shape[3]
     rows = int(np.sum(found.count))
     # The first token that waits is compared with a whole piece of codes.
-    waiting = int(state.exact.count[0]) - POLICY.sinks - POLICY.window + 1
+    waiting = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
     waiting = -(-waiting // hash_tables.COMPARED) * hash_tables.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,
         "tallies": GROUP * places * 9 // 4,  # a byte and a bit of each, written and read
         "planes": state.planes.nbytes,
-        "zone": GROUP * POLICY.L * waiting * state.zone.dtype.itemsize,
+        "zone": GROUP * POLICY.L * waiting * state.tail_codes.dtype.itemsize,
         "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
     }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
 from jaxkv.evals.record import RESULTS, read
-from jaxkv.state.memory import show
 from jaxkv.policies import POLICIES
+from jaxkv.state.memory import show
 
 # When to take a policy, and when not.
 USE = {
@@ -45,7 +46,8 @@ def policies() -> str:
     for name, policy in POLICIES.items():
         when, not_when = USE[name]
         keeps = f"{policy.summary} ({linked(policy.source)})"
-        lines.append(f"| `{name}` | {keeps} | {short(policy.formula)} | {when} | {not_when} |")
+        size = short(" ".join(inspect.getdoc(policy.bytes_per_sequence).split()))
+        lines.append(f"| `{name}` | {keeps} | {size} | {when} | {not_when} |")
     return "\n".join(lines) + "\n"
 
 

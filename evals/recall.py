@@ -26,7 +26,7 @@ from jaxkv.evals.record import Record
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
-from jaxkv.policy_spec import parse_policy, max_lookback
+from jaxkv.policy_spec import max_lookback, parse_policy
 from jaxkv.typing import Int32
 
 CONTEXT = 512
@@ -152,7 +152,9 @@ def answers(
 def endless(llm: Llm) -> dict[str, str]:
     """The policies that stay within what the model was trained on however long a text is."""
     return {
-        name: text for name, text in POLICIES.items() if max_lookback(parse_policy(text)) <= llm.config.context
+        name: text
+        for name, text in POLICIES.items()
+        if max_lookback(parse_policy(text)) <= llm.config.context
     }
 
 

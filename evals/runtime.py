@@ -74,9 +74,9 @@ def powers() -> str:
     """What the device has and can do: free memory, what it computes in, which kernels it takes."""
     import jax
 
-    from jaxkv.state import memory
     from jaxkv.models.device import native_dtype
     from jaxkv.pallas_kernels import triton
+    from jaxkv.state import memory
 
     free = memory.available()
     of_gpu = "Triton's" if triton.runs() else "XLA's"

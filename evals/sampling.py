@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.evals import inclusion, shares, synthetic
@@ -34,9 +33,10 @@ from jaxkv.evals.heads import Layer, errors, exactly, interval, layers_of, meet,
 from jaxkv.evals.printed import DIMS, TABLE_7, table_7, table_8, zoo
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.single_layer import QUERIES
-from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Oracle, TopK
+from jaxkv.policies.magicpig import lsh
+from jaxkv.policies.magicpig.lsh import Hashing
 
 SHARES = (0.02, 0.05, 0.1, 0.2)
 BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.75, 0.9)

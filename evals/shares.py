@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.magicpig import index
-from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.inclusion import u
 from jaxkv.evals.single_layer import capture
-from jaxkv.policies.magicpig.lsh import MOST_TABLES
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.magicpig.lsh import MOST_TABLES
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.policies.sparse_attention.base import Candidates, SparseState
 from jaxkv.typing import Array, Float32
 
 PAGE = 4  # keys of Quest's: with 16 a short prompt has no page as small as a share
@@ -75,7 +76,7 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
     # With these no query draws more than it was told to.
     fixed = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}
     return {
-        "magicpig": MagicPIG(*tables, **ends, zone=ROOM),
+        "magicpig": MagicPIG(*tables, **ends, tail=ROOM),
         "topk": TopK(share, **ends),
         "oracle": Oracle(share, **ends),
         "quest": Quest(share, page=PAGE, fewest=1, **ends),
@@ -152,10 +153,10 @@ def _read(
         for part in (slice(prompt), slice(prompt, last), slice(last, None))
     )
     state = chosen.init(spec, 1, jax.random.key(seed))
-    state = chosen.extend(spec, chosen.reserve(spec, state, prompt), before)
-    state = chosen.reserve(spec, chosen.seal(spec, state), len(q) - prompt)
+    state = chosen.update(spec, chosen.reserve(spec, state, prompt), before)[1]
+    state = chosen.reserve(spec, chosen.finish_prefill(spec, state), len(q) - prompt)
     if last > prompt:
-        state = chosen.extend(spec, state, middle)
+        state = chosen.update(spec, state, middle)[1]
     return met_of(chosen, spec, state, asking, last)
 
 
@@ -168,12 +169,12 @@ def met_of(
     shares = []
 
     def choose(asked: Candidates) -> Array:
-        weight = chosen.choose(asked)
+        weight = chosen.select(asked)
         there = jnp.sum(asked.between, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
 
-    sparse_attention.meet(spec, state, asking, chosen.sinks, chosen.window, choose)
+    sparse_attention.attend_selected(spec, state, asking, chosen.sinks, chosen.window, choose)
     return shares[0]
 
 
@@ -181,13 +182,13 @@ def met_by_tables(
     chosen: MagicPIG, spec: Spec, state: index.IndexState, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
     """The share of the keys between that is met; last: number of the first token that asks."""
-    state = chosen.extend(spec, state, asking)
+    state = index.append(spec, state, asking, chosen.settings)
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)
 
     def one(asked: Any) -> Array:
         q, position, number = asked
-        found = index.find(state, chosen.indexing, chosen.budget, q, number[None], position)
+        found = magicpig.find(state, chosen.settings, chosen.budget, q, number[None], position)
         return found.count / (number + 1 - chosen.sinks - chosen.window)
 
     return jax.lax.map(one, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))

@@ -27,11 +27,11 @@ from jaxkv.driver import step
 from jaxkv.evals import runtime, shares, sparse, timing
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.sparse import Text
-from jaxkv.policies.sparse_attention.base import Chooses
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies import POLICIES, MagicPIG
+from jaxkv.policies.sparse_attention.base import Selector
 from jaxkv.typing import Array, Float
 
 SINKS, WINDOW, LEFT = 4, 61, 63  # of a prompt: its ends, and how many stay or are read between
@@ -129,7 +129,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     }  # fmt: skip
     without_end = {
         name: blocks(llm, ids, short[name], draws(name, seeds))
-        for name in POLICIES if not hasattr(POLICIES[name], "seal")
+        for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, each in without_end.items():
         rows[name]["without_end"] = sparse.over(each, without_end["streaming"])
@@ -216,7 +216,7 @@ def met(stream: models.Stream) -> dict[str, float]:
     mean of a layer counts as one.
     """
     llm, lengths = stream.llm, stream.lengths
-    if isinstance(stream.policies[0], Chooses | MagicPIG):
+    if isinstance(stream.policies[0], Selector | MagicPIG):
         stream.reserve(1)
         stream.lengths = lengths
         between = int(lengths[0]) + 1 - SINKS - WINDOW
@@ -227,7 +227,7 @@ def met(stream: models.Stream) -> dict[str, float]:
         )  # fmt: skip
         counts = SINKS + WINDOW - 1 + between * np.asarray(read)
     else:
-        kept = [policy.kept(llm.spec, state) for policy, state in
+        kept = [policy.cached(llm.spec, state) for policy, state in
                 zip(stream.policies, stream.decoding.states, strict=True)]  # fmt: skip
         counts = np.stack([np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in kept])
     return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}

@@ -25,9 +25,9 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.endless import HELD_BACK, tokens_of
 from jaxkv.evals.record import Record, spread
-from jaxkv.policies.discrepancy import Halving, halve, sure
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
+from jaxkv.policies.discrepancy import Halving, halve, sure
 from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Float32
 
@@ -125,8 +125,7 @@ def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, 
         else f"streaming:sinks=4,window={half - 4}"
     )
     states = [(p.init(llm.spec, 1, jax.random.key(0)),) for p in policies]
-    if hasattr(policies[0], "reserve"):
-        states = [(policies[0].reserve(llm.spec, state, len(ids)),) for (state,) in states]
+    states = [(policies[0].reserve(llm.spec, state, len(ids)),) for (state,) in states]
     parts = []
     for first in range(0, len(ids), CHUNK):
         tokens = jnp.asarray([ids[first : first + CHUNK]], jnp.int32)
@@ -189,10 +188,10 @@ def _attend(
         for part in (slice(tokens), slice(tokens, None))
     )
     state = chosen.init(spec, 1, jax.random.key(seed))
-    state = chosen.extend(spec, chosen.reserve(spec, state, len(k)), prompt)
-    if hasattr(chosen, "seal"):
-        state = chosen.reserve(spec, chosen.seal(spec, state), QUERIES)
-    return chosen.attend(spec, state, after).out[0]
+    _, state = chosen.update(spec, chosen.reserve(spec, state, len(k)), prompt)
+    if chosen.min_prompt is not None:
+        state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
+    return chosen.update(spec, state, after)[0].out[0]
 
 
 def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) -> float:

@@ -34,8 +34,8 @@ from jaxkv.evals.shares import DRAWING, Ends
 from jaxkv.models.device import cores
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Balance, Full, MagicPIG, SnapKV, Uniform
-from jaxkv.rotary import NoPosition
 from jaxkv.policy_spec import by_layer, format_policy
+from jaxkv.rotary import NoPosition
 
 Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -277,7 +277,7 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     layers = text.llm.config.layers
     base = losses(text, Full(max=text.llm.config.context), 1, "full")
     for share, (bits, tables) in text.tables(given.shares[:2]).items():
-        chosen = MagicPIG(bits, tables, SINKS, WINDOW, zone=shares.ROOM)
+        chosen = MagicPIG(bits, tables, SINKS, WINDOW, tail=shares.ROOM)
         first = by_layer(f"0=full:max={text.llm.config.context};*={format_policy(chosen)}", layers)
         arms = {f"question {read}, {of}": (policies, question)
                 for of, policies in (("all layers sampled", (chosen,) * layers),
@@ -294,7 +294,7 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
 def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     """Bytes of the state of a sealed prompt, by method."""
     text = texts[0]
-    own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, zone=1)
+    own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, tail=1)
            for share, tables in text.tables(given.shares).items()}  # fmt: skip
     own |= {"topk, oracle, quest, vattention": Ends(start=text.prompt), **thinned(text.prompt)}
     found = {str(text.prompt): of_prompt(own, text.llm.spec, text.llm.config.layers, text.prompt)}
@@ -302,7 +302,7 @@ def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     dim = LARGE["width"] // heads
     spec = Spec(heads, dim, dim**-0.5, NoPosition(), group=1)
     for size in LONG:
-        long = {"magicpig": MagicPIG(start=size, zone=1), **thinned(size)}
+        long = {"magicpig": MagicPIG(start=size, tail=1), **thinned(size)}
         found[str(size)] = of_prompt(long, spec, LARGE["layers"], size)
     return found
 
@@ -315,8 +315,10 @@ def of_prompt(
     found = {"full": {"state_bytes": whole, "over_full": 1.0, "tokens_of_full": prompt}}
     for name, one in policies.items():
         count = sealed_bytes(one, spec, layers, prompt)
-        found[name] = {"policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
-                       "tokens_of_full": count * prompt / whole}  # fmt: skip
+        found[name] = {
+            "policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
+            "tokens_of_full": count * prompt / whole,
+        }  # fmt: skip
     return found
 
 

@@ -68,7 +68,10 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
     def answered(policies: dict[str, Policy | str]) -> dict[str, Any]:
         asked = DISTANCES, LENGTH_WITHIN, given.questions, seed
         lines = questions.accuracy(llm, policies, *asked)
-        return {n: line | {"policy": format_policy(llm.policies(policies[n]))} for n, line in lines.items()}
+        return {
+            n: line | {"policy": format_policy(llm.policies(policies[n]))}
+            for n, line in lines.items()
+        }
 
     prompt = len(llm.tokenizer.front) + LENGTH_WITHIN
     seen = captured(llm, ANGLES)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.state import batch
+from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.record import spread
@@ -29,8 +29,8 @@ from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Full, MagicPIG
-from jaxkv.cache.ring import Ring
 from jaxkv.policy_spec import format_policy
+from jaxkv.state import batch
 from jaxkv.typing import Array
 
 SIZES = (32_768, 131_072)
@@ -48,7 +48,7 @@ def tokens(given: Namespace) -> dict[str, Any]:
 def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any]:
     """One length, the two in turns."""
     policies = {"full": Full(max=size + ROOM, start=1),
-                "magicpig": MagicPIG(budget=BUDGET, zone=ROOM, start=1)}  # fmt: skip
+                "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
     llm, _ = random_llama(shape | {"layers": 1})
     needed = {name: sealed_bytes(one, llm.spec, size) for name, one in policies.items()}
     layers = max(1, min(shape["layers"], MEMORY // sum(needed.values())))
@@ -83,7 +83,7 @@ def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
 
     def build() -> Any:
         state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
-        return chosen.seal(spec, state) if hasattr(chosen, "seal") else state
+        return chosen.finish_prefill(spec, state)
 
     return batch.nbytes(jax.eval_shape(build))
 
@@ -92,11 +92,11 @@ def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
     """A stream whose layers hold a prompt of random keys and values, and room behind it where it
     is not made by sealing."""
     stream = models.Stream(llm, chosen)
-    more = 0 if hasattr(chosen, "seal") else ROOM
+    more = ROOM if chosen.min_prompt is None else 0
     states = []
     for layer, state in enumerate(stream.decoding.states):
         held = draw(llm.spec, size, more, jax.random.key(layer))
-        states.append(state._replace(exact=held) if hasattr(state, "exact") else held)
+        states.append(held if isinstance(state, Ring) else state._replace(dense=held))
     random = jax.random.normal(jax.random.key(0), stream.decoding.logits.shape)
     stream.decoding = stream.decoding._replace(
         states=tuple(states), logits=random, position=jnp.full((1,), size, jnp.uint32),

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.magicpig import index
-from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.heads import Layer, attend, progress
 from jaxkv.evals.inclusion import isotropic
 from jaxkv.evals.record import spread
 from jaxkv.evals.shares import methods
-from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.policies import MagicPIG, Oracle, TopK
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.rotary import NoPosition
 
 KEYS, DIM = 16_384, 64
@@ -81,10 +81,10 @@ def asked(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:
     """One query for these keys, none of which it sees of itself."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
-    key = per_head.keys(jax.random.key(seed), SPEC, 1)
+    rng = per_head.seeds(jax.random.key(seed), SPEC, 1)
     places = jnp.arange(len(logits), dtype=jnp.uint32)[None]
     logits = jnp.asarray(logits)[None, None, None, None]
-    return Candidates(logits, ~between, between, none[:, :, :1], none, at, places, key)
+    return Candidates(logits, ~between, between, none[:, :, :1], none, at, places, rng)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -93,8 +93,8 @@ def error(
 ) -> tuple[jax.Array, jax.Array]:
     """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
     of, v = asked(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
-    exact = attend(of, sparse_attention.only(of.between), v).out
-    found = attend(of, chosen.choose(of), v)
+    exact = attend(of, sparse_attention.unweighted(of.between), v).out
+    found = attend(of, chosen.select(of), v)
     return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
 
 
@@ -109,12 +109,12 @@ def error_of_tables(
     q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)[None]
     prompt = Chunk(k, k, v, at, jnp.ones((1, count), bool))
     state = chosen.reserve(SPEC, chosen.init(SPEC, 1, jax.random.key(seed)), count)
-    state = chosen.seal(SPEC, chosen.extend(SPEC, state, prompt))
+    state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
-    out = chosen.ask(SPEC, state, q[:, None], number, last).out
-    met_by = index.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
+    out = chosen.attend(SPEC, state, q[:, None], number, last).out
+    met_by = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = asked(drawing.logits, seed)
-    exact = attend(of, sparse_attention.only(of.between), v).out
+    exact = attend(of, sparse_attention.unweighted(of.between), v).out
     share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 
@@ -140,7 +140,7 @@ def by_tables(
     for bits, tables in progress(TABLES, f"drawn attention, sigma {sigma:g}, by tables"):
         share = isotropic(bits, tables, DIM)
         others = methods(share, (bits, tables), 0, 1)
-        chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, zone=1)
+        chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, tail=1)
         line = {"magicpig": _told(partial(error_of_tables, chosen, sigma), drawings, seeds)}
         for name in ("topk", "oracle", "uniform"):
             line[name] = _told(partial(error, others[name]), drawings, seeds)

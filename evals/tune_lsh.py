@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.policies.magicpig import hash_tables
-from jaxkv.policies.magicpig import lsh
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.evals.heads import (
@@ -38,9 +36,10 @@ from jaxkv.evals.heads import (
 from jaxkv.evals.record import Record
 from jaxkv.evals.sampling import SINKS, WINDOW, arguments, some, tokens_for
 from jaxkv.evals.single_layer import QUERIES
+from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policies.sparse_attention.base import Candidates
-from jaxkv.policies import MagicPIG
 from jaxkv.policy_spec import format_policy
 
 HASHES = ("simhash", "crosspolytope")
@@ -183,7 +182,7 @@ def agreements(
         return tuple(found)
 
     # A head at a time: the products of all with every plane would be large.
-    heads = asked.key, q.reshape(rows, kv_heads, -1, head_dim), keys
+    heads = asked.rng, q.reshape(rows, kv_heads, -1, head_dim), keys
     found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
     return [count.reshape(asked.logits.shape) for count in found]
 

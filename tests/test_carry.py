@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkv import Spec
-from jaxkv.state.loop_carry import flatten_heads, deduplicate_shared, restore_heads
-from jaxkv.rotary import NoPosition
 from jaxkv.policy_spec import by_layer
+from jaxkv.rotary import NoPosition
+from jaxkv.state.loop_carry import deduplicate_shared, flatten_heads, restore_heads
 
 SPEC = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
 POLICIES = by_layer(

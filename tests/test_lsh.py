@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.policies.magicpig import lsh
 from jaxkv.errors import UserError
 from jaxkv.evals import inclusion
+from jaxkv.policies.magicpig import lsh
 from jaxkv.policies.magicpig.lsh import Hashing
 from tests.seldom import seldom
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv.state import memory
 from jaxkv.errors import UserError
+from jaxkv.state import memory
 
 
 @pytest.fixture

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 
 from jaxkv import balancekv
-from jaxkv.policies.merge_reduce import tree
-from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.balancekv import BalanceKV, softmax_balance
+from jaxkv.cache.per_head import Leaving, Sample
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving, halve
-from jaxkv.policies.merge_reduce.tree import Reducer, absorb
+from jaxkv.policies.merge_reduce import occupancy, tree
 from jaxkv.policies.merge_reduce.occupancy import Shape
+from jaxkv.policies.merge_reduce.tree import Reducer, absorb
 from jaxkv.rotary import NoPosition, rotary
-from jaxkv.cache.per_head import Leaving, Sample
 from tests.seldom import seldom
 
 

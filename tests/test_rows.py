@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.state import batch
 from jaxkv.errors import UserError
+from jaxkv.state import batch
 
 
 class Part(NamedTuple):

@@ -9,11 +9,18 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv.state import batch
 from jaxkv.errors import UserError
 from jaxkv.policies import POLICIES, Full, Streaming, Window
+from jaxkv.policy_spec import (
+    by_layer,
+    describe,
+    format_policy,
+    formula_bytes,
+    max_lookback,
+    parse_policy,
+    state_bytes,
+)
 from jaxkv.rotary import rotary
-from jaxkv.policy_spec import by_layer, describe, formula_bytes, parse_policy, max_lookback, format_policy, state_bytes
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
 
@@ -64,7 +71,10 @@ def test_parsing_and_printing_are_inverse(rng, odd):
     for _ in range(300):
         chosen = drawn(rng)
         assert parse_policy(format_policy(chosen)) == chosen
-        assert parse_policy(f" {format_policy(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ") == chosen
+        assert (
+            parse_policy(f" {format_policy(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ")
+            == chosen
+        )
 
 
 def test_layers_too(rng, odd):
@@ -160,7 +170,9 @@ def test_reach():
     assert max_lookback(Untold()) == float("inf") and max_lookback(Untold(), 100) == 100
     assert max_lookback(Window(9)) == 9 and max_lookback(Window(9), 4) == 4
     assert max_lookback(Streaming(4, 9)) == 13
-    assert max_lookback(Streaming(4, 9, "absolute")) == float("inf")  # sinks fall ever further behind
+    assert max_lookback(Streaming(4, 9, "absolute")) == float(
+        "inf"
+    )  # sinks fall ever further behind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -23,8 +23,8 @@ from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
 from jaxkv.models.decoding import Decoding, Static, write_block
 from jaxkv.models.hf.names import shapes
-from jaxkv.sampling import Sampling
 from jaxkv.policy_spec import by_layer
+from jaxkv.sampling import Sampling
 from tests.ahead import reports_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu_check]

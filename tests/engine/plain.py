@@ -7,8 +7,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv.engine import Engine, Model, Outcome, Request, Scored
-from jaxkv.rotary import rotary
 from jaxkv.policy_spec import by_layer
+from jaxkv.rotary import rotary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 4, 2, 8, 48
 SPEC = jaxkv.Spec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, rotary(HEAD_DIM, 100.0), group=2)

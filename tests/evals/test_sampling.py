@@ -25,10 +25,10 @@ from jaxkv.evals import (
 )
 from jaxkv.evals.printed import DIMS
 from jaxkv.evals.record import plain
-from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policies import MagicPIG, Oracle, TopK
-from jaxkv.rotary import NoPosition, rotary
+from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import NoPosition, rotary
 from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
@@ -54,7 +54,9 @@ def test_with_every_key_it_is_attention(layer):
     """The same as `full` makes of each stretch, by the protocol that models use."""
     found = np.asarray(heads.exactly(SPEC, layer, "test"))
     for row in range(2):
-        wanted = single_layer.attend(SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full"))
+        wanted = single_layer.attend(
+            SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full")
+        )
         np.testing.assert_allclose(found[row], wanted, atol=3e-6)
 
 
@@ -82,7 +84,7 @@ def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
 def test_tables_read_the_share_that_their_chances_have(layer):
     angles = sampling.angles_of(SPEC, layer)
     bits, tables = shares.tables(angles, 0.1)
-    chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, zone=128)
+    chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, tail=128)
     read = np.mean([heads.meet(chosen, SPEC, layer, seed).share for seed in range(4)])
     assert abs(angles.met(bits, tables) / 0.1 - 1) < 0.05
     assert abs(read / 0.1 - 1) < 0.3
@@ -104,7 +106,7 @@ def test_attention_that_is_drawn_has_known_errors(sigma, topk, oracle):
 def test_tables_find_by_weight_where_attention_is_drawn():
     """At the share that is expected, and with an error near that of draws by weight."""
     drawing = synthetic.draw(1.0, 0, keys=4096)
-    chosen = MagicPIG(8, 75, 0, 1, budget=4096, zone=1)
+    chosen = MagicPIG(8, 75, 0, 1, budget=4096, tail=1)
     found = np.array([synthetic.error_of_tables(chosen, 1.0, drawing, i) for i in range(6)])
     expected = inclusion.isotropic(8, 75, synthetic.DIM)
     assert abs(found[:, 1].mean() / expected - 1) < 0.3

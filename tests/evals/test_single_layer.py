@@ -9,8 +9,8 @@ from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.evals import single_layer
 from jaxkv.evals.endless import tokens_of
-from jaxkv.rotary import rotary
 from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import rotary
 from tests import oracle
 from tests.seldom import seldom
 

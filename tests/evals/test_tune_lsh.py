@@ -17,8 +17,8 @@ from jaxkv.evals import figures, heads, tune_lsh
 from jaxkv.evals.record import plain
 from jaxkv.evals.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
-from jaxkv.rotary import rotary
 from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import rotary
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 LENGTH = 260
@@ -37,7 +37,7 @@ def test_the_most_tables_are_those_of_the_policy(layer, kind):
     """By the same seed: the same planes, so the same keys and the same attention."""
     how = tune_lsh.hashing(kind, 5, 12)
     few, many = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
-    chosen = MagicPIG(5, 12, SINKS, WINDOW, zone=128, hash=kind)
+    chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128, hash=kind)
     wanted = heads.meet(chosen, SPEC, layer, 3)
     np.testing.assert_allclose(many.share, wanted.share, rtol=1e-5)
     np.testing.assert_allclose(many.out, wanted.out, atol=1e-4)

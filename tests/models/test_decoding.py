@@ -15,8 +15,8 @@ from jaxkv.models.decoder import spec_of
 from jaxkv.models.decoding import BLOCK, Decoding, Static, writer
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.streams import Stream
-from jaxkv.sampling import Sampling
 from jaxkv.policy_spec import by_layer
+from jaxkv.sampling import Sampling
 from tests.models.folders import FAMILIES, write_json
 from tests.seldom import seldom
 

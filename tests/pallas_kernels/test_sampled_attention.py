@@ -16,7 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.evals import inclusion
-from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.pallas_kernels import host
 from jaxkv.pallas_kernels.sampled_attention import (
     Angles,
@@ -28,6 +27,7 @@ from jaxkv.pallas_kernels.sampled_attention import (
     shapes,
     tpu,
 )
+from jaxkv.policies.magicpig.lsh import Hashing
 from tests.ahead import reports_of
 from tests.pallas_kernels.test_sign_walk import an_h100_in_mind
 from tests.seldom import seldom

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.state import batch
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full
 from jaxkv.rotary import rotary
+from jaxkv.state import batch
 
 SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
 POLICY = Full(max=12, start=4)

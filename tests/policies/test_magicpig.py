@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.policies.magicpig import index
-from jaxkv.state import batch
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.evals import inclusion
 from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
-from jaxkv.rotary import Alibi, NoPosition
+from jaxkv.policies.magicpig import index
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
+from jaxkv.rotary import Alibi, NoPosition
+from jaxkv.state import batch
 from tests.seldom import seldom
 
 HEADS, DIM = 2, 32

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.cache import per_head
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, Oracle, Quest, TopK, TopP, VAttention
-from jaxkv.policy_spec import parse_policy, format_policy
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.policy_spec import format_policy, parse_policy
 from tests.laws.cases import ROTARY, SCALE
 from tests.seldom import seldom
 

@@ -14,8 +14,8 @@ import pytest
 from jaxkv.contract import Chunk, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies import Reservoir
-from jaxkv.rotary import NoPosition
 from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import NoPosition
 from tests import oracle
 
 SPEC = Spec(kv_heads=1, head_dim=1, scale=1.0, encoding=NoPosition())

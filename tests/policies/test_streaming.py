@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxkv import attention
-from jaxkv.cache import ring
 from jaxkv.contract import Chunk, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies import Streaming

@@ -10,7 +10,7 @@ import pytest
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, PyramidKV, SnapKV
 from jaxkv.policies.prompt_compression.balance import _as_published
-from jaxkv.policy_spec import by_layer, parse_policy, format_policy
+from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 
 
 def test_budgets_fall_from_layer_to_layer():
@@ -25,9 +25,9 @@ def test_budgets_fall_from_layer_to_layer():
 
 def test_one_string_names_all_layers():
     layers = by_layer("pyramidkv:capacity=512", 4)
-    assert format_policy(layers).startswith("pyramidkv:capacity=512,window=32") and "layer" not in format_policy(
-        layers
-    )
+    assert format_policy(layers).startswith(
+        "pyramidkv:capacity=512,window=32"
+    ) and "layer" not in format_policy(layers)
     assert by_layer(format_policy(layers), 4) == layers
     with pytest.raises(UserError, match="pyramidkv has no field 'layer'"):
         parse_policy("pyramidkv:layer=2")
