@@ -93,7 +93,7 @@ def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
-    settles = layers[0] if pool.settling(layers).most else None
+    settles = pool.pages_of(layers[0]) if pool.settling(layers).most else None
     named: dict[int, set] = {}
     most = saved = pages = 0
     for turn in turns:

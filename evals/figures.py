@@ -25,7 +25,10 @@ from jaxkv.evals.facts import VALUES
 from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from jaxkv.evals.record import RESULTS, ROOT, read
 
-PAGES = ROOT / "README.md", ROOT / "evals" / "NEGATIVE.md"
+PAGES = (
+    *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
+    ROOT / "evals" / "NEGATIVE.md",
+)
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,8 +33,10 @@ from typing import Any
 from jaxkv.evals.record import ROOT, Record
 
 FOLDER = ROOT / "colab"
-REPOSITORY = "https://github.com/jaxkv/jaxkv"
-BADGE = "https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]  # the one place of the address
+OWNER = REPOSITORY.removeprefix("https://github.com/")
+BADGE = f"https://colab.research.google.com/github/{OWNER}/blob/main/colab/"
 FIELD = 'MODEL = ""'  # the cell where a reader names another model begins so
 LONGEST = 180  # seconds of a notebook with JAXKV_SMOKE=1
 ANY = 7200  # seconds of a cell in full

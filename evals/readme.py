@@ -1,54 +1,71 @@
-"""README's tables of policies: what there is, what each predicted, and what each costs."""
+"""Tables of docs/: the policies, what each predicted at equal budgets, and what each costs."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
 
+from jaxkv.contract import Policy
 from jaxkv.evals.record import RESULTS, read
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
-# When to take a policy, and when not.
+# What to take a policy for, and what not.
 USE = {
-    "full": ("texts shorter than the trained context; what all others are held against",
-             "longer ones: it falls apart, and its memory grows"),
+    "full": ("texts within the trained context; the reference for every other policy",
+             "longer texts: it fails beyond the context, and its memory grows"),
     "window": ("models trained with a sliding window",
-               "models that have grown sinks: they fail without their first tokens"),
+               "models with attention sinks: they fail without their first tokens"),
     "streaming": ("endless text, from any model: the first to try",
-                  "questions about what has left the window"),
+                  "questions about evicted text"),
     "h2o": ("texts within the trained context, in less memory",
-            "endless text: tokens keep their places in it, which outgrow the trained context"),
-    "reservoir": ("endless text of which something said long ago may be asked",
+            "endless text: positions are absolute and outgrow the trained context"),
+    "reservoir": ("endless text where distant tokens may matter",
                   "the next token alone: it costs a little loss, and time"),
-    "stratified": ("the same, spread evenly over the text", "as reservoir"),
-    "balance-stream": ("the same, of tokens that stand for their like", "as reservoir"),
-    "balance": ("a long prompt, thinned once, with a short answer",
-                "endless text; prompts of which a few tokens matter"),
-    "uniform": ("what `balance` is held against, and often as good", "as balance"),
+    "stratified": ("the same, with a sample spread evenly over the text", "as reservoir"),
+    "balance-stream": ("the same, with a sample that preserves attention", "as reservoir"),
+    "balance": ("a long prompt, compressed once, with a short answer",
+                "endless text; prompts of which only a few tokens matter"),
+    "uniform": ("the baseline of `balance`, and often as good", "as balance"),
     "snapkv": ("a prompt that ends in its question",
-               "endless text; several questions to one prompt: it was thinned for the first"),
-    "pyramidkv": ("the same, with most of it in the first layers", "as snapkv"),
-    "magicpig": ("prompts of tens of thousands of tokens, to read fewer of them for a token",
-                 "memory: it takes more than full; prompts that are short"),
-    "topk": ("a yardstick: the best keys there are", "speed or memory: it reads every key"),
-    "topp": ("the same, as many as hold a mass", "as topk"),
-    "oracle": ("a yardstick: the best that sampling can do", "as topk"),
-    "quest": ("a yardstick of pages of keys", "as topk"),
-    "vattention": ("a yardstick with a promised error", "as topk"),
+               "endless text; several questions to one prompt, compressed for the first"),
+    "pyramidkv": ("the same, with most of the budget in the first layers", "as snapkv"),
+    "magicpig": ("prompts of tens of thousands of tokens, to read fewer keys per token",
+                 "saving memory: it takes more than full; short prompts"),
+    "topk": ("an oracle baseline: the largest logits", "speed or memory: it reads every key"),
+    "topp": ("an oracle baseline: the keys that reach a mass", "as topk"),
+    "oracle": ("an oracle baseline: the best that sampling can do", "as topk"),
+    "quest": ("an oracle baseline for pages of keys", "as topk"),
+    "vattention": ("an oracle baseline with an error bound", "as topk"),
 }  # fmt: skip
 
 
 def policies() -> str:
-    """What there is."""
-    lines = table("policy", "keeps", "bytes for a row and layer", "take it for", "not for")
+    """One section per policy, from its docstring and fields."""
+    sections = []
     for name, policy in POLICIES.items():
         when, not_when = USE[name]
-        keeps = f"{policy.summary} ({linked(policy.source)})"
-        size = short(" ".join(inspect.getdoc(policy.bytes_per_sequence).split()))
-        lines.append(f"| `{name}` | {keeps} | {size} | {when} | {not_when} |")
-    return "\n".join(lines) + "\n"
+        about = inspect.getdoc(policy)
+        fields = ", ".join(
+            f"`{f.name}={str(f.default).lower() if f.default in (True, False) else f.default}`"
+            for f in dataclasses.fields(policy) if f.repr
+        )  # fmt: skip
+        sections.append(
+            f"### `{name}`\n\n{about}\n\n"
+            f"- **Take it for** {when}.\n- **Not for** {not_when}.\n- **Fields** {fields}.\n"
+            f"- **Bytes** of one sequence in one layer: {size(policy)}.\n"
+            f"- **Source** {linked(policy.source)}.\n"
+        )
+    return "\n" + "\n".join(sections) + "\n"
+
+
+def size(policy: type[Policy]) -> str:
+    """A policy's formula for its bytes, with t for a token of all KV heads and u for one of one."""
+    formula = " ".join(inspect.getdoc(policy.bytes_per_sequence).split())
+    formula = formula.replace("(2 * K * H * itemsize + 4)", "t")
+    return formula.replace("(2 * H * itemsize + 4)", "u").replace("*", "\\*")
 
 
 def table(*heads: str) -> list[str]:
@@ -61,17 +78,11 @@ def linked(source: str) -> str:
     return re.sub(r"(.*?),? arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\2)", source)
 
 
-def short(formula: str) -> str:
-    """A policy's formula for its bytes, with t for a token of all kv heads and u for one of one."""
-    formula = formula.replace("(2 * K * H * itemsize + 4)", "t")
-    return formula.replace("(2 * H * itemsize + 4)", "u")
-
-
 def predicted() -> str:
-    """What was lost to the next token."""
+    """The loss of the next token."""
     lines = table(
-        "policy", "tokens held or read", "loss behind a prompt, over full's",
-        "loss without end, over streaming's",
+        "policy", "KV budget (tokens)", "after a prompt: loss minus full's",
+        "endless text: loss minus streaming's",
     )  # fmt: skip
     for name, row in rows().items():
         first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
@@ -85,15 +96,15 @@ def predicted() -> str:
 def over(found: dict[str, Any] | None) -> str:
     """A difference with two standard errors."""
     if found is None:
-        return "(needs a prompt)"
+        return "needs a prompt"
     return f"{found['mean']:+.3f} ± {found['two_errors']['stretches']:.3f}"
 
 
 def cost() -> str:
-    """What a token costs behind a long prompt."""
+    """What a token costs after a long prompt."""
     lines = table(
-        "policy", "tokens held or read", "memory while the prompt is read", "while it is answered",
-        "time of a token, over full's",
+        "policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
+        "time per token over full's",
     )  # fmt: skip
     for name, row in rows().items():
         of = row["long"]
@@ -105,13 +116,13 @@ def cost() -> str:
 
 
 def ranged(found: dict[str, float], middle: str, form: str) -> str:
-    """A number with its least and most, where they are not the same."""
+    """A number with its minimum and maximum, where they differ."""
     at, least, most = (format(found[name], form) for name in (middle, "min", "max"))
     return at if least == most else f"{at} ({least} to {most})"
 
 
 def rows() -> dict[str, Any]:
-    """What was measured of each policy."""
+    """The measurements of each policy."""
     return read("side_by_side", RESULTS)["results"]["rows"]
 
 

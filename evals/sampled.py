@@ -25,7 +25,7 @@ from jaxkv.evals.rival import LARGE, SMALL, random_llama
 from jaxkv.evals.timing import bar, decoding, prompt, ratio, rounds
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
-from jaxkv.policy_spec import state_bytes
+from jaxkv.policy_spec import parse_policy, state_bytes
 
 SLOTS = 256
 STREAMING = f"streaming:sinks=4,window={SLOTS - 4}"
@@ -186,8 +186,8 @@ def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[st
         "state_bytes": [whole, *left],
         "seconds": spread(seconds[1:]),
         "share": share,
-        "bars": [bar(f"thinning a prompt of {given.prompt:,} (T = {parse_policy(LONG).rounds}) over "
-                     "reading it", share, "<=", SHARE)],
+        "bars": [bar(f"compressing a prompt of {given.prompt:,} (T = {parse_policy(LONG).rounds}) "
+                     "over reading it", share, "<=", SHARE)],
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from jaxkv.evals.endless import HELD_BACK, tokens_of
 from jaxkv.evals.record import Record, spread
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
-from jaxkv.policies.discrepancy import Halving, halve, sure
+from jaxkv.policies.discrepancy import Halving, certain, halve
 from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Float32
 
@@ -202,9 +202,9 @@ def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) ->
     split = lambda a: jnp.moveaxis(a[between], 1, 0).reshape(a.shape[1], -1, BLOCK, a.shape[2])  # noqa: E731
     keys, values = split(turned), split(jnp.asarray(v))
     run = jax.jit(partial(halve, how, spec.scale))
-    met = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).met
+    met = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
            for s in seeds]  # fmt: skip
-    return float(np.mean([sure(steps) for steps in met]))
+    return float(np.mean([certain(steps) for steps in met]))
 
 
 def relative(found: np.ndarray, exact: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from jaxkv.typing import Array, Bool, Float, Float32
 
 Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None
 
-_BLOCK_SLOTS = 1024  # slots taken at a time, where there are more than twice as many
+_BLOCK_SLOTS = 1024  # slots per block, where there are more than twice as many
 _BLOCK_QUERIES = 512
 _CACHED = 2**22  # logits of a block up to which a CPU takes all heads together
 _UNROLLED = 1024  # queries in a chunk up to which their blocks are unrolled
@@ -28,12 +28,12 @@ def slot_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Softmax attention of q over slots k, v; the one primitive behind every policy.
+    """Softmax attention of q over slots k, v: the primitive that every policy uses.
 
-    q and k are already turned to their positions. bias [#B,#K,#G,#T,#S] is added after scale and
-    softcap: mask (-inf), importance weight, hash probability and ALiBi are all this one argument;
-    a function of (first slot, how many) in place of an array is asked for a block at a time.
-    Query heads n*G .. n*G+G-1 share kv head n. Memory is linear in T and S: many slots go in
+    q and k are rotated already. bias [#B,#K,#G,#T,#S] is added after scale and softcap: masks
+    (-inf), importance weights, hash probabilities and ALiBi are all this one argument. In place of
+    an array it may be a function of (first slot, number of slots), called per block. Query heads
+    n*G .. n*G+G-1 share KV head n. Memory is linear in T and S, because many slots are read in
     blocks.
     """
     queries, slots = q.shape[1], k.shape[2]
@@ -50,7 +50,7 @@ def slot_attention(
 
         if here is None:
             return seen(), None
-        # A block that no query sees costs nothing: the far side of a causal mask, empty slots.
+        # A block that no query sees is skipped: beyond the causal mask, or empty slots.
         return jax.lax.cond(jnp.any(here > -jnp.inf), seen, lambda: so_far), None
 
     none = Partial(
@@ -75,7 +75,7 @@ def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
 def _attend(
     q: Array, k: Array, v: Array, bias: Array | None, start: Array | int, *, size: int, **how
 ) -> Partial:
-    """`slot_attention` over the slots start .. start+size-1; bias is theirs alone."""
+    """`slot_attention` over the slots start .. start+size-1; bias is theirs."""
     together = partial(_attend_together, size=size, **how)
     if q.shape[0] * q.shape[1] * q.shape[2] * size <= _CACHED:
         return together(q, k, v, bias, start)
@@ -91,18 +91,18 @@ def _attend_together(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
 
 
 def _attend_by_head(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
-    """One kv head after another: its logits stay in the cache of a CPU."""
-    rows, queries, heads, _ = q.shape
+    """One KV head after another, so that its logits stay in the cache of a CPU."""
+    batch, queries, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    split = q.reshape(rows, queries, kv_heads, group, -1).transpose(0, 2, 1, 3, 4)
+    split = q.reshape(batch, queries, kv_heads, group, -1).transpose(0, 2, 1, 3, 4)
 
     def one(at: Array) -> Partial:
-        row, head = at // kv_heads, at % kv_heads
+        sequence, head = at // kv_heads, at % kv_heads
 
         def pick(a: Array, first: Array | int = 0, count: int | None = None) -> Array:
-            """Of [#B,#K,X,...] this row and head, of X `count` from `first` on."""
-            of = (row if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
+            """One sequence and KV head of [#B,#K,X,...], and `count` of X from `first` on."""
+            of = (sequence if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
             sizes = (1, 1, a.shape[2] if count is None else count, *a.shape[3:])
             return jax.lax.dynamic_slice(a, (*of, first, *[0] * (a.ndim - 3)), sizes)
 
@@ -112,10 +112,10 @@ def _attend_by_head(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
             pick(split)[0], keys, values, here, 0, size=size, scale=scale, softcap=softcap
         )
 
-    out, lse = jax.lax.map(one, jnp.arange(rows * kv_heads))  # [B*K,1,T,G,H]
-    out = out.reshape(rows, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
-    lse = lse.reshape(rows, kv_heads, queries, group).transpose(0, 2, 1, 3)
-    return Partial(out.reshape(rows, queries, heads, -1), lse.reshape(rows, queries, heads))
+    out, lse = jax.lax.map(one, jnp.arange(batch * kv_heads))  # [B*K,1,T,G,H]
+    out = out.reshape(batch, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
+    lse = lse.reshape(batch, kv_heads, queries, group).transpose(0, 2, 1, 3)
+    return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
 
 
 def scores(
@@ -124,40 +124,40 @@ def scores(
     scale: float,
     softcap: float | None = None,
 ) -> Float32[Array, "B K G T S"]:
-    """Scaled, capped logits of every query against every slot."""
-    rows, queries, heads, head_dim = q.shape
+    """Scaled and capped logits of every query and slot."""
+    batch, queries, heads, head_dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
-    q = q.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
     logits = batched_dot(
-        q.reshape(rows * kv_heads, heads // kv_heads * queries, head_dim),
-        k.reshape(rows * kv_heads, slots, head_dim),
+        q.reshape(batch * kv_heads, heads // kv_heads * queries, head_dim),
+        k.reshape(batch * kv_heads, slots, head_dim),
         contract=(2, 2),
     )
     logits = logits * np.float32(scale)
     if softcap is not None:
         logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
-    return logits.reshape(rows, kv_heads, heads // kv_heads, queries, slots)
+    return logits.reshape(batch, kv_heads, heads // kv_heads, queries, slots)
 
 
 def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Partial:
     """The softmax of biased logits over slots, applied to their values."""
-    rows, kv_heads, group, queries, slots = logits.shape
-    logits = logits.reshape(rows * kv_heads, group * queries, slots)
-    # Any top gives the same result, so gradients need not pass through it.
+    batch, kv_heads, group, queries, slots = logits.shape
+    logits = logits.reshape(batch * kv_heads, group * queries, slots)
+    # Any maximum gives the same result, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
-    # With nothing in view top is -inf; a finite stand-in keeps the exponentials at 0, not NaN.
+    # With no key in view it is -inf; a finite value keeps the exponentials at 0, not NaN.
     top = jnp.where(top == -jnp.inf, np.float32(0), top)
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, np.float32(1), total)
-    v = v.reshape(rows * kv_heads, slots, v.shape[-1])
+    v = v.reshape(batch * kv_heads, slots, v.shape[-1])
     out = batched_dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
-    out = out.reshape(rows, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
-    lse = lse.reshape(rows, kv_heads, group, queries).transpose(0, 3, 1, 2)
+    out = out.reshape(batch, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
+    lse = lse.reshape(batch, kv_heads, group, queries).transpose(0, 3, 1, 2)
     heads = kv_heads * group
-    return Partial(out.reshape(rows, queries, heads, -1), lse.reshape(rows, queries, heads))
+    return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
 
 
 def batched_dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -172,7 +172,7 @@ def batched_dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def merge(*parts: Partial) -> Partial:
-    """The attention over all keys from attention over disjoint sets of them, by log-sum-exp."""
+    """Attention over all keys, from attention over disjoint sets of them, by log-sum-exp."""
     if len(parts) == 1:
         return parts[0]
     lse = jnp.stack([part.lse for part in parts])
@@ -186,10 +186,10 @@ def merge(*parts: Partial) -> Partial:
 
 
 def sink_logit(logits: Float[Array | np.ndarray, " N"], like: Partial) -> Partial:
-    """A learned sink: one logit a query head that takes weight and gives no value.
+    """A learned sink: one logit per query head that takes weight and gives no value.
 
-    Zeros make it the zero sink, softmax with 1 added below the fraction (StreamingLLM, section
-    3.3). Merge it once, not once a part.
+    Zeros make it the zero sink, a softmax with 1 added to the denominator (StreamingLLM, section
+    3.3). Merge it once, not once per part.
     """
     lse = jnp.broadcast_to(logits.astype(jnp.float32)[None, None, :], like.lse.shape)
     return Partial(jnp.zeros_like(like.out), lse)
@@ -203,9 +203,9 @@ def local_attention(
 ) -> Partial:
     """Exact causal attention inside a chunk.
 
-    window: a query sees keys less than this many positions back, itself included; None: all.
-    hidden: keys that another part already covers. Queries go in blocks and keys outside every
-    query's reach are skipped, so memory is linear in T.
+    window: a query sees keys less than this many positions back, its own included; None: all.
+    hidden: keys that another part covers. Queries are read in blocks and keys outside every
+    query's view are skipped, so memory is linear in T.
     """
     tokens = chunk.valid.shape[1]
     if tokens > _UNROLLED and (more := -tokens % _BLOCK_QUERIES):
@@ -224,7 +224,7 @@ def local_attention(
         here = jax.lax.dynamic_slice_in_dim(positions, start, size, 1)
         asked = jax.lax.dynamic_slice_in_dim(valid, start, size, 1)
         distance = (here[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
-        # Order is that of the tokens; padding may stand anywhere between them.
+        # The order is that of the tokens; padding may be anywhere between them.
         order = start + jnp.arange(size)[:, None] >= jnp.arange(keys)[None, :]
         seen = order[None] & shown[:, None, :keys] & asked[:, :, None] & (distance >= 0)
         if window is not None:
@@ -242,9 +242,9 @@ def local_attention(
         sizes = [min(_BLOCK_QUERIES, tokens - start) for start in starts]
         parts = [attend_block(a, n, a + n) for a, n in zip(starts, sizes, strict=True)]
         return Partial(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*parts, strict=True)))
-    # Many blocks are looped over, not unrolled: compiling would take longer than running.
+    # Many blocks are scanned, not unrolled: compiling would take longer than running.
     starts = jnp.arange(0, tokens, _BLOCK_QUERIES)
     parts = jax.lax.map(lambda start: attend_block(start, _BLOCK_QUERIES, tokens), starts)
-    rows, heads = q.shape[0], q.shape[2]
-    out = jnp.moveaxis(parts.out, 0, 1).reshape(rows, tokens, heads, -1)
-    return Partial(out, jnp.moveaxis(parts.lse, 0, 1).reshape(rows, tokens, heads))
+    batch, heads = q.shape[0], q.shape[2]
+    out = jnp.moveaxis(parts.out, 0, 1).reshape(batch, tokens, heads, -1)
+    return Partial(out, jnp.moveaxis(parts.lse, 0, 1).reshape(batch, tokens, heads))

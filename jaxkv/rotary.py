@@ -1,18 +1,18 @@
-"""Where a token stands: rotations (RoPE), distance penalties (ALiBi), or nothing.
+"""Position encodings: rotations (RoPE), distance penalties (ALiBi), or none.
 
-A position scheme is a frozen dataclass with three pure functions:
+A position encoding is a frozen dataclass with three pure functions:
 
-    scheme.rotate(x [B,T,*,H], positions [B,T] uint32)            -> x, turned to its position
-    scheme.move(x [B,T,*,H], by [B,T] uint32)                     -> x that was turned, turned on
-    scheme.bias(queries [B,T], keys [B,S], kv_heads) (uint32)     -> [B,K,G,T,S] float32, or None
+    encoding.rotate(x [B,T,*,H], positions [B,T] uint32)          -> x, rotated to its position
+    encoding.rerotate(x [B,T,*,H], by [B,T] uint32)               -> rotated x, rotated further
+    encoding.bias(queries [B,T], keys [B,S], kv_heads) (uint32)   -> [B,K,G,T,S] float32, or None
 
-Where kv heads hold different tokens, queries may be [B,K,T] and keys [B,K,S].
+Where KV heads cache different tokens, queries may be [B,K,T] and keys [B,K,S].
 
-Rotary angles are integer phases: `turns` holds each frequency as a fraction of a full turn in
-units of 2^-32, so position * turns wraps exactly in uint32 and the relative angle of two tokens
-is the same at position 10 and at position 2^32 - 10. Float32 angles lose this: at position
-4,000,000 their logits are wrong by 0.1. The frequencies themselves carry 32 bits; keep distances
-in view below about 100,000.
+Rotary angles are fixed-point phases: `frequencies` has each frequency as a fraction of a full
+rotation in units of 2^-32. So position * frequency wraps exactly in uint32, and the relative angle
+of two tokens is the same at position 10 and at position 2^32 - 10. Float32 angles lose this: at
+position 4,000,000 their logits are wrong by 0.1. The frequencies themselves have 32 bits; keep
+distances in view below about 100,000.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class NoPosition:
-    """No position at all: order is learned from the causal mask alone."""
+    """No position encoding: the model learns order from the causal mask alone."""
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         return x
 
-    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
+    def rerotate(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
@@ -49,8 +49,8 @@ class NoPosition:
 class Alibi:
     """ALiBi (Press et al. 2022): a logit falls by slope x distance.
 
-    slopes: one a query head; `Alibi.of(heads)` gives the published geometric series.
-    axis: the mesh axis over which the heads are split, inside a shard_map.
+    slopes: one per query head; `Alibi.of(heads)` gives the published geometric series. axis: the
+    mesh axis over which the heads are split, inside a shard_map.
     """
 
     slopes: tuple[float, ...]
@@ -58,7 +58,7 @@ class Alibi:
 
     @staticmethod
     def of(heads: int) -> Alibi:
-        """The slopes of the paper; heads that are no power of two interleave the next one's."""
+        """The slopes of the paper; where heads is no power of two, the next power's are interleaved."""
 
         def series(n: int) -> list[float]:
             return [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -69,7 +69,7 @@ class Alibi:
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         return x
 
-    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
+    def rerotate(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
         return x
 
     def bias(
@@ -78,8 +78,8 @@ class Alibi:
         parts = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         if len(self.slopes) % (parts * kv_heads):
             raise UserError(
-                f"ALiBi needs one slope a query head, in groups of equal size: got "
-                f"{len(self.slopes)} slopes for {parts * kv_heads} kv heads; give one slope a head"
+                f"ALiBi needs one slope per query head, in groups of equal size: got "
+                f"{len(self.slopes)} slopes for {parts * kv_heads} KV heads; give one slope per query head"
             )
         slopes = jnp.asarray(self.slopes, jnp.float32).reshape(parts, 1, kv_heads, -1, 1, 1)
         slopes = slopes[0 if self.axis is None else jax.lax.axis_index(self.axis)]
@@ -93,53 +93,53 @@ class Alibi:
 class Rotary:
     """Rotary position embedding (Su et al. 2021), pairs (i, i + H/2) as in Hugging Face's Llama.
 
-    turns: for each pair round(frequency / 2 pi x 2^32), uint32.
-    amplitude: cos and sin are multiplied by it (YaRN's attention factor).
+    frequencies: fixed-point, for each pair round(frequency / 2 pi x 2^32), uint32. amplitude:
+    multiplies cos and sin (YaRN's attention factor).
     """
 
-    turns: tuple[int, ...]
+    frequencies: tuple[int, ...]
     amplitude: float = 1.0
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
-        if x.shape[-1] != 2 * len(self.turns):
+        if x.shape[-1] != 2 * len(self.frequencies):
             raise UserError(
-                f"a rotary encoding of {len(self.turns)} pairs needs head dim "
-                f"{2 * len(self.turns)}, got {x.shape[-1]}; make it for this head dim"
+                f"a rotary encoding of {len(self.frequencies)} pairs needs head dim "
+                f"{2 * len(self.frequencies)}, got {x.shape[-1]}; make it for this head dim"
             )
         cos, sin = self._cos_sin(positions)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         cos, sin = cos[:, :, None], sin[:, :, None]
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        rotated = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
-    def move(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
-        """`rotate` for what has the amplitude already."""
+    def rerotate(self, x: Float[Array, "B T X H"], by: UInt32[Array, "#B T"]) -> Array:
+        """`rotate` for vectors that have the amplitude already."""
         return replace(self, amplitude=1.0).rotate(x, by)
 
     def bias(self, queries: Array, keys: Array, kv_heads: int) -> None:
         return None
 
     def _cos_sin(self, positions: UInt32[Array, "#B T"]) -> tuple[Array, Array]:
-        turns = jnp.asarray(np.asarray(self.turns, np.uint32))
-        phase = positions[:, :, None] * turns[None, None, :]
+        frequencies = jnp.asarray(np.asarray(self.frequencies, np.uint32))
+        phase = positions[:, :, None] * frequencies[None, None, :]
         scale = np.float32(self.amplitude)
         return _sine(phase + np.uint32(2**30)) * scale, _sine(phase) * scale
 
 
 # sin(x pi/2) = x P(x^2) for |x| <= 1 within 5e-9 (Hastings 1955, sheet 16); in float32 also exactly
-# 1 at x = 1, so that position 0 turns nothing.
+# 1 at x = 1, so that position 0 rotates nothing.
 _SINE = (1.57079631847, -0.64596371106, 0.07968967928, -0.00467376557, 0.00015148419)
 
 
 def _sine(phase: UInt32[Array, "..."]) -> Float32[Array, "..."]:
-    """The sine of a phase in units of 2^-32 turns, within 3e-7.
+    """The sine of a phase in units of 2^-32 rotations, within 3e-7.
 
-    Integers are reduced exactly, so ten operations do what jnp.sin spends on any real number;
-    XLA computes angles anew in every fusion that reads them.
+    A phase is reduced exactly, so ten operations replace jnp.sin. That matters because XLA
+    recomputes angles in every fusion that reads them.
     """
     signed = jax.lax.bitcast_convert_type(phase, jnp.int32)
     beyond = (signed >= 2**30) | (signed < -(2**30))
-    mirrored = jnp.where(beyond, np.int32(-(2**31)) - signed, signed)  # sin(half a turn - x)
+    mirrored = jnp.where(beyond, np.int32(-(2**31)) - signed, signed)  # sin(half a rotation - x)
     x = mirrored.astype(jnp.float32) * np.float32(2**-30)
     square, value = x * x, np.float32(_SINE[-1])
     for coefficient in _SINE[-2::-1]:
@@ -156,8 +156,8 @@ def rotary(
     """The rotary encoding of a Llama-family model.
 
     head_dim: H, even. theta: the base of the frequencies. context: the model's
-    max_position_embeddings, which YaRN uses where its own original length is not given.
-    scaling: None, or `kind` (default, linear, llama3, yarn) with Hugging Face's field names.
+    max_position_embeddings, which YaRN uses where its own original length is absent. scaling: None,
+    or `kind` (default, linear, llama3, yarn) with Hugging Face's field names.
     Raises UserError for another kind or a missing field.
     """
     scaling = dict(scaling or {})
@@ -186,17 +186,17 @@ def rotary(
             frequencies, amplitude = _yarn(frequencies, theta, scaling, context)
     except KeyError as missing:
         raise UserError(f"rope scaling {kind!r} needs the field {missing}") from None
-    turns = np.round(frequencies / (2 * math.pi) * 2**32).astype(np.uint64) % 2**32
-    return Rotary(tuple(int(t) for t in turns), float(amplitude))
+    fixed = np.round(frequencies / (2 * math.pi) * 2**32).astype(np.uint64) % 2**32
+    return Rotary(tuple(int(f) for f in fixed), float(amplitude))
 
 
 def _llama3(frequencies: np.ndarray, scaling: Mapping[str, object]) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones unchanged, those between blended."""
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     wavelengths = 2 * math.pi / frequencies
-    turns_in_context = float(scaling["original_max_position_embeddings"]) / wavelengths
-    blend = np.clip((turns_in_context - low) / (high - low), 0.0, 1.0)
+    rotations_in_context = float(scaling["original_max_position_embeddings"]) / wavelengths
+    blend = np.clip((rotations_in_context - low) / (high - low), 0.0, 1.0)
     return (1 - blend) * frequencies / factor + blend * frequencies
 
 

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty."""
+"""Sampling: temperature, top-k, top-p, min-p, repetition penalty, greedy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MOST = 1e38  # beyond it float32 overflows
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; the filters apply in the order given.
+    """The settings of sampling. Temperature 0 is greedy; the filters apply in the order given.
 
-    repetition_penalty: logits of tokens already in the row are divided (if positive) or
-    multiplied by it (Keskar et al. 2019). top_k: the k likeliest; 0 is off. top_p: the smallest
-    set with that much probability; 1 is off. min_p: tokens at least that share as likely as the
-    likeliest; 0 is off.
+    repetition_penalty: divides positive logits and multiplies negative logits of tokens that the
+    sequence has already (Keskar et al. 2019). top_k: the k most likely tokens; 0 is off. top_p: the
+    smallest set with that much probability; 1 is off. min_p: tokens at least that share as likely
+    as the most likely; 0 is off.
     """
 
     temperature: float = 0.0
@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def filters(self) -> Filters:
-        """Which parts are compiled in; their values are arguments, so changing one is free."""
+        """The parts that are compiled in; their values are arguments, so changing one is free."""
         warm = self.temperature > 0
         return Filters(
             warm=warm,
@@ -84,7 +84,7 @@ class Filters(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """One number for all rows, or one a row."""
+    """One number for all sequences, or one per sequence."""
 
     temperature: Array
     top_k: Array
@@ -101,9 +101,9 @@ def draw(
     keys: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """One token a row, and what it was chosen by, which is finite where all logits are numbers.
+    """One token per sequence, and the value it was chosen by, finite if all logits are finite.
 
-    The draw is a function of (row key, position) alone.
+    keys: PRNG key data, one per sequence. The draw is a function of (key, position).
     """
     logits = shape(filters, knobs, logits, seen)
 
@@ -113,8 +113,8 @@ def draw(
 
     if filters.warm:
         logits = logits + jax.vmap(noise)(keys, positions)
-    # Not argmax, for which XLA:CPU takes five times as long. Where a logit is NaN, so is the best.
-    logits = jax.lax.optimization_barrier(logits)  # computed once, or none might equal the best
+    # Not argmax, which takes five times as long on XLA:CPU. If a logit is NaN, so is the maximum.
+    logits = jax.lax.optimization_barrier(logits)  # computed once, or none might equal the maximum
     best, last = jnp.max(logits, axis=-1), logits.shape[-1] - 1
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.min(jnp.where(logits == best[:, None], place, last), axis=-1), best
@@ -125,8 +125,8 @@ WARM = EVERY._replace(top_k=False, top_p=False)
 OFF = Knobs(np.float32(0), np.int32(2**31 - 1), np.float32(2), np.float32(0), np.float32(1))
 
 
-def knobs_of_row(sampling: Sampling) -> Knobs:
-    """The knobs of a row among others, for `draw_each`: what is off changes no bit."""
+def knobs_of_sequence(sampling: Sampling) -> Knobs:
+    """The knobs of one sequence of a batch, for `draw_each`; a filter that is off changes no bit."""
     k = sampling.knobs
     return Knobs(
         np.float32(0) if sampling.temperature == 0 else k.temperature,
@@ -144,9 +144,10 @@ def draw_each(
     keys: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """`draw` where each row has knobs of its own, those of `knobs_of_row` as [B].
+    """`draw` with knobs per sequence, those of `knobs_of_sequence` as [B].
 
-    A row's token does not depend on what the others ask for; what nobody asks for is not computed.
+    A sequence's token does not depend on the knobs of others. A filter that no sequence uses is not
+    computed.
     """
     cold = knobs.temperature == 0
     warm = knobs._replace(temperature=jnp.where(cold, np.float32(1), knobs.temperature))
@@ -167,7 +168,7 @@ def draw_each(
 def shape(
     filters: Filters, knobs: Knobs, logits: Float32[Array, "B V"], seen: Bool[Array, "B V"]
 ) -> Float32[Array, "B V"]:
-    """The logits that tokens are drawn from, up to a constant a row; -inf where filtered out."""
+    """The logits to draw from, up to a constant per sequence; -inf where filtered out."""
     knobs = Knobs(*(jnp.reshape(knob, (-1, 1)) for knob in knobs))
     if filters.repetition:
         penalty = knobs.repetition_penalty
@@ -175,7 +176,7 @@ def shape(
         logits = jnp.where(seen, punished, logits)
     if not filters.warm:
         return logits
-    # Below 0, so that however cold nothing overflows but the hopeless.
+    # At most 0, so that at a low temperature only hopeless tokens overflow.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
     if filters.top_k or filters.top_p:
         logits = _cut(filters, knobs, logits)
@@ -185,7 +186,7 @@ def shape(
 
 
 def _cut(filters: Filters, knobs: Knobs, logits: Array) -> Array:
-    """Top-k, then top-p of what is left; ties with the last kept logit stay."""
+    """Top-k, then top-p of the remaining tokens; ties with the last of them stay."""
     ordered = -jnp.sort(-logits, axis=-1)
     if filters.top_k:
         rank = jnp.arange(logits.shape[-1])[None, :]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.policies.discrepancy import MODES, Halving, halve, sure
+from jaxkv.policies.discrepancy import MODES, Halving, certain, halve
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
 COLD = Halving("walk", 0.1)  # the practical walk
@@ -69,7 +69,7 @@ def halved(how, order, seed=0):
         split(k), split(v), jnp.asarray(uniforms, jnp.float32)
     )
     first = BLOCK * np.arange(TOKENS // BLOCK)[None, :, None]
-    return (np.asarray(done.chosen) + first).reshape(SEEDS, -1), np.asarray(done.met)
+    return (np.asarray(done.chosen) + first).reshape(SEEDS, -1), np.asarray(done.inner)
 
 
 # Of each way the error over that of uniform sampling, at most and at least (reference, section 4 a)
@@ -93,7 +93,7 @@ def test_error_beside_uniform(name, order, record_property):
 
 def test_how_much_is_left_to_chance():
     """The practical walk is half a greedy one; the theorem's never leans far."""
-    saturated = lambda how: np.mean(sure(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
+    saturated = lambda how: np.mean(certain(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
     assert 0.4 < saturated(COLD) < 0.8
     assert saturated(THEORY) == 0
 
@@ -101,10 +101,10 @@ def test_how_much_is_left_to_chance():
 def test_a_step_that_met_no_number_was_sure():
     """One key that is no number makes all of its block so; but for the first, which met nothing."""
     k = jnp.ones((1, 16, 8)).at[0, 9].set(jnp.nan)
-    met = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).met
-    assert np.asarray(sure(met)).tolist() == [[False] + 15 * [True]]
+    met = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).inner
+    assert np.asarray(certain(met)).tolist() == [[False] + 15 * [True]]
     edges = jnp.asarray([0.0, 0.5, -0.5, 0.51, -0.51, jnp.inf])
-    assert np.asarray(sure(edges)).tolist() == 3 * [False] + 3 * [True]
+    assert np.asarray(certain(edges)).tolist() == 3 * [False] + 3 * [True]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,7 +147,7 @@ def test_doubled_tokens_are_halved_exactly(how):
     uniforms = jnp.asarray(random.random((1, 256)), jnp.float32)
     given = (jnp.asarray(a, jnp.float32) for a in (k, v))
     done = halve(how, HEAD_DIM**-0.5, *given, uniforms)
-    assert how.mode == "walk" or not np.asarray(done.met).any()
+    assert how.mode == "walk" or not np.asarray(done.inner).any()
     chosen = np.asarray(done.chosen)
     assert (chosen // 2 == np.arange(128)).all()
     q = random.normal(size=(QUERIES, HEAD_DIM))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.sampling import Knobs, Sampling, draw, draw_each, knobs_of_row, shape
+from jaxkv.sampling import Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
 
 V = 40
 SETTINGS = [
@@ -238,7 +238,7 @@ def test_rows_with_knobs_of_their_own_draw_as_alone(rng):
     ]
     uncut = [n for n, one in enumerate(settings) if not one.top_k and one.top_p == 1]
     for group in (list(range(rows)), uncut, [0, 1], [0], [1, 4, 9]):
-        knobs = [knobs_of_row(settings[n]) for n in group]
+        knobs = [knobs_of_sequence(settings[n]) for n in group]
         stacked = Knobs(*map(np.stack, zip(*knobs, strict=True)))
         found, chosen_by = each(stacked, *(x[group] for x in given))
         assert found.tolist() == [alone[n] for n in group]

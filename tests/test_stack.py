@@ -205,14 +205,14 @@ def test_describe():
     table = {entry["name"]: entry for entry in describe()}
     assert list(table) == list(POLICIES)
     for name, entry in table.items():
-        assert entry["summary"] and entry["source"] and entry["bytes_per_row_and_layer"]
+        assert entry["summary"] and entry["source"] and entry["bytes_per_sequence"]
         text = ",".join(f"{field}={v['default']}" for field, v in entry["fields"].items())
         assert parse_policy(f"{name}:{text}") == POLICIES[name]()
     assert table["streaming"]["fields"]["positions"] == {
         "type": "cache|absolute",
         "default": "cache",
     }
-    assert table["streaming"]["bytes_per_row_and_layer"] == Streaming.formula
+    assert table["streaming"]["bytes_per_sequence"] == Streaming.formula
 
 
 def test_a_formula_is_computed():

@@ -121,7 +121,7 @@ def rerotate(
 ) -> Float[Array, "B K S H"]:
     """Rotated keys, rotated further by a number of positions."""
     batch, heads, count, head_dim = k.shape
-    rotated = spec.encoding.move(
+    rotated = spec.encoding.rerotate(
         k.reshape(batch, heads * count, 1, head_dim), by.reshape(batch, heads * count)
     )
     return rotated.reshape(k.shape)

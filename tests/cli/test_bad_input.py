@@ -88,9 +88,9 @@ FLAGS = {
     "penalty": ("--repetition-penalty 0", "repetition_penalty must be above 0", "got 0.0"),
     "seed": ("--seed -1", "--seed", "from 0 to 4294967295", "'-1'"),
     "dtype": ("--dtype int8", "float32, bfloat16, float16", "'int8'"),
-    "mesh": ("--mesh rows=2", "data=ROWS,model=HEADS", "'rows=2'", "try data=1"),
+    "mesh": ("--mesh rows=2", "data=BATCH,model=HEADS", "'rows=2'", "try data=1"),
     "mesh beyond the machine": ("--mesh model=99", "'model=99' needs 99", "make it smaller"),
-    "mesh beyond the rows": ("--mesh data=2", "must divide the rows", "1 rows over 2 places"),
+    "mesh beyond the rows": ("--mesh data=2", "must divide the sequences", "1 sequences over 2 places"),
     "unknown flag": ("--policies full", "unrecognized arguments", "--policies", "--help"),
     "prompt twice": ("--prompt-file x", "given twice", "not both"),
 }  # fmt: skip
@@ -283,7 +283,9 @@ def test_a_policy_that_seals_prompts_has_no_text_to_score(run, model, text, comm
     text.write_text("It was a bright cold day in April. " * 60, encoding="utf-8")
     first = ("--policy", "window") if command == "compare" else ()
     ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
-    refused(ran, "waits for a prompt", "has none", "`jaxkv generate` or `chat`", "stream=")
+    refused(
+        ran, "waits for the end of a prompt", "has none", "`jaxkv generate` or `chat`", "stream="
+    )
 
 
 def test_policies(run):
@@ -312,6 +314,6 @@ def test_chat_not_utf8(run, model, stdin):
 
 
 def test_a_bug_of_ours_is_not_hidden(run, monkeypatch):
-    monkeypatch.setattr("jaxkv.stack.describe", lambda: 1 / 0)
+    monkeypatch.setattr("jaxkv.policy_spec.describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("policies")

@@ -30,8 +30,8 @@ def test_one_is_told_in_words(run, told):
     assert max(map(len, words.splitlines())) <= 88
 
 
-def test_what_the_readme_offers_can_be_copied():
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_policy_strings_of_the_docs_can_be_copied():
+    text = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/policies.md"))
     names = "|".join(POLICIES)
     offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
     assert {one.partition(":")[0] for one in offered} >= {"reservoir", "stratified", "balance"}
@@ -43,6 +43,6 @@ def test_json(run):
     found = {policy["name"]: policy for policy in run("policies", "--json").json["policies"]}
     assert set(found) == set(POLICIES)
     assert found["window"]["fields"] == {"window": {"type": "int", "default": 256}}
-    fields = {"summary", "bytes_per_row_and_layer", "source", "about"}
+    fields = {"summary", "bytes_per_sequence", "source", "about"}
     assert all(fields <= set(p) for p in found.values())
     assert run("policies", "window", "--json").json == {"policies": [found["window"]]}

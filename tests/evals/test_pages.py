@@ -1,4 +1,4 @@
-"""CLAIMS.md, README and NEGATIVE.md say what the records say."""
+"""CLAIMS.md, NEGATIVE.md and the pages of docs/ say what the records say."""
 
 import json
 
@@ -14,9 +14,8 @@ def test_the_page_of_claims_is_in_step():
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_the_figures_of_a_page_are_in_step(page):
     text = page.read_text("utf-8")
-    assert figures.MARK.search(text) and figures.fill(text) == text, (
-        "run python -m jaxkv.evals.figures"
-    )
+    assert figures.MARK.search(text) or figures.TABLE.search(text)
+    assert figures.fill(text) == text, "run python -m jaxkv.evals.figures"
 
 
 def test_a_figure_is_filled_in(tmp_path):

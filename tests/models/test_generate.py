@@ -289,9 +289,9 @@ def test_a_policy_that_seals(shallow):
     prompts = [[65 + i % 20 for i in range(30)], [70 + i % 9 for i in range(11)]]
     run = Stream(shallow, halving, rows=2)
     run.read(prompts, chunk=16)
-    assert run.decoding.states[0].exact.positions.shape == (2, 32)
+    assert run.decoding.states[0].dense.positions.shape == (2, 32)
     run.seal()
-    assert run.decoding.states[0].exact.positions.shape == (2, 7)
+    assert run.decoding.states[0].dense.positions.shape == (2, 7)
     assert run.decoding.states[0].sample.positions.shape[2] == 13
     together = models.generate(shallow, prompts, halving, 12, **COMMON)
     alone = models.generate(shallow, prompts[0], halving, 12, **COMMON)

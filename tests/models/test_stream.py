@@ -51,7 +51,7 @@ def test_layers_that_seal_and_layers_that_grow_count_apart(tiny):
 
 def test_room_that_is_there_asks_for_no_memory(tiny, monkeypatch):
     stream = Stream(tiny, "full:max=64,start=32")
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: 100)
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda device=None, host=False: 100)
     stream.read([[3] * 32])
     with pytest.raises(UserError, match="only 100 bytes is free"):
         stream.read([[3]])
@@ -67,7 +67,7 @@ def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):
     stream.read([[6] * 6])
     state = stream.decoding.states[0]
     np.testing.assert_array_equal(state.sample.positions, kept)
-    assert kept.shape[2] == 13 and int(state.exact.count[0]) == 2 + 4 + 12
+    assert kept.shape[2] == 13 and int(state.dense.count[0]) == 2 + 4 + 12
 
 
 def test_a_prompt_that_one_layer_thins_is_not_said_to_be_whole(tiny, recwarn):
@@ -136,7 +136,7 @@ def test_tables_that_do_not_fit_are_refused_before_they_are_made(tiny, monkeypat
     stream = Stream(tiny, policy)
     stream.read([[3] * 40])
     free = 2 * stream.state_bytes
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: free)
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda device=None, host=False: free)
     with pytest.raises(UserError, match=r"caches of 1 row.* of 64 tokens would take .* is free"):
         Stream(tiny, policy, tokens=64)
     with pytest.raises(UserError, match=r"caches of 1 row.* would take .* is free"):

@@ -14,14 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxkv
 from jaxkv.engine.host import Host, move
+from jaxkv.engine.pool import pages_of
 from jaxkv.engine.store import SharedPages, page_names
 from jaxkv.prefix import Snapshots, encode
 from jaxkv.prefix.keys import sha256
 from tests.prefix.test_machine import PICK, ROOTS, run
 
 WHERE = ("last+junction", "last", "every=1", "every=2+last", "branch")
-SETTLES = jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2")
-PAGES = len(SETTLES.settled(0))
+PAGES_OF = pages_of(jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2"))
+PAGES = len(PAGES_OF.last_write(0))
 
 
 class Memory(Host):
@@ -67,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         """As the engine does: pages that nobody has are written, the others are not."""
         self.pages.release(slot)
         salt, tokens = content
-        last = SETTLES.settled(len(tokens))
+        last = PAGES_OF.last_write(len(tokens))
         for number, page in self.pages.take(slot, names):
             self.written[page] = (salt, tokens[: last[number]], number)
         self.device[slot] = content
@@ -76,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         """What is in a slot and in its pages is what its tokens make."""
         salt, tokens = self.device[slot]
         for number, (page, last) in enumerate(
-            zip(self.pages.of(slot), SETTLES.settled(len(tokens)), strict=True)
+            zip(self.pages.of(slot), PAGES_OF.last_write(len(tokens)), strict=True)
         ):
             assert self.written[page] == (salt, tokens[:last], number)
 
@@ -134,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         if not keep:
             self.index.abandon(snapshot)
             return
-        names = page_names(SETTLES, self.chunk, prompt, len(tokens))
+        names = page_names(PAGES_OF, self.chunk, prompt, len(tokens))
         self.save(snapshot.slot, (salt, tokens), names)
         self.index.publish(snapshot)
 

@@ -72,7 +72,7 @@ def _absorb_one(
     picked = chosen_of(shape, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
     takes = there[:, None] & jnp.any(picked, axis=2)
     if reducer.local:  # the KV heads of a sequence evict the same token
-        rotated = reducer.spec.encoding.move(
+        rotated = reducer.spec.encoding.rerotate(
             token.k.transpose(0, 2, 1, 3),
             slot[:, None] % np.uint32(shape.half) - token.positions[:, 0],
         )

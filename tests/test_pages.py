@@ -1,0 +1,90 @@
+"""Every page, rendered by a CommonMark parser: no broken paragraphs, links that resolve, README's size."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_README_WORDS = 1200
+URL = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    try:
+        run = ["git", "ls-files", "-z", *patterns]
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.split("\0") if name]
+
+
+def parse(page: Path):
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text("utf-8"))
+
+
+def anchor(title: str) -> str:
+    """The anchor that GitHub gives a title."""
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    tokens = parse(page)
+    titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+    return {anchor(re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", title)) for title in titles}
+
+
+def test_there_are_pages():
+    names = {page.relative_to(ROOT).as_posix() for page in tracked("*.md")}
+    assert {"README.md", "docs/policies.md", "docs/integration.md", "evals/CLAIMS.md"} <= names
+
+
+def test_no_paragraph_is_split_by_a_comment():
+    """A line that begins with a comment becomes an HTML block, which ends the paragraph."""
+    broken = []
+    for page in tracked("*.md"):
+        for token in parse(page):
+            if token.type == "html_block" and token.content.lstrip().startswith("<!--="):
+                broken.append(f"{page.relative_to(ROOT)}:{token.map[0] + 1}")
+    assert not broken
+
+
+def test_links_and_anchors_resolve():
+    broken = []
+    for page in tracked("*.md"):
+        for token in parse(page):
+            for child in token.children or []:
+                target = child.attrs.get("href") or child.attrs.get("src") or ""
+                if not target or target.startswith(("http://", "https://", "mailto:")):
+                    continue
+                path, _, fragment = str(target).partition("#")
+                place = page if not path else (page.parent / path).resolve()
+                if not place.exists() or (
+                    fragment and place.suffix == ".md" and fragment not in anchors(place)
+                ):
+                    broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_readme_is_short():
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    assert len(text.split()) <= MAX_README_WORDS
+
+
+def test_the_repository_address_stands_in_one_place():
+    """Notebooks install from it and link to it; every other page begins in the clone."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in tracked("*.md", "*.py", "*.toml", "*.ipynb", ".ci/*")
+        if re.search(r"github(usercontent)?\.com/jaxkv", path.read_text("utf-8"))
+    }
+    allowed = {"pyproject.toml", "tests/test_pages.py", "tests/colab/test_notebooks.py"}
+    assert not [path for path in found - allowed if not path.startswith("colab/")]
+    for path in tracked("colab/*.py"):
+        addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", path.read_text("utf-8")))
+        assert {address for address in addresses if "/jaxkv/" in address} <= {URL}, path
