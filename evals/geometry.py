@@ -92,7 +92,7 @@ def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
 def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
     asked = ask(spec, layer, chosen.sinks, chosen.window)
-    bias = chosen.choose(asked)
+    bias = chosen.select(asked)
     top = sparse_attention.log_sum(asked.logits, asked.between & (bias == 0))
     weight = jnp.exp(top - sparse_attention.log_sum(asked.logits, asked.between))
     return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(asked, bias, layer.v).out

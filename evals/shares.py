@@ -39,31 +39,29 @@ Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Of a prompt that was read exactly the first tokens and the newest, and nothing between."""
+class Ends(Policy):
+    """Attend to the first and the newest tokens of a prompt, and to none between."""
 
     sinks: int = 4
     window: int = 64
     start: int = 512
 
     summary: ClassVar[str] = "the first tokens of a prompt and the newest"
-    source: ClassVar[str] = "what reading a part is measured against"
-    formula: ClassVar[str] = sparse_attention.FORMULA
-    axes: ClassVar[SparseState] = sparse_attention.AXES
-    shared: ClassVar[tuple[str, ...]] = sparse_attention.SHARED
-    reach: ClassVar[float] = math.inf
+    source: ClassVar[str] = "the baseline of methods that read a share of the keys"
+    leaves: ClassVar[SparseState] = sparse_attention.LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
 
     init = sparse_attention.init
-    attend = sparse_attention.attend
-    take = decode = sparse_attention.take
+    update = sparse_attention.update
+    bytes_per_sequence = sparse_attention.bytes_per_sequence
+    cached = staticmethod(sparse_attention.cached)
     reserve = staticmethod(sparse_attention.reserve)
-    seal = staticmethod(sparse_attention.seal)
-    extend = staticmethod(sparse_attention.extend)
-    kept = staticmethod(sparse_attention.kept)
+    finish_prefill = staticmethod(sparse_attention.finish_prefill)
 
-    def choose(self, asked: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between: none is met."""
-        return sparse_attention.only(jnp.zeros_like(asked.logits, bool))
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each key between the ends: none is selected."""
+        return sparse_attention.unweighted(jnp.zeros_like(candidates.logits, bool))
 
 
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream

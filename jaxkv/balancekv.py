@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxkv.errors import UserError, whole
 from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
-from jaxkv.policies.discrepancy import sure
+from jaxkv.policies.discrepancy import certain
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 
@@ -60,7 +60,7 @@ def softmax_balance(
     walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
     count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
     chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
-    beyond = jnp.any(there & sure(walk.met), axis=-1)
+    beyond = jnp.any(there & certain(walk.met), axis=-1)
     far = jnp.any(there & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
     return Class(chosen, beyond | far)
 

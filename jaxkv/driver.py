@@ -36,9 +36,9 @@ def step(
 
 
 def check(
-    policy: Policy,
+    policy: object,
     spec: Spec,
-    state: State,
+    state: object,
     q: Array,
     k: Array,
     v: Array,

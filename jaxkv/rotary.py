@@ -58,7 +58,7 @@ class Alibi:
 
     @staticmethod
     def of(heads: int) -> Alibi:
-        """The slopes of the paper; where heads is no power of two, the next power's are interleaved."""
+        """The slopes of the paper; other than powers of two interleave the next power's."""
 
         def series(n: int) -> list[float]:
             return [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -79,7 +79,7 @@ class Alibi:
         if len(self.slopes) % (parts * kv_heads):
             raise UserError(
                 f"ALiBi needs one slope per query head, in groups of equal size: got "
-                f"{len(self.slopes)} slopes for {parts * kv_heads} KV heads; give one slope per query head"
+                f"{len(self.slopes)} slopes for {parts * kv_heads} KV heads; give one per head"
             )
         slopes = jnp.asarray(self.slopes, jnp.float32).reshape(parts, 1, kv_heads, -1, 1, 1)
         slopes = slopes[0 if self.axis is None else jax.lax.axis_index(self.axis)]

@@ -126,7 +126,7 @@ OFF = Knobs(np.float32(0), np.int32(2**31 - 1), np.float32(2), np.float32(0), np
 
 
 def knobs_of_sequence(sampling: Sampling) -> Knobs:
-    """The knobs of one sequence of a batch, for `draw_each`; a filter that is off changes no bit."""
+    """The knobs of one sequence, for `draw_each`; a filter that is off changes no bit."""
     k = sampling.knobs
     return Knobs(
         np.float32(0) if sampling.temperature == 0 else k.temperature,

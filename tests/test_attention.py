@@ -13,14 +13,14 @@ from tests import oracle
 from tests.seldom import seldom
 
 
-def problem(rng, rows=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, dtype=jnp.float32):
+def problem(rng, batch=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, dtype=jnp.float32):
     shapes = [
-        (rows, queries, kv_heads * group, head_dim),
-        (rows, kv_heads, slots, head_dim),
-        (rows, kv_heads, slots, head_dim),
+        (batch, queries, kv_heads * group, head_dim),
+        (batch, kv_heads, slots, head_dim),
+        (batch, kv_heads, slots, head_dim),
     ]
     q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-    bias = rng.normal(size=(rows, kv_heads, group, queries, slots))
+    bias = rng.normal(size=(batch, kv_heads, group, queries, slots))
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     return q, k, v, jnp.asarray(bias, jnp.float32)
 
@@ -52,7 +52,7 @@ def test_bias_is_broadcast(rng, shape):
 @pytest.mark.parametrize("slots", [2049, 2560, 3072])
 @pytest.mark.parametrize("wide", [True, False])
 def test_many_slots_go_in_blocks(rng, slots, wide):
-    q, k, v, bias = problem(rng, rows=1, queries=2, slots=slots, kv_heads=1, group=2, head_dim=4)
+    q, k, v, bias = problem(rng, batch=1, queries=2, slots=slots, kv_heads=1, group=2, head_dim=4)
     bias = bias.at[..., 1024:2048].set(-jnp.inf)  # a block that nobody sees
     bias = bias if wide else bias[..., :1] * np.float32(0)
     assert_partial(attend(q, k, v, bias, 0.5), oracle.softmax_attention(q, k, v, bias, 0.5))
@@ -154,7 +154,7 @@ def test_sink_logit_is_a_sigmoid_gate(rng):
 
 
 def test_gradients_are_those_of_the_formula(rng):
-    q, k, v, bias = problem(rng, rows=1, slots=6)
+    q, k, v, bias = problem(rng, batch=1, slots=6)
     bias = bias.at[:, :, :, 0].set(-jnp.inf)  # a query that sees nothing
     direction = rng.normal(size=q.shape)
 
@@ -176,12 +176,12 @@ def test_gradients_are_those_of_the_formula(rng):
         np.testing.assert_allclose((np.asarray(grad) * along).sum(), slope, rtol=1e-4)
 
 
-def chunk_of(rng, tokens, rows=1, heads=2, kv_heads=1, head_dim=4):
-    q = rng.normal(size=(rows, tokens, heads, head_dim))
-    k, v = (rng.normal(size=(rows, tokens, kv_heads, head_dim)) for _ in range(2))
-    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (rows, tokens))
+def chunk_of(rng, tokens, batch=1, heads=2, kv_heads=1, head_dim=4):
+    q = rng.normal(size=(batch, tokens, heads, head_dim))
+    k, v = (rng.normal(size=(batch, tokens, kv_heads, head_dim)) for _ in range(2))
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (batch, tokens))
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((rows, tokens), bool))
+    return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((batch, tokens), bool))
 
 
 @pytest.mark.parametrize("tokens", [5, 300, 1280])

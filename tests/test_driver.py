@@ -22,13 +22,13 @@ class Other(tuple):
     """The state of another policy."""
 
 
-def given(rows=1, tokens=3, heads=4):
+def given(batch=1, tokens=3, heads=4):
     """Arguments that agree."""
-    q, kv = jnp.ones((rows, tokens, heads, 8)), jnp.ones((rows, tokens, 2, 8))
-    positions = jnp.zeros((rows, tokens), jnp.uint32)
-    state = POLICY.init(SPEC, rows, jax.random.key(0))
+    q, kv = jnp.ones((batch, tokens, heads, 8)), jnp.ones((batch, tokens, 2, 8))
+    positions = jnp.zeros((batch, tokens), jnp.uint32)
+    state = POLICY.init(SPEC, batch, jax.random.key(0))
     return {"policy": POLICY, "spec": SPEC, "state": state, "q": q, "k": kv, "v": kv,
-            "positions": positions, "valid": jnp.ones((rows, tokens), bool)}  # fmt: skip
+            "positions": positions, "valid": jnp.ones((batch, tokens), bool)}  # fmt: skip
 
 
 BAD = {
@@ -43,7 +43,7 @@ BAD = {
     "other kv heads": ({"v": jnp.ones((1, 3, 4, 8))}, r"v must be \(1, 3, 2, 8\)"),
     "one position": ({"positions": jnp.zeros((1, 1), jnp.uint32)}, r"positions must be \(1, 3\)"),
     "valid of a row": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
-    "another state": ({"state": Other()}, "a Slots, got a Other; begin with policy.init"),
+    "another state": ({"state": Other()}, "a Ring, got a Other; begin with policy.init"),
     "other rows": ({"state": POLICY.init(SPEC, 2, jax.random.key(0))}, "B=1, got B=2; begin with"),
     "another head dim of the state": (
         {"state": POLICY.init(replace(SPEC, head_dim=4), 1, jax.random.key(0))},

@@ -1,4 +1,4 @@
-"""Every page, rendered by a CommonMark parser: no broken paragraphs, links that resolve, README's size."""
+"""Every page, as a CommonMark parser renders it: whole paragraphs, links that resolve."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_every_combination_as_transformers(rng):
         )
     )
     for sampling in SETTINGS:
-        logits, _ = example(rng, rows=1)
+        logits, _ = example(rng, batch=1)
         ids = rng.integers(0, V, (1, 9))
         seen = np.isin(np.arange(V), ids)[None]
         processors = model._get_logits_processor(
@@ -131,7 +131,7 @@ def test_frequencies(sampling, rng):
 
 
 def test_a_draw_is_of_its_key_and_position(rng):
-    logits, seen = example(rng, rows=200)
+    logits, seen = example(rng, batch=200)
     sampling = Sampling(temperature=3.0)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), 200)))
     positions = rng.integers(0, 2**32, 200, dtype=np.uint32)

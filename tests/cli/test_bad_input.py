@@ -90,7 +90,9 @@ FLAGS = {
     "dtype": ("--dtype int8", "float32, bfloat16, float16", "'int8'"),
     "mesh": ("--mesh rows=2", "data=BATCH,model=HEADS", "'rows=2'", "try data=1"),
     "mesh beyond the machine": ("--mesh model=99", "'model=99' needs 99", "make it smaller"),
-    "mesh beyond the rows": ("--mesh data=2", "must divide the sequences", "1 sequences over 2 places"),
+    "mesh beyond the batch": (
+        *("--mesh data=2", "must divide the sequences", "1 sequences over 2 places"),
+    ),
     "unknown flag": ("--policies full", "unrecognized arguments", "--policies", "--help"),
     "prompt twice": ("--prompt-file x", "given twice", "not both"),
 }  # fmt: skip

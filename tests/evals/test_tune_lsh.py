@@ -101,7 +101,7 @@ def test_a_model_as_the_record_has_it(layer, capsys):
     found = plain(tune_lsh.of_model(SPEC, {0: layer}, given, "test"))
     assert [(p["K"], p["L"]) for p in found["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
     assert found["cache_bytes"] == 2 * 8 * 4 * 1000
-    assert found["points"][0]["table_bytes"] == tune_lsh.buckets.nbytes(1000, 2, 4)
+    assert found["points"][0]["table_bytes"] == tune_lsh.hash_tables.nbytes(1000, 2, 4)
     assert found["least"]["simhash"] in found["points"]
     axes = Figure().subplots()
     figures.tune_lsh(axes, {"target": 0.1, "models": {"test": found}})

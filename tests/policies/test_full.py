@@ -79,14 +79,14 @@ def test_tokens_without_room_are_refused_where_nothing_is_compiled():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     x, positions = jnp.ones((1, 5, 1, 8)), jnp.arange(5, dtype=jnp.uint32)[None]
     valid = jnp.ones((1, 5), bool)
-    with pytest.raises(UserError, match=r"there are 4 slots a row and 5 are needed; .*reserve"):
+    with pytest.raises(UserError, match=r"a sequence has 4 slots and 5 are needed; .*reserve"):
         step(POLICY, SPEC, state, x, x, x, positions, valid)
     out, state = step(POLICY, SPEC, POLICY.reserve(SPEC, state, 6), x, x, x, positions, valid)
     assert np.isfinite(out).all()
     one = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 5, valid[:, :1])
     for _ in range(3):  # the slots are 8: the fourth more would be one too many
         _, state = step(POLICY, SPEC, state, *one)
-    with pytest.raises(UserError, match="there are 8 slots a row and 9 are needed"):
+    with pytest.raises(UserError, match="a sequence has 8 slots and 9 are needed"):
         step(POLICY, SPEC, state, *one)
 
 

@@ -30,7 +30,7 @@ def draw(policy, tokens, seeds, chunk):
         positions = (first + jnp.arange(chunk))[None]
         valid = jnp.broadcast_to(positions < tokens, (seeds, chunk))
         positions = jnp.broadcast_to(positions.astype(jnp.uint32), (seeds, chunk))
-        return policy.extend(SPEC, state, Chunk(zeros, zeros, zeros, positions, valid)), None
+        return policy.update(SPEC, state, Chunk(zeros, zeros, zeros, positions, valid))[1], None
 
     state = policy.init(SPEC, seeds, jax.random.key(0))
     state, _ = jax.lax.scan(one, state, jnp.arange(0, tokens, chunk))
@@ -100,7 +100,7 @@ def test_two_halves_merge_into_the_whole():
     """The sample of a stream is the lowest draws of those of its parts."""
     whole = middle("uniform", 16, 400, 1)[0]
     left, key = Reservoir(0, 1, 16), jax.random.key(0)
-    draws = np.asarray(left.init(SPEC, 1, key).key)[0, 0]
+    draws = np.asarray(left.init(SPEC, 1, key).rng)[0, 0]
 
     def lowest(numbers):
         return sorted(numbers, key=lambda n: oracle.priority(n, draws))[:16]

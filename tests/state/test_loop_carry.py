@@ -1,4 +1,4 @@
-"""States as a compiled call carries them come back as they were."""
+"""States restored from a compiled loop's carry equal the originals."""
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ POLICIES = by_layer(
 
 
 def states():
-    keys = jax.random.split(jax.random.key(0), len(POLICIES))
-    begun = [p.init(SPEC, 3, key) for p, key in zip(POLICIES, keys, strict=True)]
+    rngs = jax.random.split(jax.random.key(0), len(POLICIES))
+    empty = [p.init(SPEC, 3, rng) for p, rng in zip(POLICIES, rngs, strict=True)]
     return tuple(
         jax.tree.map(lambda a, n=n: a + jnp.ones_like(a) * n if a.ndim == 4 else a, state)
-        for n, state in enumerate(begun)
+        for n, state in enumerate(empty)
     )
 
 
@@ -33,12 +33,12 @@ def test_equal_layers_share_one_array():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_unfold_is_the_inverse_of_fold(sharded):
+def test_restore_heads_is_the_inverse_of_flatten_heads(sharded):
     given = states()
-    folded = flatten_heads(POLICIES, given, sharded)
-    assert len(jax.tree.leaves(folded)) == len(jax.tree.leaves(given)) - 2 * 2
-    assert folded[0].k.ndim == (4 if sharded else 3)
-    back = restore_heads(POLICIES, folded, given)
+    flat = flatten_heads(POLICIES, given, sharded)
+    assert len(jax.tree.leaves(flat)) == len(jax.tree.leaves(given)) - 2 * 2
+    assert flat[0].k.ndim == (4 if sharded else 3)
+    back = restore_heads(POLICIES, flat, given)
     assert jax.tree.structure(back) == jax.tree.structure(given)
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""Rows and kv heads over many devices: the same result, and no talk between them."""
+"""Sequences and KV heads over many devices: equal results, no communication."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ POLICY = Streaming(sinks=2, window=4)
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
-def tokens(rng, rows=4, length=3, kv_heads=4, group=2):
-    q = rng.normal(size=(rows, length, kv_heads * group, 8))
-    k, v = (rng.normal(size=(rows, length, kv_heads, 8)) for _ in range(2))
-    positions = np.broadcast_to(np.arange(length, dtype=np.uint32), (rows, length))
-    valid = rng.random((rows, length)) < 0.8
+def tokens(rng, size=4, length=3, kv_heads=4, group=2):
+    q = rng.normal(size=(size, length, kv_heads * group, 8))
+    k, v = (rng.normal(size=(size, length, kv_heads, 8)) for _ in range(2))
+    positions = np.broadcast_to(np.arange(length, dtype=np.uint32), (size, length))
+    valid = rng.random((size, length)) < 0.8
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
     return q, k, v, jnp.asarray(positions), jnp.asarray(valid)
 
@@ -40,7 +40,7 @@ def test_mesh_of():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
+    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "batch=2", "data=2,data=2"]
 )
 def test_mesh_of_refuses(text):
     with pytest.raises(UserError, match="a mesh is written"):
@@ -48,16 +48,16 @@ def test_mesh_of_refuses(text):
 
 
 def test_mesh_of_too_many_devices():
-    with pytest.raises(UserError, match="needs 512, there are"):
+    with pytest.raises(UserError, match="needs 512, got"):
         mesh_of("data=2,model=256")
 
 
 def test_specs_follow_the_letters():
-    found = specs(POLICY.axes)
+    found = specs(POLICY.leaves)
     assert found.k == PartitionSpec("data", "model", None, None)
     assert found.positions == PartitionSpec("data", None)
-    assert specs(POLICY.axes, rows=None).k == PartitionSpec(None, "model", None, None)
-    assert specs((POLICY.axes, POLICY.axes))[1] == found
+    assert specs(POLICY.leaves, batch=None).k == PartitionSpec(None, "model", None, None)
+    assert specs((POLICY.leaves, POLICY.leaves))[1] == found
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_sharded_equals_unsharded(rng, mesh, encoding):
     split = jax.jit(functools.partial(sharded_step, mesh, POLICY, spec))
     both = [state, state]
     for length in (3, 3, 1):
-        batch = tokens(rng, length=length)
-        one, both[0] = alone(both[0], *batch, sink)
-        other, both[1] = split(both[1], *batch, sink)
+        chunk = tokens(rng, length=length)
+        one, both[0] = alone(both[0], *chunk, sink)
+        other, both[1] = split(both[1], *chunk, sink)
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
         jax.tree.map(np.testing.assert_array_equal, *both)
 
@@ -87,18 +87,18 @@ def test_no_collective(rng, length):
     state = POLICY.init(SPEC, 4, jax.random.key(0))
     place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
     by_head = place(PartitionSpec("data", None, "model"))
-    by_row = place(PartitionSpec("data"))
-    state = jax.device_put(state, jax.tree.map(place, specs(POLICY.axes)))
-    batch = jax.device_put(tokens(rng, length=length), (by_head, by_head, by_head, by_row, by_row))
+    by_sequence = place(PartitionSpec("data"))
+    state = jax.device_put(state, jax.tree.map(place, specs(POLICY.leaves)))
+    chunk = jax.device_put(tokens(rng, length=length), (*[by_head] * 3, by_sequence, by_sequence))
     split = jax.jit(functools.partial(sharded_step, mesh, POLICY, SPEC))
-    text = split.lower(state, *batch).compile().as_text()
+    text = split.lower(state, *chunk).compile().as_text()
     assert not COLLECTIVE.search(text), COLLECTIVE.search(text)
 
 
 def test_a_mesh_that_does_not_divide(rng):
     state = Full().init(SPEC, 4, jax.random.key(0))
-    batch = tokens(rng)
-    with pytest.raises(UserError, match="'data' must divide the rows: 4 rows over 3"):
-        sharded_step(mesh_of("data=3"), Full(), SPEC, state, *batch)
-    with pytest.raises(UserError, match="'model' must divide the kv heads: 4 kv heads over 8"):
-        sharded_step(mesh_of("model=8"), Full(), SPEC, state, *batch)
+    chunk = tokens(rng)
+    with pytest.raises(UserError, match="'data' must divide the sequences: 4 sequences over 3"):
+        sharded_step(mesh_of("data=3"), Full(), SPEC, state, *chunk)
+    with pytest.raises(UserError, match="'model' must divide the KV heads: 4 KV heads over 8"):
+        sharded_step(mesh_of("model=8"), Full(), SPEC, state, *chunk)

@@ -9,18 +9,19 @@ import jax
 import pytest
 
 import jaxkv
+from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.policies import POLICIES, Full, Streaming, Window
 from jaxkv.policy_spec import (
     by_layer,
     describe,
     format_policy,
-    formula_bytes,
     max_lookback,
     parse_policy,
     state_bytes,
 )
 from jaxkv.rotary import rotary
+from jaxkv.state import batch
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
 
@@ -35,12 +36,8 @@ class Odd(Window):
     kind: Literal["one", "two"] = "one"
 
 
-class Untold(Window):
-    """A policy that does not say how far it reaches."""
-
-    @property
-    def max_lookback(self):
-        raise AttributeError("reach")
+class Boundless(Policy):
+    """A policy that does not say how far it looks back."""
 
 
 @pytest.fixture
@@ -128,7 +125,7 @@ def test_what_strings_say():
         ("0=full;0=window", "layer 0 is named twice"),
         ("0=full;00=window", "layer 0 is named twice"),
         ("0=full;2=full", "layer 1 has no policy .* add .*=POLICY"),
-        ("0=full;*=window", "speaks of all other layers: give layers="),
+        ("0=full;*=window", "names all other layers with .: give layers="),
         ("0=;1=full", "unknown policy ''"),
     ],
 )
@@ -165,30 +162,28 @@ def test_the_models_own_windows():
     assert by_layer("full", 3) == (Full(),) * 3
 
 
-def test_reach():
+def test_max_lookback():
     assert max_lookback(Full(max=500)) == 500 and max_lookback(Full(max=500), 100) == 100
-    assert max_lookback(Untold()) == float("inf") and max_lookback(Untold(), 100) == 100
+    assert max_lookback(Boundless()) == float("inf") and max_lookback(Boundless(), 100) == 100
     assert max_lookback(Window(9)) == 9 and max_lookback(Window(9), 4) == 4
     assert max_lookback(Streaming(4, 9)) == 13
-    assert max_lookback(Streaming(4, 9, "absolute")) == float(
-        "inf"
-    )  # sinks fall ever further behind
+    # The sinks are ever further back.
+    assert max_lookback(Streaming(4, 9, "absolute")) == float("inf")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("tokens", [0, 70, 300])
-def test_bytes_are_what_is_allocated(tokens, batch, dtype):
+def test_bytes_are_what_is_allocated(tokens, size, dtype):
     spec = dataclasses.replace(SPEC, dtype=dtype)
     policies = (Full(start=32, max=400), Window(9), Streaming(2, 5), Window(9))
     before = len(jax.live_arrays())
-    promised = state_bytes(policies, spec, batch, tokens)
+    promised = state_bytes(policies, spec, size, tokens)
     assert len(jax.live_arrays()) == before, "nothing is allocated to find out"
     real = 0
     for chosen in policies:
-        state = chosen.init(spec, batch, jax.random.key(0))
-        if hasattr(chosen, "reserve"):
-            state = chosen.reserve(spec, state, tokens)
+        state = chosen.init(spec, size, jax.random.key(0))
+        state = chosen.reserve(spec, state, tokens)
         real += batch.nbytes(state)
         assert batch.nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert promised == real
@@ -212,11 +207,12 @@ def test_describe():
         "type": "cache|absolute",
         "default": "cache",
     }
-    assert table["streaming"]["bytes_per_sequence"] == Streaming.formula
+    formula = "(sinks + window) * (2 * K * H * itemsize + 4) + 4"
+    assert table["streaming"]["bytes_per_sequence"] == formula
 
 
-def test_a_formula_is_computed():
+def test_bytes_per_sequence():
     spec = dataclasses.replace(SPEC, dtype="bfloat16")
     # 256 slots of keys and values of two heads in two bytes, their positions, and the count.
-    assert formula_bytes(Streaming(), spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
-    assert formula_bytes(Full(max=10, start=32), spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4
+    assert Streaming().bytes_per_sequence(spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
+    assert Full(max=10, start=32).bytes_per_sequence(spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4

@@ -73,4 +73,4 @@ def test_queries_are_kept_only_where_the_group_is_known():
 
     with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
         SnapKV().init(Spec(2, 8, 1.0, NONE), 1, jax.random.key(0))
-    assert Balance().least == 32 + 32 + 3 + 1 and PyramidKV().least == 1025
+    assert Balance().min_prompt == 32 + 32 + 3 + 1 and PyramidKV().min_prompt == 1025

@@ -33,7 +33,7 @@ def asked(logits, times=1, *, seed=0, ends=0):
         jnp.broadcast_to(logits, shape), ~between, between,
         jnp.zeros((1, times, 1, 4)), jnp.zeros((1, 1, logits.size, 4)),
         jnp.arange(times, dtype=jnp.uint32)[None], jnp.arange(logits.size, dtype=jnp.uint32)[None],
-        per_head.keys(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
+        per_head.seeds(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_equation_5_is_the_plain_mean(rng):
     logits, values, ends = rng.normal(size=50) * 2, rng.normal(size=(50, 4)), 5
     queries = asked(logits, 20, ends=ends)
     counts, _ = (np.asarray(a) for a in Oracle(0.3).draw(queries))
-    bias = np.asarray(Oracle(0.3).choose(queries), np.float64)[0, 0, 0]
+    bias = np.asarray(Oracle(0.3).select(queries), np.float64)[0, 0, 0]
     lse = np.log(np.exp(logits[:-ends]).sum())
     for times, weight in zip(counts[0, 0, 0], bias, strict=True):
         e = np.exp(logits + weight)
@@ -92,7 +92,7 @@ def test_equation_5_is_the_plain_mean(rng):
 
 
 def chosen_by(rule, logits, **how):
-    return np.flatnonzero(np.asarray(rule.choose(asked(logits, **how)))[0, 0, 0, 0] == 0).tolist()
+    return np.flatnonzero(np.asarray(rule.select(asked(logits, **how)))[0, 0, 0, 0] == 0).tolist()
 
 
 def test_topk_takes_the_older_of_equals():
@@ -105,12 +105,13 @@ def test_shares_are_rounded_up_as_they_are_written():
     count = np.arange(1000)
     among = jnp.asarray(np.arange(1000) < count[:, None])
     for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
-        np.testing.assert_array_equal(sparse_attention.part(share, among)[:, 0], -(-count // parts))
+        found = sparse_attention.share_of(share, among)[:, 0]
+        np.testing.assert_array_equal(found, -(-count // parts))
 
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
 def test_topp_holds_its_mass_and_no_key_more(rng, mass):
-    choose = jax.jit(TopP(mass).choose)
+    choose = jax.jit(TopP(mass).select)
     for spread in (0, 1, 4):
         logits = rng.normal(size=300) * spread
         w = softmax(logits)
@@ -137,7 +138,7 @@ def test_quest_bounds_every_logit_of_a_page(rng):
     # In pages of one token the bound is the logit: then quest is top-k.
     one, _ = Quest(page=1).bound(a)
     np.testing.assert_allclose(one, np.where(between, products, 0), atol=1e-5)
-    same = [np.asarray(p.choose(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
+    same = [np.asarray(p.select(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
     np.testing.assert_array_equal(*same)
 
 
@@ -145,7 +146,7 @@ def sums(rule, times):
     """Of 4,096 lognormal weights (sigma 1.5): the sum as estimated over the true one, and how many
     keys were met beside the largest."""
     logits = np.random.default_rng(5).normal(size=4096) * 1.5
-    choose = jax.jit(rule.choose)
+    choose = jax.jit(rule.select)
     bias = np.concatenate(
         [np.asarray(choose(asked(logits, 20, seed=n)), np.float64)[0, 0, 0] for n in range(times)]
     )
@@ -164,11 +165,11 @@ def test_vattention_fails_as_often_as_it_says():
 
 def test_vattention_keeps_its_first_sample_and_takes_all_where_it_must():
     logits = np.zeros(100)
-    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).choose(asked(logits)))[0, 0, 0, 0]
+    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).select(asked(logits)))[0, 0, 0, 0]
     assert (weights == 0).sum() == 10  # of equals the first
     np.testing.assert_allclose(weights[weights > 0], [np.log(90 / 18)] * 18, rtol=1e-6)
     spiky = np.random.default_rng(0).normal(size=100) * 3
-    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).choose(asked(spiky)))
+    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).select(asked(spiky)))
     assert (strict == 0).all()
 
 
@@ -196,10 +197,10 @@ def test_what_takes_all_is_full_attention(chosen, dtype):
             valid[1, : size // 2] = False
             positions = (seen + np.cumsum(valid, axis=1) - 1).astype(np.uint32)
             seen = seen + valid.sum(axis=1, keepdims=True)
-            state = each.reserve(spec, state, size if hasattr(each, "seal") else 30)
+            state = each.reserve(spec, state, 30 if each.min_prompt is None else size)
             run = jax.jit(functools.partial(step, each, spec))
             out, state = run(state, q, k, v, jnp.asarray(positions), jnp.asarray(valid))
-            state = each.seal(spec, state) if hasattr(each, "seal") else state
+            state = each.finish_prefill(spec, state)
         outs.append(np.asarray(out))
     np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
 
@@ -207,13 +208,13 @@ def test_what_takes_all_is_full_attention(chosen, dtype):
 def test_room_is_counted_from_where_the_prompt_ended():
     spec, chosen = Spec(2, 8, SCALE, ROTARY), TopK(start=4)
     state = chosen.reserve(spec, chosen.init(spec, 2, jax.random.key(0)), 12)
-    assert state.exact.positions.shape[1] == 16
-    sealed = chosen.seal(spec, state)
+    assert state.dense.positions.shape[1] == 16
+    sealed = chosen.finish_prefill(spec, state)
     for tokens, slots in ((1, 32), (16, 32), (17, 64)):
         grow = functools.partial(chosen.reserve, spec, tokens=tokens)
-        assert jax.eval_shape(grow, sealed).exact.positions.shape[1] == slots
+        assert jax.eval_shape(grow, sealed).dense.positions.shape[1] == slots
         sealed = grow(sealed)
-    assert sealed.exact.positions.shape[1] == 64
+    assert sealed.dense.positions.shape[1] == 64
 
 
 @pytest.mark.parametrize(

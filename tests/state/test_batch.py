@@ -1,4 +1,4 @@
-"""Rows taken, put, weighed, and brought to the host and to a file."""
+"""Sequences of a state: taken, put, counted in bytes, moved to the host and saved to a file."""
 
 import os
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from jaxkv.state import batch
 
 class Part(NamedTuple):
     k: jax.Array
-    key: jax.Array
+    rng: jax.Array
 
 
 class State(NamedTuple):
@@ -22,10 +22,10 @@ class State(NamedTuple):
     count: jax.Array
 
 
-def state_of(rng, batch=3, slots=4, dtype=jnp.bfloat16):
-    k = jnp.asarray(rng.normal(size=(batch, 2, slots, 5)), dtype)
-    key = jnp.asarray(rng.integers(0, 2**32, (batch, 2, 2), np.uint32))
-    return State(Part(k, key), jnp.arange(batch, dtype=jnp.int32))
+def state_of(rng, size=3, slots=4, dtype=jnp.bfloat16):
+    k = jnp.asarray(rng.normal(size=(size, 2, slots, 5)), dtype)
+    seeds = jnp.asarray(rng.integers(0, 2**32, (size, 2, 2), np.uint32))
+    return State(Part(k, seeds), jnp.arange(size, dtype=jnp.int32))
 
 
 def same(one, other):
@@ -45,35 +45,35 @@ def test_take_and_put_are_inverse(rng):
     same(batch.put(changed, order, batch.take(state, order)), state)
 
 
-def test_rows_may_be_traced(rng):
+def test_indices_may_be_traced(rng):
     state = state_of(rng)
     same(jax.jit(batch.take)(state, jnp.array([1, 1])), batch.take(state, [1, 1]))
 
 
-def test_reset_takes_one_fresh_row_or_one_for_each(rng):
-    state, fresh = state_of(rng), state_of(rng, batch=2)
+def test_reset_takes_one_empty_sequence_or_one_per_index(rng):
+    state, fresh = state_of(rng), state_of(rng, size=2)
     same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
     one = batch.take(fresh, [0])
     same(batch.take(batch.reset(state, [2, 0], one), [2, 0]), batch.take(fresh, [0, 0]))
 
 
-def test_rows_of_another_shape_are_refused(rng):
+def test_sequences_of_another_shape_are_refused(rng):
     with pytest.raises(UserError, match=r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*room"):
-        batch.put(state_of(rng), [0], state_of(rng, batch=1, slots=6))
+        batch.put(state_of(rng), [0], state_of(rng, size=1, slots=6))
 
 
 @pytest.mark.parametrize(
     "wrong", [[3], [0, -1], np.array([7]), np.array([0.5]), np.array([True, False])]
 )
-def test_rows_that_do_not_exist_are_refused(rng, wrong):
+def test_unknown_indices_are_refused(rng, wrong):
     state = state_of(rng)
-    with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
+    with pytest.raises(UserError, match="indices of sequences must be from 0 to 2, got"):
         batch.take(state, wrong)
-    with pytest.raises(UserError, match="rows must be numbers from 0 to 2, got"):
+    with pytest.raises(UserError, match="indices of sequences must be from 0 to 2, got"):
         batch.put(state, wrong, state)
 
 
-def test_a_row_is_put_once(rng):
+def test_a_sequence_is_put_once(rng):
     state = state_of(rng)
     with pytest.raises(UserError, match=r"put once, got \[1, 1\]"):
         batch.put(state, [1, 1], batch.take(state, [0, 2]))
@@ -113,18 +113,18 @@ def test_snapshot_of_another_state_is_refused(tmp_path, rng):
         batch.load(path, state.part)
 
 
-def test_a_snapshot_says_what_it_belongs_to(tmp_path, rng):
+def test_a_snapshot_of_another_identity_is_refused(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
     batch.save(path, state, "window:window=4 of tiny")
     same(batch.load(path, state, "window:window=4 of tiny"), state)
-    with pytest.raises(UserError, match="4 of tiny', and 'full' was asked"):
+    with pytest.raises(UserError, match="4 of tiny', got 'full'"):
         batch.load(path, state, "full")
-    with pytest.raises(UserError, match="and '' was asked for; give its own identity"):
+    with pytest.raises(UserError, match="got ''; give its own identity"):
         batch.load(path, state)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped", "npz", "npy"])
-def test_what_is_no_snapshot_is_refused(tmp_path, rng, content):
+def test_a_file_that_is_no_snapshot_is_refused(tmp_path, rng, content):
     path, state = tmp_path / "snapshot", state_of(rng)
     if content == "npz":
         with path.open("wb") as file:
@@ -140,18 +140,18 @@ def test_what_is_no_snapshot_is_refused(tmp_path, rng, content):
         at = whole.find(np.asarray(state.part.k).tobytes())
         whole[at + 5] ^= 1
         path.write_bytes(whole if content == "flipped" else whole[:-40])
-    with pytest.raises(UserError, match=r"whole file written by jaxkv\.rows\.save"):
+    with pytest.raises(UserError, match=r"whole file written by jaxkv\.state\.batch\.save"):
         batch.load(path, state)
 
 
-def test_missing_places_are_told(tmp_path, rng):
+def test_missing_paths_are_refused(tmp_path, rng):
     with pytest.raises(UserError, match="No such file"):
         batch.load(tmp_path / "absent", state_of(rng))
     with pytest.raises(UserError, match="No such file"):
         batch.save(tmp_path / "no" / "folder", state_of(rng))
 
 
-def test_nothing_half_written_stays(tmp_path, rng, monkeypatch):
+def test_a_failed_save_keeps_the_old_snapshot(tmp_path, rng, monkeypatch):
     path, state = tmp_path / "snapshot", state_of(rng)
     batch.save(path, state)
     before = path.read_bytes()

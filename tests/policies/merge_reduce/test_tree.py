@@ -14,7 +14,7 @@ import pytest
 
 from jaxkv import balancekv
 from jaxkv.balancekv import BalanceKV, softmax_balance
-from jaxkv.cache.per_head import Leaving, Sample
+from jaxkv.cache.per_head import Evicted, Sample
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving, halve
@@ -102,9 +102,9 @@ def of_levels(how, t):
         middle = jnp.zeros(STREAMS, jnp.uint32)
         at = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None], (STREAMS, N))
         positions = at.astype(jnp.uint32)[:, None]
-        leaving = Leaving(Sample(k[:, None], v[:, None], positions), at, at >= 0)
+        leaving = Evicted(Sample(k[:, None], v[:, None], positions), at, at >= 0)
         sample, middle = absorb(by, sample, middle, key, leaving)
-        there = occupancy.held(shape, middle[:, None], key)[:, :, 0]
+        there = occupancy.filled(shape, middle[:, None], key)[:, :, 0]
         weights = jnp.where(there, jnp.exp(occupancy.log_weights(shape, middle))[:, None], 0)
         return sample.k[:, 0], sample.v[:, 0], weights[:, 0]
 
@@ -155,10 +155,10 @@ def test_what_is_held_is_what_the_counts_say(levels):
     def one(carry, number):
         positions = jnp.full((rows, 2, 1), number, jnp.uint32)
         at = jnp.zeros((rows, 1), jnp.int32)
-        leaving = Leaving(Sample(zeros, zeros, positions), at, at == 0)
+        leaving = Evicted(Sample(zeros, zeros, positions), at, at == 0)
         sample, middle = absorb(by, *carry, key, leaving)
         weights = jnp.exp(occupancy.log_weights(shape, middle))
-        held = occupancy.held(shape, middle[:, None], key)[:, :, 0]
+        held = occupancy.filled(shape, middle[:, None], key)[:, :, 0]
         return (sample, middle), (sample.positions, held, weights, middle)
 
     empty = jnp.zeros((rows, 2, shape.slots, 1))
@@ -182,7 +182,7 @@ def test_what_is_held_is_what_the_counts_say(levels):
 
 def test_after_two_thousand_million_tokens_counts_are_halved():
     shape = Shape(levels=3, block=8)
-    at = [tree.LAST - np.uint32(1), tree.LAST // np.uint32(2)]
+    at = [tree.FOLD_AT - np.uint32(1), tree.FOLD_AT // np.uint32(2)]
     before, folded = (jnp.asarray([x], jnp.uint32) for x in at)
     assert int(occupancy.raised(shape, before)[0]) == int(occupancy.raised(shape, folded)[0])
     held = np.asarray(occupancy.fills(shape, folded))[0]
@@ -200,15 +200,15 @@ def test_a_stream_goes_on_where_its_count_is_halved():
     @jax.jit
     def come(state, *token):
         at = jnp.arange(token[2].shape[2], dtype=jnp.int32)[None]
-        return absorb(by, *state, key, Leaving(Sample(*token), at, at >= 0))
+        return absorb(by, *state, key, Evicted(Sample(*token), at, at >= 0))
 
     given = new[:, :, :tokens], new[:, :, :tokens], positions
-    middle = jnp.asarray([tree.LAST - np.uint32(3)], jnp.uint32)
+    middle = jnp.asarray([tree.FOLD_AT - np.uint32(3)], jnp.uint32)
     begin = Sample(held, held, np.full((1, 2, shape.slots), 9, np.uint32)), middle
     whole, each = come(begin, *given), begin
     for number in range(tokens):
         each = come(each, *(leaf[:, :, number : number + 1] for leaf in given))
-    assert int(whole[1][0]) == int(each[1][0]) == int(tree.LAST) // 2 + 5
+    assert int(whole[1][0]) == int(each[1][0]) == int(tree.FOLD_AT) // 2 + 5
     for a, b in zip(whole[0], each[0], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -460,7 +460,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         k, v = jnp.asarray(rng.normal(size=(2, rows, heads, count, 4)), jnp.float32)
         at = jnp.broadcast_to(jnp.arange(leave, dtype=jnp.int32), (rows, leave))
         there = at < jnp.asarray([[leave], [leave // 2]])  # fewer leave in the second row
-        return Leaving(Sample(k, v, positions), at, there)
+        return Evicted(Sample(k, v, positions), at, there)
 
     empty = jnp.zeros((rows, heads, shape.slots, 4))
     begin = Sample(empty, empty, jnp.zeros((rows, heads, shape.slots), jnp.uint32))
@@ -472,7 +472,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         mine = sample._replace(k=k, v=v), middle, key
         theirs = new._replace(tokens=new.tokens._replace(k=new_k, v=new_v))
         after, count = absorb(by, *mine, theirs)
-        there = occupancy.held(shape, count[:, None], key)[:, :, 0, :, None]
+        there = occupancy.filled(shape, count[:, None], key)[:, :, 0, :, None]
         return jnp.where(there, after.k, 0), jnp.where(there, after.v, 0)
 
     given = (*sample[:2], *new.tokens[:2])

@@ -67,7 +67,7 @@ def test_places_that_are_met_are_selected_in_order(size, most, share):
     rng = np.random.default_rng(1)
     met = rng.random(size) < share
     found = select(pack(met), most, jnp.float32(rng.random()))
-    places, count = np.asarray(found.rows), int(found.count)
+    places, count = np.asarray(found.places), int(found.count)
     assert int(found.total) == met.sum() and count == min(most, met.sum())
     assert (np.diff(places[:count]) > 0).all() and met[places[:count]].all()
     if met.sum() <= most:
@@ -79,13 +79,13 @@ def test_of_more_than_fit_each_is_drawn_as_often(total, most):
     """Exactly: over as many draws as there are places each is drawn `most` times."""
     draws = (jnp.arange(total, dtype=jnp.float32) + 0.5) / total
     words = pack(np.ones(total, bool))
-    every = jax.vmap(lambda draw: hash_tables.select(words, most, draw).rows)(draws)
+    every = jax.vmap(lambda draw: hash_tables.select(words, most, draw).places)(draws)
     np.testing.assert_array_equal(np.bincount(np.asarray(every).ravel()), np.full(total, most))
 
 
 def test_ranks_of_large_samples_do_not_overflow():
-    total, most = 2_000_003, hash_tables.MOST
+    total, most = 2_000_003, hash_tables.MAX_FOUND
     found = select(pack(np.ones(total, bool)), most, jnp.float32(0.999999))
     begin = min(int(np.float32(0.999999) * np.float32(total)), total - 1)
     wanted = (np.arange(most, dtype=np.int64) * total + begin) // most
-    np.testing.assert_array_equal(np.asarray(found.rows), wanted)
+    np.testing.assert_array_equal(np.asarray(found.places), wanted)

@@ -17,7 +17,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals import inclusion
 from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
-from jaxkv.policies.magicpig import index
+from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
 from jaxkv.rotary import Alibi, NoPosition
 from jaxkv.state import batch
@@ -26,28 +26,29 @@ from tests.seldom import seldom
 HEADS, DIM = 2, 32
 SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 jitted_step = jax.jit(step, static_argnums=(0, 1))
-seal = jax.jit(lambda policy, spec, state: policy.seal(spec, state), static_argnums=(0, 1))
+finish_prefill = jax.jit(
+    lambda policy, spec, state: policy.finish_prefill(spec, state), static_argnums=(0, 1)
+)
 
 
-def chunk(tokens, first=0, seed=0, rows=1):
+def chunk(tokens, first=0, seed=0, batch=1):
     """Random tokens, two query heads a kv head, from position `first` on."""
     rng = np.random.default_rng(seed)
     heads = (2 * HEADS, HEADS, HEADS)
-    q, k, v = (rng.normal(size=(rows, tokens, n, DIM)).astype(np.float32) for n in heads)
-    positions = np.broadcast_to(np.arange(first, first + tokens, dtype=np.uint32), (rows, tokens))
-    return Chunk(*map(jnp.asarray, (q, k, v, positions, np.ones((rows, tokens), bool))))
+    q, k, v = (rng.normal(size=(batch, tokens, n, DIM)).astype(np.float32) for n in heads)
+    positions = np.broadcast_to(np.arange(first, first + tokens, dtype=np.uint32), (batch, tokens))
+    return Chunk(*map(jnp.asarray, (q, k, v, positions, np.ones((batch, tokens), bool))))
 
 
 def after(policy, prompt, spec=SPEC):
     """The sealed state of a prompt, with room for what follows."""
-    rows, tokens = prompt.valid.shape
-    state = policy.init(spec, rows, jax.random.key(0))
-    if hasattr(policy, "reserve"):
-        state = policy.reserve(spec, state, tokens)
-    state = jax.jit(functools.partial(policy.extend, spec))(state, prompt)
-    if hasattr(policy, "seal"):
-        state = seal(policy, spec, state)
-    return policy.reserve(spec, state, 1 if hasattr(policy, "seal") else tokens + 1)
+    size, tokens = prompt.valid.shape
+    state = policy.reserve(spec, policy.init(spec, size, jax.random.key(0)), tokens)
+    _, state = jax.jit(functools.partial(policy.update, spec))(state, prompt)
+    finishes = policy.min_prompt is not None
+    if finishes:
+        state = finish_prefill(policy, spec, state)
+    return policy.reserve(spec, state, 1 if finishes else tokens + 1)
 
 
 def answer(policy, prompt, new):
@@ -74,7 +75,7 @@ def test_where_none_is_found_the_ends_are_left():
 
 def test_tables_find_what_comparing_all_codes_finds():
     """Of tables, of the zone behind them, and of both once they are made anew."""
-    policy = MagicPIG(K=4, L=30, sinks=2, window=6, zone=64, start=2000)
+    policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
     prompt, rest = chunk(2000), chunk(300, 2000, seed=1)
     state = after(policy, prompt)
     grown = policy.reserve(SPEC, state, 64)
@@ -82,26 +83,26 @@ def test_tables_find_what_comparing_all_codes_finds():
     made_anew = policy.reserve(SPEC, grown, 300)
     made_anew = policy.extend(SPEC, made_anew, Chunk(*(leaf[:, 64:] for leaf in rest)))
     for held, indexed in ((state, 1992), (grown, 1992), (made_anew, 2056)):
-        count = int(held.exact.count[0]) + indexed
-        assert int(held.far.count[0]) == indexed
+        count = int(held.dense.count[0]) + indexed
+        assert int(held.indexed.count[0]) == indexed
         q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
         number = jnp.full((1,), count, jnp.int32)
-        found = index.find(
-            held, policy.indexing, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
+        found = magicpig.find(
+            held, policy.settings, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
         )
         for head in range(2 * HEADS):
             kv = head // 2
             planes = np.asarray(held.planes)[0, kv]
-            ends, far = np.asarray(held.exact.k)[0, kv], np.asarray(held.far.k)[0, kv, :indexed]
+            ends, far = np.asarray(held.dense.k)[0, kv], np.asarray(held.indexed.k)[0, kv, :indexed]
             keys = np.concatenate([ends[:2], far, ends[2 : count - indexed]])
             keys -= np.asarray(held.center)[0, kv]
             sides = [(x @ planes > 0).reshape(-1, 30, 4) for x in (keys, q[:, head])]
             agree = (sides[0] == sides[1]).all(axis=2).sum(axis=1)
             agree[: policy.sinks] = agree[count + 1 - policy.window :] = 0
-            rows = np.asarray(found.rows)[0, head, : int(found.count[0, head])]
-            places, wanted = held.far.positions.shape[1], np.flatnonzero(agree >= 2) - 2
+            chosen = np.asarray(found.places)[0, head, : int(found.count[0, head])]
+            places, wanted = held.indexed.positions.shape[1], np.flatnonzero(agree >= 2) - 2
             wanted = np.where(wanted < indexed, wanted, wanted - indexed + places)
-            np.testing.assert_array_equal(rows, wanted)
+            np.testing.assert_array_equal(chosen, wanted)
 
 
 @pytest.mark.slow
@@ -126,8 +127,8 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(far):
     for center in (False, True):
         policy = MagicPIG(center=center, sinks=0, window=1, budget=60_000, start=keys)
         held = after(policy, prompt, spec)
-        met = index.find(
-            held, policy.indexing, policy.budget, jnp.asarray(q[None], jnp.float32), number,
+        met = magicpig.find(
+            held, policy.settings, policy.budget, jnp.asarray(q[None], jnp.float32), number,
             number.astype(jnp.uint32),
         )  # fmt: skip
         found[center] = float(np.mean(met.total)) / keys
@@ -150,7 +151,7 @@ def test_a_question_behind_the_prompt_meets_a_sample():
         _, one = jitted_step(policy, SPEC, state, *before)
         out, _ = jitted_step(policy, SPEC, one, *(leaf[:, at : at + 1] for leaf in question))
         np.testing.assert_allclose(out, outs[:, at : at + 1], atol=1e-5)
-    assert int(whole.exact.count[0] + whole.far.count[0]) == 500
+    assert int(whole.dense.count[0] + whole.indexed.count[0]) == 500
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def test_a_prompt_without_a_middle_is_attended_exactly():
         prompt, new = chunk(tokens), chunk(1, tokens, seed=1)
         wanted = answer(Full(max=512), prompt, new)
         np.testing.assert_allclose(answer(policy, prompt, new), wanted, atol=1e-5)
-    empty = seal(policy, SPEC, policy.init(SPEC, 1, jax.random.key(0)))
+    empty = finish_prefill(policy, SPEC, policy.init(SPEC, 1, jax.random.key(0)))
     assert not np.asarray(empty.center).any()
 
 
@@ -181,14 +182,15 @@ def test_a_key_that_is_no_number_is_not_passed_over(center, lost):
 
 def test_a_prompt_is_sealed_once():
     state = after(MagicPIG(K=1, L=2, start=64), chunk(100))
-    with pytest.raises(UserError, match="a prompt is sealed once"):
-        MagicPIG(K=1, L=2).seal(SPEC, state)
+    with pytest.raises(UserError, match="prefill is finished already"):
+        MagicPIG(K=1, L=2).finish_prefill(SPEC, state)
 
 
 def test_bytes_of_a_sealed_prompt_are_those_told():
     """Counted anew: 2,000 slots, of which all but the ends are in the tables."""
-    policy = MagicPIG(K=6, L=20, sinks=4, window=60, zone=96, start=2000)
-    state = jax.eval_shape(lambda: policy.seal(SPEC, policy.init(SPEC, 1, jax.random.key(0))))
+    policy = MagicPIG(K=6, L=20, sinks=4, window=60, tail=96, start=2000)
+    begun = policy.init(SPEC, 1, jax.random.key(0))
+    state = jax.eval_shape(lambda: policy.finish_prefill(SPEC, begun))
     far, near, wide = 1936, 160, 4  # a block has a quarter of what a bucket holds on average
     keys = (far + near) * (HEADS * 2 * DIM * 4 + 4) + 2 * 4
     blocks = (far + 64 * (wide - 1)) // wide
@@ -210,20 +212,22 @@ def written(policy, prompt, new):
 @pytest.mark.slow
 def test_what_lies_in_the_memory_of_the_host_is_met_alike():
     """New tables are made once; rows are taken and put; a prompt's question is read."""
-    prompt, new = chunk(200, rows=2), chunk(12, 200, seed=1, rows=2)
-    device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
+    prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
+    device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     far = dataclasses.replace(device, memory="host")
-    assert not device.on_host and far.on_host == index.ON_HOST
+    leaves = jax.tree.leaves(far.leaves)
+    assert {leaf.memory for leaf in jax.tree.leaves(device.leaves)} == {"device"}
+    assert sum(leaf.memory == "host" for leaf in leaves) == 4  # indexed keys, values, both tables
     wanted, held = written(device, prompt, new)
     found, state = written(far, prompt, new)
     np.testing.assert_array_equal(found, wanted)
-    assert state.far.k.shape == held.far.k.shape and int(state.far.count[0]) > 194
-    assert host.is_there(state.far.k) and host.is_there(state.tables.entries)
-    assert not host.is_there(state.planes) and not host.is_there(state.exact.k)
+    assert state.indexed.k.shape == held.indexed.k.shape and int(state.indexed.count[0]) > 194
+    assert host.is_there(state.indexed.k) and host.is_there(state.tables.entries)
+    assert not host.is_there(state.planes) and not host.is_there(state.dense.k)
     turned = batch.put(state, [1, 0], batch.take(state, [0, 1]))
-    assert host.is_there(turned.far.k)
-    np.testing.assert_array_equal(turned.far.k, np.asarray(held.far.k)[::-1])
-    question = chunk(3, 212, seed=2, rows=2)
+    assert host.is_there(turned.indexed.k)
+    np.testing.assert_array_equal(turned.indexed.k, np.asarray(held.indexed.k)[::-1])
+    question = chunk(3, 212, seed=2, batch=2)
     answers = [jitted_step(p, SPEC, s, *question)[0] for p, s in ((device, held), (far, state))]
     np.testing.assert_array_equal(*answers)
 
@@ -231,7 +235,7 @@ def test_what_lies_in_the_memory_of_the_host_is_met_alike():
 @pytest.mark.slow
 def test_in_the_memory_of_the_host_keys_with_a_bias_are_weighed_alike():
     spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
-    device = MagicPIG(K=3, L=6, sinks=2, window=4, zone=8, start=200)
+    device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     far = dataclasses.replace(device, memory="host")
     found = [
         jitted_step(policy, spec, after(policy, chunk(200), spec), *chunk(1, 200, seed=1))[0]
@@ -243,8 +247,8 @@ def test_in_the_memory_of_the_host_keys_with_a_bias_are_weighed_alike():
 def test_bytes_are_counted_by_the_memory_they_lie_in():
     device = MagicPIG(K=3, L=6, start=1000)
     far = dataclasses.replace(device, memory="host")
-    sealed = jax.eval_shape(lambda: far.seal(SPEC, far.init(SPEC, 1, jax.random.key(0))))
-    lies = batch.nbytes([sealed.far.k, sealed.far.v, sealed.tables])
+    sealed = jax.eval_shape(lambda: far.finish_prefill(SPEC, far.init(SPEC, 1, jax.random.key(0))))
+    lies = batch.nbytes([sealed.indexed.k, sealed.indexed.v, sealed.tables])
     assert bytes_by_memory([far, far], SPEC, 1) == (2 * (batch.nbytes(sealed) - lies), 2 * lies)
     assert bytes_by_memory([device], SPEC, 1) == (batch.nbytes(sealed), 0)
     assert state_bytes([far], SPEC, 1) == state_bytes([device], SPEC, 1) == batch.nbytes(sealed)
@@ -266,7 +270,7 @@ def test_a_platform_without_memory_of_the_host_is_told(monkeypatch):
 
 @pytest.mark.slow
 def test_more_tokens_than_room_are_refused():
-    policy = MagicPIG(K=2, L=4, zone=16, start=64)
+    policy = MagicPIG(K=2, L=4, tail=16, start=64)
     state = after(policy, chunk(60))
     with pytest.raises(UserError, match=r"slots a row and \d+ are needed"):
         policy.extend(SPEC, state, chunk(117, 60))
@@ -286,7 +290,7 @@ def test_more_tokens_than_room_are_refused():
         ({"u_floor": -1.0}, r"u_floor must be from 0 to less than 1, got -1.0"),
         ({"window": 0}, r"window must be at least 1, got 0"),
         ({"sinks": -1}, r"sinks must be 0 or more, got -1"),
-        ({"zone": 0}, r"zone must be from 1 to 1073741824, got 0; try zone=1024"),
+        ({"tail": 0}, r"tail must be from 1 to 1073741824, got 0; try tail=1024"),
         ({"start": 0}, r"start must be from 1 to 1073741824, got 0; try start=512"),
     ],
 )
