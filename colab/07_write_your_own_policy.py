@@ -138,7 +138,7 @@ runtime.Text(laws.table(mistaken))
 
 # %%
 from jaxkv import models
-from jaxkv.evals import compare
+from jaxkv.models import compare
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()

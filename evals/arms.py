@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import backcopy, pictures, runtime
-from jaxkv.evals.palette import ARMS
+from jaxkv.evals import backcopy, runtime
 from jaxkv.evals.sink_tables import logged
-from jaxkv.models import uncached
+from jaxkv.models import pictures, uncached
 from jaxkv.models.data import Tokens
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import ARMS
 from jaxkv.models.pretrain import pretrain
 from jaxkv.typing import Float32, Int32
 

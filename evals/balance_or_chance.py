@@ -16,14 +16,15 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Spec
-from jaxkv.evals import heads, pictures, runtime, single_layer, timing
+from jaxkv.evals import heads, runtime, single_layer, timing
 from jaxkv.evals.figures import draw_spreads
-from jaxkv.evals.palette import THINNED
 from jaxkv.evals.record import spread
 from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.halving import Halving, walk
+from jaxkv.models import pictures
 from jaxkv.models.decoding import seal_layer
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import THINNED
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import policy
 

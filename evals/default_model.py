@@ -27,12 +27,13 @@ import numpy as np
 from jaxkv import models
 from jaxkv.cli.progress import Progress
 from jaxkv.evals import endless
-from jaxkv.evals.record import TRIALS, Record, plain, read, sha256
+from jaxkv.evals.record import TRIALS, Record, plain, read
 from jaxkv.evals.sink_tables import logged
 from jaxkv.evals.timing import bar
 from jaxkv.models import data
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import DEFAULT, Llm
+from jaxkv.models.run_metadata import sha256
 from jaxkv.models.text import Run, encode
 
 POLICY = "streaming:sinks=4,window=252"

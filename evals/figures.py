@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals import pictures, prefix_figures
+from jaxkv.evals import prefix_figures
 from jaxkv.evals.facts import VALUES
-from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from jaxkv.evals.record import RESULTS, ROOT, read
+from jaxkv.models import pictures
+from jaxkv.models.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 
 PAGES = ROOT / "README.md", ROOT / "evals" / "NEGATIVE.md"
 LEGENDS = {

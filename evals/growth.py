@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures, runtime, timing
-from jaxkv.evals.palette import styles
+from jaxkv.evals import runtime, timing
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import styles
 
 
 class Cost(NamedTuple):

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures, runtime
+from jaxkv.evals import runtime
 from jaxkv.memory import show
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.typing import Float32, Int32

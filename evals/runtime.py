@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxkv.errors import UserError
-from jaxkv.evals import pictures
+from jaxkv.models import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

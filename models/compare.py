@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxkv import memory
 from jaxkv.contract import Policy
-from jaxkv.evals import palette, pictures, recompute
+from jaxkv.models import palette, pictures, recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import Score, check_scorable, gather, score
 from jaxkv.stack import spell, state_bytes
