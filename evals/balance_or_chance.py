@@ -22,7 +22,7 @@ from jaxkv.evals.record import spread
 from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.halving import Halving, walk
 from jaxkv.models import pictures
-from jaxkv.models.decoding import seal_layer
+from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import THINNED
 from jaxkv.rotary import NoPosition
@@ -280,12 +280,12 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
 
     def read() -> tuple[Any, ...]:
         stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
-        stream.read([ids])
+        stream.prefill([ids])
         return jax.block_until_ready(stream.decoding).states
 
     def thin(name: str) -> tuple[Any, ...]:
         chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
-        made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
+        made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
     states = read()  # of one form, whichever of these will thin them

@@ -209,8 +209,8 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
         total = tokens * len(SEEDS)
         with Progress(f"writing at {temperature:g}", total) as progress:
             for _ in run.blocks():
-                progress.at(sum(row.count for row in run.rows))
-        written = [blocks_of(llm, row.tokens, block, known) for row in run.rows]
+                progress.at(sum(output.count for output in run.outputs))
+        written = [blocks_of(llm, output.tokens, block, known) for output in run.outputs]
         found[f"{temperature:g}"] = written
     size = int(np.median([part["letters"] for text in written for part in text["blocks"]]))
     found["books"] = [

@@ -38,8 +38,8 @@ def measure(
     for policy in policies:
         for length in lengths:
             stream = models.Stream(llm, policy, tokens=length + new)
-            stream.read([ids[:length]])
-            stream.seal()
+            stream.prefill([ids[:length]])
+            stream.finish_prefill()
             streams[policy, length] = stream
             variants[f"{policy} {length}"] = timing.decoding(stream, new)
     seconds = timing.rounds(variants, count, "time of a token")

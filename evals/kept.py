@@ -46,8 +46,8 @@ def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str,
     found = {}
     for name, setting in settings.items():
         stream = models.Stream(llm, setting, tokens=len(ids))
-        stream.read([ids])
-        stream.seal()
+        stream.prefill([ids])
+        stream.finish_prefill()
         layers = [
             of_layer(*policy.kept(llm.spec, state), len(ids))
             for policy, state in zip(stream.policies, stream.decoding.states, strict=True)

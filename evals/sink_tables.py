@@ -160,7 +160,7 @@ def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
 @partial(jax.jit, static_argnums=0)
 def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
     """The attention of every layer and head, the mean of all samples."""
-    _, _, seen = uncached.forward(config, weights, ids, uncached.look)
+    _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
     return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.models.chat import Chat, read_chat
-from jaxkv.models.compilation import keep_compilations
+from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import Decoder, spec_of
 from jaxkv.models.hf.folder import find
@@ -75,7 +75,7 @@ def load(
     progress: called with (bytes read, bytes in all).
     Raises UserError for anything wrong with the folder.
     """
-    keep_compilations()
+    enable_compilation_cache()
     folder = find(folder_or_id)
     config = read_config(folder)
     if dtype is None:

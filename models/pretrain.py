@@ -34,7 +34,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import curves, data, device, training
 from jaxkv.models.chat import Chat
 from jaxkv.models.checkpoint import Checkpoints, own, writing
-from jaxkv.models.compilation import clock, keep_compilations
+from jaxkv.models.compilation import clock, enable_compilation_cache
 from jaxkv.models.data import Tokens
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
@@ -70,7 +70,7 @@ def pretrain(
     Raises UserError for data, a mesh or a folder that does not fit, a full disk, and a loss that is
     no number.
     """
-    keep_compilations()
+    enable_compilation_cache()
     if jax.process_count() > 1 and (mesh is None or mesh.size != jax.device_count()):
         raise UserError(
             "several processes train one model over a mesh of all their devices; write --mesh "

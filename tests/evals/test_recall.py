@@ -90,8 +90,8 @@ def test_prompts_are_thinned_to_as_many_tokens(llm):
     prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
     for name, text in recall.THINNED.items():
         stream = models.Stream(llm, text)
-        stream.read([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
-        stream.seal()
+        stream.prefill([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
+        stream.finish_prefill()
         held = zip(stream.policies, stream.decoding.states, strict=True)
         kept = [np.asarray(one.kept(llm.spec, state).log_weight) > -np.inf for one, state in held]
         assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name
