@@ -24,7 +24,7 @@ from jaxkv.halving import Halving, walk
 from jaxkv.models import pictures
 from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
-from jaxkv.models.palette import THINNED
+from jaxkv.models.palette import COMPRESSION
 from jaxkv.rotary import NoPosition
 from jaxkv.stack import policy
 
@@ -86,7 +86,7 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
     figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
-    colours = [THINNED[name]["color"] for name in ("uniform, weighted", "balance, walk")]
+    colours = [COMPRESSION[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
         axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
@@ -188,7 +188,9 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
             # Beside each other, so that the ranges can be told apart.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
-            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **THINNED[name])
+            draw_spreads(
+                axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **COMPRESSION[name]
+            )
         axes.set(xlabel="kept between the ends (%)", title=title)
         axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
     for axes in panels:
@@ -250,7 +252,7 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
         lines = {which: spread(each[name]) for which, each in found.items()}
-        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=THINNED[name]["color"],
+        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=COMPRESSION[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
     axes.axhline(1, color=pictures.INK, lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
@@ -267,7 +269,7 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
         lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
-        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **THINNED[name])
+        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **COMPRESSION[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     pictures.legend(figure, 5)

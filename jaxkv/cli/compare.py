@@ -1,4 +1,4 @@
-"""`jaxkv compare`: several policies on one text, as a table and as a picture."""
+"""`jaxkv compare`: score several policies on one text; a table and a picture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_text(parser, MAX_TOKENS, BLOCKS)
     parser.add_argument(
         "--policy", action="append", metavar="P",
-        help="one to compare, may be repeated; also recompute:window=W, a fresh forward for every "
-        "token (default: full, and a window and a streaming cache of 256 tokens)",
+        help="a policy to compare, may be repeated; also recompute:window=W, a fresh "
+        "forward for every token (default: full, and a window and a streaming cache of 256 tokens)",
     )  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help=f"for {' and '.join(FILES)}")
     flags.add_json(parser)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
-    for policy in chosen:  # all, before minutes of work on the first
+    for policy in chosen:  # check all before minutes of work on the first
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
     about = run_metadata("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _folder(path: str) -> Path:
-    """Where to write; asked, with what draws, before minutes of work."""
+    """The --out folder; checked, together with matplotlib, before minutes of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "

@@ -260,7 +260,7 @@ def test_texts(run, model, tmp_path, command):
     refused(read(file), "no such text", str(file), "give the path")
     refused(read(tmp_path), "is a folder", "name a file in it")
     file.write_bytes(b"")
-    refused(read(file), "is empty", "must hold some text")
+    refused(read(file), "is empty", "must contain some text")
     file.write_bytes(b"ab\xff")
     refused(read(file), str(file), "not UTF-8", "byte 2", "convert it")
     refused(run(command, "--model", model), "--text", "--help")

@@ -68,7 +68,7 @@ def llm(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*it is kept whole")
+@pytest.mark.filterwarnings("ignore:.*all its tokens stay in the cache")
 def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
     """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
     asked = [streams.question(60, (16, 5), (0, row)) for row in range(24)]

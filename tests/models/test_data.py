@@ -155,7 +155,7 @@ def test_what_is_to_be_removed_is_in_no_text(tmp_path):
     ids = made.run("train", 0, made.count("train"))
     assert read_tokenizer(made.folder).decode(ids[:-1]) == "A word alone.\n\nNo more.\n" * 20
     assert made.manifest["removed"] == MARKS
-    with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; mend it"):
+    with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; correct it"):
         corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove="(")
 
 
@@ -224,7 +224,13 @@ def test_nothing_to_train_on_is_refused(tmp_path, tokens):
     refused(r"not UTF-8 \(byte 3\)", [tmp_path / "latin.txt"], out, VOCAB, valid=[texts])
     refused("valid has no document", [texts], out, VOCAB, share=0.0)
     refused("at least 259 tokens, got 100", [texts], out, 100, valid=[texts / "0.txt"])
-    refused("ask for fewer, or give more text", [texts], out, 5000, valid=[texts / "0.txt"])
+    refused(
+        "choose a smaller vocabulary, or give more text",
+        [texts],
+        out,
+        5000,
+        valid=[texts / "0.txt"],
+    )
     valid = [texts / "0.txt"]
     refused("is no tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
     with pytest.raises(UserError, match=r"batch of 8 samples of 4096 tokens needs .*train has"):
