@@ -183,14 +183,14 @@ DAMAGE = {
         change("valid-00000.npy", lambda raw: raw[:-2] + b"\0\1"), "valid-00000.npy must be",
     ),
     "foreign tokenizer": (change("tokenizer.json", lambda raw: raw + b" "), "tokenizer.json must"),
-    "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is another or not there"),
+    "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is missing or another"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no data folder"),
     "edited manifest": (
         change("manifest.json", lambda raw: raw.replace(b'"vocab": 300', b'"vocab": 301')),
-        "manifest.json must be as it was written, and is not; make the folder again",
+        "manifest.json must be as it was written, and is not; create the folder again",
     ),
     "half a manifest": (
-        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; make the folder again",
+        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; create the folder again",
     ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
