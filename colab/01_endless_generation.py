@@ -100,7 +100,7 @@ print("...", streaming.text[-400:])
 # and four tokens cost next to nothing.)
 
 # %%
-from jaxkv.evals import compare
+from jaxkv.models import compare
 
 POLICIES = ["full", "window:window=256", STREAMING]
 ids = runtime.passage(llm, runtime.size(8_000, 2_000))

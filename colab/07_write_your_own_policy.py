@@ -141,7 +141,7 @@ runtime.Text(table(mistaken))
 
 # %%
 from jaxkv import models
-from jaxkv.evals import compare
+from jaxkv.models import compare
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()

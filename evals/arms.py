@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import backcopy, pictures, runtime
-from jaxkv.evals.palette import ARMS
+from jaxkv.evals import backcopy, runtime
 from jaxkv.evals.sink_tables import logged
-from jaxkv.models import uncached
+from jaxkv.models import pictures, uncached
 from jaxkv.models.data import Tokens
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import VARIANTS
 from jaxkv.models.pretrain import pretrain
 from jaxkv.typing import Float32, Int32
 
@@ -57,7 +57,9 @@ def maps(
 ) -> Float32[np.ndarray, "B T S"]:
     """What each token of some texts looks at, in a model of one layer and head."""
     inputs = jnp.asarray(ids, jnp.int32)
-    _, _, seen = uncached.forward(arm.config, arm.weights, inputs, uncached.look)
+    _, _, seen = uncached.forward(
+        arm.config, arm.weights, inputs, uncached.attend_with_probabilities
+    )
     return np.asarray(seen[0][:, 0])
 
 
@@ -127,7 +129,7 @@ def draw_learning(
         for number, found in enumerate(seeds):
             for name, line in found.items():
                 label = name if axes is left and not number else None
-                axes.plot(np.arange(len(line)) + 1, line, color=ARMS[name], lw=1.2, label=label)
+                axes.plot(np.arange(len(line)) + 1, line, color=VARIANTS[name], lw=1.2, label=label)
     left.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="the least there can be")
     left.set(xlabel="place in a sample", ylabel="loss (nats a letter)", ylim=(floor - 0.2, None))
     right.set(xlabel="letters that copy nothing, sorted", ylabel="attention on the first token",
@@ -181,7 +183,7 @@ def draw_losses(
         for number, (arm, loss) in enumerate(arms.items()):
             at = np.arange(len(loss)) + 0.16 * (number - (len(arms) - 1) / 2)
             label = None if seed else arm
-            axes.plot(at, list(loss.values()), "o", ms=5, color=ARMS[arm], label=label)
+            axes.plot(at, list(loss.values()), "o", ms=5, color=VARIANTS[arm], label=label)
     caches = list(next(iter(found[0].values())))
     axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="the least there can be")
     axes.set_xticks(range(len(caches)), caches)

@@ -171,7 +171,7 @@ def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.n
     """Mean attention on the first token of each letter that is no trigger, so copies nothing; of
     several layers the one with most."""
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
-    seen = uncached.forward(llm.config, llm.weights, runs, uncached.look)[2]
+    seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]
     letters = runs[:, skip:]
     others = np.setdiff1d(letters, chain.triggers)
     layers = [np.asarray(layer)[:, 0, skip:, 0] for layer in seen]

@@ -16,15 +16,15 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Spec
-from jaxkv.evals import heads, pictures, runtime, single_layer, timing
+from jaxkv.evals import heads, runtime, single_layer, timing
 from jaxkv.evals.figures import draw_spreads
-from jaxkv.evals.palette import THINNED
 from jaxkv.evals.record import spread
 from jaxkv.evals.single_layer import ENDS, METHODS, QUERIES, attend, relative
-from jaxkv.models.decoding import seal_layer
+from jaxkv.halving import Halving, walk
+from jaxkv.models import pictures
+from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
-from jaxkv.policies.discrepancy import Halving, walk
-from jaxkv.policy_spec import parse_policy
+from jaxkv.models.palette import COMPRESSION
 from jaxkv.rotary import NoPosition
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
@@ -85,7 +85,7 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
     figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
-    colours = [THINNED[name]["color"] for name in ("uniform, weighted", "balance, walk")]
+    colours = [COMPRESSION[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
         axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
@@ -187,7 +187,9 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
             # Beside each other, so that the ranges can be told apart.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
-            draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **THINNED[name])
+            draw_spreads(
+                axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **COMPRESSION[name]
+            )
         axes.set(xlabel="kept between the ends (%)", title=title)
         axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
     for axes in panels:
@@ -249,7 +251,7 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
         lines = {which: spread(each[name]) for which, each in found.items()}
-        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=THINNED[name]["color"],
+        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=COMPRESSION[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
     axes.axhline(1, color=pictures.INK, lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
@@ -266,7 +268,7 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
         lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
-        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **THINNED[name])
+        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **COMPRESSION[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     pictures.legend(figure, 5)
@@ -279,12 +281,12 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
 
     def read() -> tuple[Any, ...]:
         stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
-        stream.read([ids])
+        stream.prefill([ids])
         return jax.block_until_ready(stream.decoding).states
 
     def thin(name: str) -> tuple[Any, ...]:
-        chosen = parse_policy(setting(name, rounds, len(ids), sinks=32, window=32))
-        made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
+        chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
+        made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
     states = read()  # of one form, whichever of these will thin them

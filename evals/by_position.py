@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures, runtime
-from jaxkv.evals.palette import styles
+from jaxkv.evals import runtime
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import styles
 from jaxkv.typing import Float32
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv.evals.claim import HOLDS, NOT, OPEN, PART, UNSEEN, Claim, Finding, Results, over_base
-from jaxkv.evals.palette import ARMS
+from jaxkv.models.palette import VARIANTS
 
 FELT = 0.02  # nats a token: a difference of losses that counts as one
 NOBODY_LEANS = f"{UNSEEN}: no model of this size leans on its first tokens"
@@ -114,7 +114,7 @@ def loss_unharmed(r: Results) -> Finding:
     one seed alone nothing is concluded."""
     shown = ", ".join(
         f"{sinks} " + " ".join(f"{arm['valid_loss']:.4f}" for arm in trained(r, sinks).values())
-        for sinks in ARMS
+        for sinks in VARIANTS
         if trained(r, sinks)
     )
     if not pairs(r):

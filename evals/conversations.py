@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.engine import Collected, Engine, Prefixes, Request, answer
-from jaxkv.evals import pictures, prefix_report, prefix_traces, runtime
+from jaxkv.evals import prefix_report, prefix_traces, runtime
 from jaxkv.evals.figures import draw_spreads
-from jaxkv.evals.palette import COLOURS
 from jaxkv.evals.prefix_figures import MODES
 from jaxkv.evals.record import spread
+from jaxkv.memory import show
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import COLOURS
 from jaxkv.models.serving import engine_of
 from jaxkv.prefix import Chain, root
 from jaxkv.state.memory import show

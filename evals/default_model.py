@@ -27,12 +27,13 @@ import numpy as np
 from jaxkv import models
 from jaxkv.cli.progress import Progress
 from jaxkv.evals import endless
-from jaxkv.evals.record import TRIALS, Record, plain, read, sha256
+from jaxkv.evals.record import TRIALS, Record, plain, read
 from jaxkv.evals.sink_tables import logged
 from jaxkv.evals.timing import bar
 from jaxkv.models import data
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import DEFAULT, Llm
+from jaxkv.models.run_metadata import sha256
 from jaxkv.models.text import Run, encode
 
 POLICY = "streaming:sinks=4,window=252"
@@ -208,8 +209,8 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
         total = tokens * len(SEEDS)
         with Progress(f"writing at {temperature:g}", total) as progress:
             for _ in run.blocks():
-                progress.at(sum(row.count for row in run.rows))
-        written = [blocks_of(llm, row.tokens, block, known) for row in run.rows]
+                progress.at(sum(output.count for output in run.outputs))
+        written = [blocks_of(llm, output.tokens, block, known) for output in run.outputs]
         found[f"{temperature:g}"] = written
     size = int(np.median([part["letters"] for text in written for part in text["blocks"]]))
     found["books"] = [

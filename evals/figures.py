@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals import pictures, prefix_figures
+from jaxkv.evals import prefix_figures
 from jaxkv.evals.facts import VALUES
-from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from jaxkv.evals.record import RESULTS, ROOT, read
+from jaxkv.models import pictures
+from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
     *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
@@ -139,7 +140,7 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
         steps, losses = zip(*(look[:2] for look in arm["curve"]), strict=True)
         million = arm["tokens"] / arm["recipe"]["steps"] / 1e6
         sinks = arm["recipe"]["sinks"]
-        axes.plot([million * step for step in steps], losses, color=ARMS[sinks], label=sinks)
+        axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
     axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
 
 
@@ -156,14 +157,16 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
     for number, (arm, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
-        draw_spreads(axes, at, over, fmt="o", color=ARMS[arm], label=arm)
+        draw_spreads(axes, at, over, fmt="o", color=VARIANTS[arm], label=arm)
     axes.set_xticks(range(len(over)), over)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
 
 
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     """Whether a sink grows: attention on the first token while each model was trained."""
-    runs = [(arm, found["seeds"][0], ARMS[arm], "solid") for arm, found in results["arms"].items()]
+    runs = [
+        (arm, found["seeds"][0], VARIANTS[arm], "solid") for arm, found in results["arms"].items()
+    ]
     tries = zip(results["tries"].items(), OTHERS, strict=True)
     runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
     for label, found, colour, line in runs:
@@ -177,7 +180,7 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
     Figure 3)."""
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
-        draw_spreads(axes, kept, found, label=name, **THINNED[name])
+        draw_spreads(axes, kept, found, label=name, **COMPRESSION[name])
     axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)",
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     axes.set_xticks(kept, [f"{share:g}" for share in kept])

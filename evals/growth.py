@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures, runtime, timing
-from jaxkv.evals.palette import styles
+from jaxkv.evals import runtime, timing
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import styles
 
 
 class Cost(NamedTuple):
@@ -37,8 +38,8 @@ def measure(
     for policy in policies:
         for length in lengths:
             stream = models.Stream(llm, policy, tokens=length + new)
-            stream.read([ids[:length]])
-            stream.seal()
+            stream.prefill([ids[:length]])
+            stream.finish_prefill()
             streams[policy, length] = stream
             variants[f"{policy} {length}"] = timing.decoding(stream, new)
     seconds = timing.rounds(variants, count, "time of a token")

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures, runtime
+from jaxkv.evals import runtime
+from jaxkv.memory import show
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.state.memory import show
@@ -45,8 +47,8 @@ def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str,
     found = {}
     for name, setting in settings.items():
         stream = models.Stream(llm, setting, tokens=len(ids))
-        stream.read([ids])
-        stream.seal()
+        stream.prefill([ids])
+        stream.finish_prefill()
         layers = [
             of_layer(*policy.cached(llm.spec, state), len(ids))
             for policy, state in zip(stream.policies, stream.decoding.states, strict=True)

@@ -104,7 +104,7 @@ def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     variants = {}
     for count in scale.seen:
         stream = models.Stream(llm, POLICY)
-        stream.read([prompt(llm, 16)])
+        stream.prefill([prompt(llm, 16)])
         write(stream, count - 16)
         variants[str(count)] = decoding(stream, tokens)
     seconds = rounds(variants, scale.rounds, "seen")
@@ -128,7 +128,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     (llm, rival), new, table = large, 8, []
     for cache in scale.caches:
         stream = models.Stream(llm, f"streaming:sinks=4,window={cache - 4}")
-        stream.read([prompt(llm, cache + 64)])
+        stream.prefill([prompt(llm, cache + 64)])
         ids = prompt(llm, cache)
         variants = {
             "streaming": decoding(stream, new),
@@ -179,8 +179,8 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
         same_tokens(llm, rival, prompts, new)
-        stream = models.Stream(llm, POLICY, rows=batch)
-        stream.read(prompts)
+        stream = models.Stream(llm, POLICY, batch=batch)
+        stream.prefill(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),
@@ -245,8 +245,8 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
     variants = {"gemv": timed(gemv)}
     for batch in (1, 8):
-        stream = models.Stream(llm, POLICY, rows=batch)
-        stream.read([prompt(llm, 300, seed) for seed in range(batch)])
+        stream = models.Stream(llm, POLICY, batch=batch)
+        stream.prefill([prompt(llm, 300, seed) for seed in range(batch)])
         variants[f"batch {batch}"] = decoding(stream, new)
     seconds = rounds(variants, scale.rounds, "bound")
     bandwidth = repeats * matrix.nbytes / np.array(seconds["gemv"])
@@ -274,8 +274,8 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
     def read(policy: str) -> int:
         stream = models.Stream(llm, policy, tokens=len(ids))
-        stream.read([ids])
-        stream.seal()
+        stream.prefill([ids])
+        stream.finish_prefill()
         return int(jnp.argmax(stream.decoding.logits[0]))
 
     if rival.prefill(ids) != read(policies["full"]):

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv.contract import Spec
-from jaxkv.evals import inclusion, long_tail, pictures, runtime
+from jaxkv.evals import inclusion, long_tail, runtime
 from jaxkv.evals.heads import Layer
 from jaxkv.evals.long_tail import FIFTH, Heads, Read, World
-from jaxkv.evals.palette import COLOURS, LINES
+from jaxkv.models import pictures
+from jaxkv.models.palette import COLOURS, LINES
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 

@@ -69,7 +69,7 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
 
 def started(stream: Any) -> Any:
     """Past the point where the ring wraps."""
-    stream.read([prompt(stream.llm, 300)])
+    stream.prefill([prompt(stream.llm, 300)])
     return stream
 
 
@@ -78,7 +78,7 @@ def by_step(stream: models.Stream, tokens: int) -> Variant:
 
     def run() -> None:
         for _ in range(tokens):
-            stream.write(models.Sampling(), 1, ())
+            stream.decode(models.Sampling(), 1, ())
 
     return timed(run)
 
@@ -106,10 +106,11 @@ PLAIN = plain_streams()  # at import: sources edited while a long run goes on ar
 
 
 def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
-    """One call of `write` as XLA receives it; its text names no source file."""
+    """One call of `decode` as XLA receives it; its text names no source file."""
     sampling = models.Sampling()
-    return module.writer().lower(stream._static, sampling.filters, (), stream.llm.weights,
-                                   stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
+    decode_block = module.compiled_decode_block()
+    return decode_block.lower(stream._static, sampling.filters, (), stream.llm.weights,
+                              stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
 
 
 def far_error(chunk: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.palette import COLOURS, LINES
+from jaxkv.models.palette import COLOURS, LINES
 
 MODES = {"rekey": COLOURS["window"], "alias": COLOURS["streaming"], "full": COLOURS["full"]}
 RULES = ("streaming", "recompute", "reservoir", "stratified")  # colours, one a rule

@@ -137,14 +137,14 @@ def answers(
     """What the model says to the name of each fact that is known, each asked as if it alone were,
     behind a prompt that was read and sealed; the bytes of a row. seeds: of each row's draws."""
     drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
-    held = models.Stream(llm, text, rows=len(prompts), seed=drawn)
-    held.read([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
-    held.seal()
+    held = models.Stream(llm, text, batch=len(prompts), seed=drawn)
+    held.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
+    held.finish_prefill()
     read, lengths = held.decoding, held.lengths
     said = []
     for facts in zip(*known, strict=True):  # those of one distance
         held.decoding, held.lengths = jax.tree.map(jnp.copy, read), lengths
-        held.read([[FIRST_NAME + fact // VALUES] for fact in facts], 1)
+        held.prefill([[FIRST_NAME + fact // VALUES] for fact in facts], 1)
         said.append(np.asarray(held.decoding.logits).argmax(axis=1))
     return np.stack(said, axis=1).astype(np.int32), held.state_bytes // len(prompts)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxkv.errors import UserError
-from jaxkv.evals import pictures
+from jaxkv.models import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,9 +50,9 @@ def begin(name: str) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
-    from jaxkv.models.compilation import keep_compilations
+    from jaxkv.models.compilation import enable_compilation_cache
 
-    keep_compilations()
+    enable_compilation_cache()
     warnings.showwarning = say_warning
     sys.stderr = sys.stdout  # progress is no error: notebooks show that on a red ground
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)

@@ -143,7 +143,7 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     variants = {}
     for name, text in caches.items():
         stream = models.Stream(llm, text)
-        stream.read([prompt(llm, 8 * SLOTS)])
+        stream.prefill([prompt(llm, 8 * SLOTS)])
         variants[name] = decoding(stream, given.written)
     seconds = rounds(variants, given.rounds, f"{given.written:,} tokens")
     ratios = {name: ratio(seconds[name], seconds["streaming"]) for name in CACHES}
@@ -164,17 +164,17 @@ def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[st
     clock()
     stream = models.Stream(large, LONG, tokens=given.prompt)
     begun, compiled = perf_counter(), clock().seconds
-    stream.read([tokens])
+    stream.prefill([tokens])
     jax.block_until_ready(stream.decoding)
     reading = perf_counter() - begun - (clock().seconds - compiled)
 
     read_whole, whole = jax.tree.map(jnp.copy, stream.decoding), stream.state_bytes
     seconds, left = [], set()
     for _ in range(given.rounds + 1):  # the first compiles
-        stream.decoding, stream.sealed = jax.tree.map(jnp.copy, read_whole), False
+        stream.decoding, stream.prefill_finished = jax.tree.map(jnp.copy, read_whole), False
         jax.block_until_ready(stream.decoding)
         begun = perf_counter()
-        stream.seal()
+        stream.finish_prefill()
         jax.block_until_ready(stream.decoding)
         seconds.append(perf_counter() - begun)
         left.add(stream.state_bytes)

@@ -178,10 +178,10 @@ def met_behind(text: Text, setting: str) -> dict[str, dict[str, float]]:
     """The tokens that are met behind the prompt of the first stretch, and behind its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
-    stream.read([tokens[:prompt]])
-    stream.seal()
+    stream.prefill([tokens[:prompt]])
+    stream.finish_prefill()
     first = met(stream)
-    stream.read([tokens[prompt:]])
+    stream.prefill([tokens[prompt:]])
     return {"first": first, "last": met(stream)}
 
 
@@ -195,9 +195,9 @@ def costs(
     variants = {}
     for name, setting in chosen.items():
         stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
-        stream.read([ids])
+        stream.prefill([ids])
         reading = stream.state_bytes
-        stream.seal()
+        stream.finish_prefill()
         tokens = met(stream)
         variants[name] = timing.decoding(stream, WRITTEN)
         found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures
 from jaxkv.evals.endless import tokens_of
 from jaxkv.evals.record import RESULTS, TRIALS, Record
 from jaxkv.evals.sinks import gather, line
-from jaxkv.models import uncached
+from jaxkv.models import pictures, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.llm import Llm
@@ -161,7 +160,7 @@ def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
 @partial(jax.jit, static_argnums=0)
 def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
     """The attention of every layer and head, the mean of all samples."""
-    _, _, seen = uncached.forward(config, weights, ids, uncached.look)
+    _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
     return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
 
 

@@ -236,10 +236,10 @@ def behind(
     behind the seal."""
     tokens, prompt = text.stretches[stretch], text.prompt
     stream = models.Stream(text.llm, chosen, seed=seed, tokens=len(tokens))
-    stream.read([tokens[: prompt - question]], prompt)
-    stream.seal()
+    stream.prefill([tokens[: prompt - question]], prompt)
+    stream.finish_prefill()
     if question:
-        stream.read([tokens[prompt - question : prompt]], question)
+        stream.prefill([tokens[prompt - question : prompt]], question)
     rest = tokens[prompt:]
     found = np.concatenate(list(models.losses(text.llm, rest, chunk=len(rest), stream=stream)))
     if not np.isfinite(found).all():

@@ -128,7 +128,7 @@ def sealed(stream: models.Stream) -> float:
     """Seals it; the seconds that took, without compiling."""
     jax.block_until_ready(stream.decoding)
     begun, compiled = perf_counter(), clock().seconds
-    stream.seal()
+    stream.finish_prefill()
     jax.block_until_ready(stream.decoding)
     return perf_counter() - begun - (clock().seconds - compiled)
 

@@ -91,7 +91,7 @@ def decoding(stream: Stream, tokens: int) -> Variant:
 def write(stream: Stream, tokens: int) -> None:
     """That many greedy tokens a row, past any end of text."""
     for _ in range(math.ceil(tokens / BLOCK)):
-        stream.write(Sampling(), min(BLOCK, tokens), ())
+        stream.decode(Sampling(), min(BLOCK, tokens), ())
         tokens -= BLOCK
 
 

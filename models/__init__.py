@@ -1,4 +1,4 @@
-"""Llama-family decoders on JAX: loading as published, generation in a fixed memory."""
+"""Llama-family decoders on JAX: published weights, generation in constant memory."""
 
 from jaxkv.models.config import Config
 from jaxkv.models.conversation import Conversation

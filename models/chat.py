@@ -1,6 +1,6 @@
-"""Chat templates: messages to the text a model was trained to see, and the text of one more turn.
+"""Chat templates: render messages as the model was trained to see them, whole or one by one.
 
-A rendering holds the BOS where the template writes one, so encode it with `bos=False`.
+A rendering contains the BOS where the template writes one, so encode it with `bos=False`.
 Templates come from the network and run in Jinja's sandbox.
 """
 
@@ -19,13 +19,13 @@ from jaxkv.models.hf.folder import read_json
 
 Message = Mapping[str, str]  # role (system, user, assistant) and content
 
-# Stands for an answer in a rendering; private-use characters that no template treats specially.
+# Placeholder of an answer in a rendering: private-use characters that templates copy unchanged.
 ANSWER = "\ue000answer\ue001"
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How one model writes conversations.
+    """The chat format of one model.
 
     template: Jinja source, None where the model has none. tokens: the special tokens that the
     template may name (bos_token, eos_token, ...).
@@ -50,16 +50,15 @@ class Chat:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the chat template refuses this conversation: {error}") from None
 
-    def turn(self, previous: Sequence[Message], text: str) -> str:
-        """The text that a user's next message adds to a cache holding the conversation so far.
+    def render_next(self, previous: Sequence[Message], text: str) -> str:
+        """The text that the user's next message adds to a cache with the conversation so far.
 
-        previous: the messages so far, the last of them the answer that the cache ends with; with
-        no answer among them nothing is in the cache yet and the whole rendering is returned.
-        The new text begins right behind that answer, before the marks that close it: its end
-        token was sampled, not fed. It is cut out of a rendering in which the answer is a
-        placeholder, so it does not matter whether the template trims old answers or drops their
-        thoughts (the cache keeps what was said). Where a template does not show the answer at
-        all, the message is rendered as a conversation of its own, without the BOS.
+        previous: the messages so far. The last one is the answer at the end of the cache. Without
+        an answer the cache is empty, and the whole rendering is returned.
+        The new text begins directly after that answer, with the marks that close it: the end token
+        was sampled, but is not in the cache. It is cut from a rendering with a placeholder as the
+        answer, so templates may trim old answers or drop their thoughts. Where a template does not
+        show the answer at all, the message is rendered as its own conversation, without the BOS.
         """
         message = {"role": "user", "content": text}
         if not any(m["role"] == "assistant" for m in previous):

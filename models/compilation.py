@@ -1,4 +1,4 @@
-"""Compilation: kept from one start to the next, and timed so that it can be shown."""
+"""The persistent compilation cache, and a clock of the seconds spent compiling."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import jax
 VARIABLE = "JAXKV_COMPILATION_CACHE"
 
 
-def keep_compilations() -> None:
+def enable_compilation_cache() -> None:
     """Switch on JAX's persistent compilation cache, unless the user has set one up already.
 
-    It lies in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
+    It is in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen.lower() in ("off", "0", "no", "false") or jax.config.jax_compilation_cache_dir:
@@ -26,26 +26,12 @@ def keep_compilations() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"jaxkv: compilations are not kept: {folder}: {error.strerror}", file=sys.stderr)
+        print(f"jaxkv: no compilation cache: {folder}: {error.strerror}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # JAX's own thresholds keep nothing that compiles in under a second.
+    # By default JAX does not store programs that compile in under a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def small_steps() -> dict[str, object]:
-    """Compiler options for a loop of many small operations.
-
-    By default XLA:CPU hands independent operations to other threads. In a step of a small model
-    each takes well under a microsecond, less than handing it over: without, a decode step of a
-    260 K model is a third faster, and that of a large one is as it was.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    if jax.__version_info__ >= (0, 10):
-        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
 
 def _user_cache() -> Path:
@@ -57,10 +43,10 @@ def _user_cache() -> Path:
 
 
 class Clock:
-    """Seconds this process has spent tracing and compiling, from JAX's own monitoring.
+    """Seconds that this process has spent tracing and compiling, from JAX's monitoring.
 
-    A function that is traced inside another is told of by itself and counts in the other's time
-    too, so what counts is the time in which any of it went on.
+    JAX reports a nested trace by itself and again within the outer one. The clock therefore counts
+    the union of the reported time spans.
     """
 
     def __init__(self) -> None:
@@ -68,7 +54,7 @@ class Clock:
         self._spans: deque[tuple[float, float]] = deque(maxlen=10_000)
 
     def add(self, end: float, duration: float) -> None:
-        """Something that took so long has ended; what it holds has ended before it."""
+        """Count a span that ended at `end`, in seconds; spans nested in it were added before."""
         begin = end - duration
         while self._spans and self._spans[-1][0] >= begin:
             first, last = self._spans.pop()
@@ -81,7 +67,7 @@ class Clock:
 
 @functools.cache
 def clock() -> Clock:
-    """The process's clock; counts from its first use."""
+    """The clock of this process; it counts from its first use."""
     running = Clock()
 
     def listen(event: str, duration: float, **_: object) -> None:

@@ -1,8 +1,8 @@
-"""config.json of the Llama family, read into one frozen description.
+"""Reads config.json of the Llama family into one frozen description.
 
-Both dialects are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and the later
-`rope_parameters`/`dtype`. A key that the file leaves out means what the architecture's own
-configuration class at Hugging Face says (DEFAULTS).
+Both dialects are supported: `rope_theta`/`rope_scaling`/`torch_dtype`, and the later
+`rope_parameters`/`dtype`. A missing key has the default of the architecture's configuration class
+at Hugging Face (DEFAULTS).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxkv.models.hf.folder import read_json
 from jaxkv.rotary import Rotary, rotary
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Llama with a sink logit in every head's softmax: a name of our own, so that no other library
-# loads such a model and leaves the logits out in silence.
+# Llama with a sink logit in every head's softmax: its own architecture name keeps other
+# libraries from loading such a model without the logits.
 SINK_LLAMA = "SinkLlamaForCausalLM"
 ARCHITECTURES = {
     name + suffix: name.lower()
@@ -65,7 +65,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-# (projections q k v, output projection, mlp): True, False, or the key of config.json that says.
+# (projections q k v, output projection, mlp): True, False, or the key of config.json.
 BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
     "llama": ("attention_bias", "attention_bias", "mlp_bias"),
     "mistral": (False, False, False),
@@ -74,10 +74,10 @@ BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
 }
 QK_NORM = {"qwen3"}
 
-# No model is near these; a file that says more is damaged, and must not exhaust the memory.
+# Larger values mean a damaged file, which must not exhaust the memory.
 MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
 
-# For each rope kind: the fields it cannot do without, and those it may have.
+# For each rope kind: its required fields, and its optional ones.
 ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -99,7 +99,7 @@ ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-# model_type of models whose positions are a learned table with an end.
+# model_type of models with a finite learned table of positions.
 LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
 DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
@@ -109,10 +109,9 @@ CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
 class Config:
     """A decoder of the Llama family; equal descriptions hash alike.
 
-    windows: the model's own sliding window of each layer, None for full attention; a query
-    sees that many keys, itself among them. dtype: what the weights were published in. sink_logit:
-    what every softmax has in its sum besides the keys: nothing, exp(0), or exp of a learned logit
-    of each head.
+    windows: the model's own sliding window of each layer, None for full attention; the window
+    includes the query's own key. dtype: that of the published weights. sink_logit: the extra term
+    in every softmax sum: none, exp(0), or exp of a learned logit per head.
     """
 
     family: str
@@ -139,12 +138,12 @@ class Config:
 
     @property
     def learned_sinks(self) -> bool:
-        """Whether every head has a sink logit of its own."""
+        """Whether every head has its own learned sink logit."""
         return self.sink_logit == "learned"
 
     @property
     def own_head(self) -> bool:
-        """Whether the output head is a matrix of its own."""
+        """Whether the output head is a separate matrix."""
         return not self.tied
 
 
@@ -220,7 +219,7 @@ def _family(given: Mapping[str, Any], where: Path) -> str:
     if kind in LEARNED or given.get("position_embedding_type") == "absolute":
         raise UserError(
             f"{where}: {named} has learned absolute positions, which end at the trained length; "
-            f"endless streaming needs relative ones; supported: {SUPPORTED}"
+            f"unbounded generation needs relative ones; supported: {SUPPORTED}"
         )
     experts = " (a mixture of experts)" if _has_experts(named, given) else ""
     if not named:

@@ -1,4 +1,4 @@
-"""Texts to a data folder: the tokenizer trained on them, their token shards, the manifest."""
+"""Turn texts into a data folder: a tokenizer trained on them, token shards, the manifest."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from jaxkv.models.data import (
     SPLITS,
     TOKENIZER,
     Tokens,
-    sealed,
     sha256_of,
+    with_checksum,
 )
 
-SHARD = 2**24  # tokens a shard holds at most: 32 MiB in 16 bits
+SHARD = 2**24  # most tokens per shard: 32 MiB in 16 bits
 _PIECE = 2**20  # characters encoded at a time
-# A shard, or what a run that was killed left of a file.
+# A shard, or the partial file of a run that was killed.
 _OURS = re.compile(r"\.?(train|valid)-\d{5}\.npy(\..*)?|\.(tokenizer|manifest)\.json\..*")
-_LINE = re.compile(r"(?<=[^\W_])(?=\n)")  # where they may be cut: a letter, and its line ends
+_LINE = re.compile(r"(?<=[^\W_])(?=\n)")  # cuts are allowed between a letter and a line end
 
 
 def prepare(
@@ -49,15 +49,15 @@ def prepare(
     remove: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
-    """Write the token shards of some texts, with the tokenizer that made them.
+    """Write the token shards of some texts, and their tokenizer.
 
-    texts, valid: files, or folders, of which every *.txt is taken; a file is a document and lies
-    in one split as a whole. Without `valid`, a document is held back where the hash of its text
-    falls into `share`. vocab: train a byte-level BPE of that size on the training texts;
-    tokenizer: a tokenizer.json to take instead. remove: a regular expression; what it finds is left
-    out of every text. progress: called with (bytes done, bytes in all).
-    Raises UserError for a text that cannot be read, ids that do not fit `dtype`, or an `out` that
-    holds something else.
+    texts, valid: files, or folders, which stand for every *.txt in them. A file is one document and
+    belongs to one split. Without `valid`, the hash of a text assigns it to the valid split with
+    probability `share`. vocab: train a byte-level BPE of that size on the training texts;
+    tokenizer: use this tokenizer.json instead. remove: a regular expression whose matches are
+    removed from every text. progress: called with (bytes done, all bytes).
+    Raises UserError for a text that cannot be read, ids that do not fit `dtype`, or an `out` with
+    other files.
     """
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
@@ -67,19 +67,21 @@ def prepare(
     read_text = _reader(remove)
     documents = _splits(texts, valid, share)
     sizes = {path: path.stat().st_size for split in SPLITS for path in documents[split]}
-    # To train a tokenizer each training text is read once more, before it is encoded.
+    # Training a tokenizer reads each training text once more before it is encoded.
     first = sum(sizes[path] for path in documents["train"]) if tokenizer is None else 0
-    told = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
+    report = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
     if tokenizer is None:
-        coder = _train(documents["train"], read_text, vocab, told)
+        coder = _train(documents["train"], read_text, vocab, report)
     else:
         coder = _take(tokenizer)
-    coder.encode_special_tokens = True  # written out in a text they are letters like others
+    coder.encode_special_tokens = True  # in a text, their names are ordinary letters
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
     kind = _dtype_for(size, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # until the new one is whole there is none
-    shards, listed = _write(out, kind, coder, documents, read_text, lambda done: told(first + done))
+    (out / MANIFEST).unlink(missing_ok=True)  # removed until the new one is complete
+    shards, listed = _write(
+        out, kind, coder, documents, read_text, lambda done: report(first + done)
+    )
     with whole_file(out / TOKENIZER) as file:
         file.write(coder.to_str(pretty=True).encode())
     manifest = {
@@ -92,17 +94,17 @@ def prepare(
         "documents": listed,
         "shards": shards,
     }
-    manifest = sealed(manifest)
+    manifest = with_checksum(manifest)
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return Tokens(out, manifest)
 
 
 def _check_ours(out: Path) -> None:
-    """Raise UserError for a folder that holds others' files: some might bear the names of ours."""
+    """Raise UserError for a folder with files that `jaxkv data` did not write."""
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
     others = {name for name in found if not (_OURS.fullmatch(name) and _is_ours(out / name))}
-    if len(others) < len(found):  # a folder of shards, whole or begun
+    if len(others) < len(found):  # a folder of shards, complete or partial
         others -= {MANIFEST, TOKENIZER}
     if others:
         raise UserError(
@@ -112,7 +114,7 @@ def _check_ours(out: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file of such a name may be ours: a shard is, a part of a file, and an empty one."""
+    """Whether a file with such a name may be ours: a shard, a partial file, or an empty one."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -125,9 +127,9 @@ def _write(
     coder: Coder,
     documents: dict[str, list[Path]],
     read_text: Callable[[Path], str],
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The shards of every split, and what the manifest says of them and of the documents."""
+    """Write the shards of every split; their entries and the documents' in the manifest."""
     done, shards, listed = 0, {}, []
     for split in SPLITS:
         writer = _Shards(out, split, kind)
@@ -138,18 +140,18 @@ def _write(
             digest = hashlib.sha256(text.encode()).hexdigest()
             listed.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
             done += path.stat().st_size
-            told(done)
+            report(done)
         shards[split] = writer.close()
     return shards, listed
 
 
 def _splits(texts: Sequence[Path], valid: Sequence[Path], share: float) -> dict[str, list[Path]]:
-    """The documents of each split; one that is named for both is held back."""
-    every, held = documents_in(texts), documents_in(valid)
+    """The documents of each split; one that is named for both belongs to the valid split."""
+    every, validation = documents_in(texts), documents_in(valid)
     if not valid:
-        held = [path for path in every if _held_back(path, share)]
-    away = {path.resolve() for path in held}
-    documents = {"train": [p for p in every if p.resolve() not in away], "valid": held}
+        validation = [path for path in every if _is_valid(path, share)]
+    away = {path.resolve() for path in validation}
+    documents = {"train": [p for p in every if p.resolve() not in away], "valid": validation}
     for split in SPLITS:
         if not documents[split]:
             raise UserError(
@@ -174,19 +176,19 @@ def documents_in(paths: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _held_back(path: Path, share: float) -> bool:
-    """Whether a document belongs to the valid split: by its content, wherever it lies."""
+def _is_valid(path: Path, share: float) -> bool:
+    """Whether the hash of a document assigns it to the valid split, whatever its path."""
     digest = hashlib.sha256(_read_bytes(path)).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def _reader(remove: str | None) -> Callable[[Path], str]:
-    """What reads a document, without what the pattern finds."""
+    """A function that reads a document and removes the matches of the pattern."""
     try:
         pattern = re.compile(remove) if remove is not None else None
     except re.error as error:
         raise UserError(
-            f"what is to be removed must be a regular expression, got {remove!r}: {error}; mend it"
+            f"--remove must be a regular expression, got {remove!r}: {error}; correct it"
         ) from None
 
     def read_text(path: Path) -> str:
@@ -217,13 +219,13 @@ def _train(
     documents: Sequence[Path],
     read_text: Callable[[Path], str],
     vocab: int,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Coder:
-    """A byte-level BPE of `vocab` tokens, 256 bytes and the special tokens among them."""
+    """Train a byte-level BPE of `vocab` tokens, including 256 bytes and the special tokens."""
     least = 256 + len(SPECIAL)
     if vocab < least:
         raise UserError(
-            f"a vocabulary must hold at least {least} tokens, got {vocab}; ask for more"
+            f"a vocabulary must hold at least {least} tokens, got {vocab}; choose a larger one"
         )
     coder = Coder(BPE())
     coder.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -240,19 +242,19 @@ def _train(
         for path in documents:
             yield from _pieces(read_text(path))
             done += path.stat().st_size
-            told(done)
+            report(done)
 
     coder.train_from_iterator(texts(), trainer)
     if coder.get_vocab_size() < vocab:
         raise UserError(
-            f"the texts have words for {coder.get_vocab_size()} tokens and {vocab} were asked for; "
-            "ask for fewer, or give more text"
+            f"the texts have words for {coder.get_vocab_size()} tokens, not for {vocab}; "
+            "choose a smaller vocabulary, or give more text"
         )
     return coder
 
 
 def _take(path: Path) -> Coder:
-    """A published tokenizer.json, with the special tokens that it lacks."""
+    """Read a published tokenizer.json and add the special tokens that it lacks."""
     try:
         coder = Coder.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for every bad file

@@ -1,7 +1,7 @@
-"""The loss of a batch and its gradient, some tokens at a time: logits of a whole batch never stand.
+"""The loss of a batch and its gradient, block by block, without the logits of the whole batch.
 
-The gradient is made where the logits are, going forward, as Liger Kernel does (Hsu et al. 2024):
-what is left for the way back are two arrays of the size of the head and of the hidden states.
+The forward pass computes the gradient of each block of logits and drops the block, as Liger Kernel
+does (Hsu et al. 2024). It stores two arrays, of the sizes of the head and of the hidden states.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkv.models.decoder import dot
+from jaxkv.models import xla_cpu
+from jaxkv.models.xla_cpu import dot
 from jaxkv.typing import Array, Float, Float32, Int32
-
-_LOGITS = {"cpu": 2**21}  # taken at a time: what a CPU's cache holds
-_MANY_LOGITS = 2**27
 
 
 def cross_entropy(
@@ -28,11 +26,11 @@ def cross_entropy(
     z_loss: float,
     mesh: Mesh | None = None,
 ) -> tuple[Float32[Array, ""], Float32[Array, "B T"]]:
-    """What training makes small, the sum of share x (loss + z_loss x (log Z)^2); and every loss.
+    """The training objective, the sum of share x (loss + z_loss x (log Z)^2), and every loss.
 
     share: the weight of each target. z_loss: PaLM, section 5. mesh: its axis `data` splits samples.
-    Products are in the precision of `hidden`. Only the first result has a gradient, towards head
-    and hidden.
+    Products are in the precision of `hidden`. Only the first result has a gradient, with respect to
+    head and hidden.
     """
     if mesh is None:
         return _of_samples(head, hidden, targets, share, z_loss)
@@ -41,11 +39,11 @@ def cross_entropy(
         cost, losses = _of_samples(*arrays, z_loss)
         return cost[None], losses
 
-    samples, whole = PartitionSpec("data"), PartitionSpec()
+    samples, replicated = PartitionSpec("data"), PartitionSpec()
     split = jax.shard_map(
         one,
         mesh=mesh,
-        in_specs=(whole, PartitionSpec(None, "data"), samples, samples),
+        in_specs=(replicated, PartitionSpec(None, "data"), samples, samples),
         out_specs=samples,
         check_vma=False,
     )
@@ -71,7 +69,7 @@ def _forward(
 def _backward(
     z_loss: float, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    # The losses beside the cost have none.
+    # The losses have no gradient.
     return *((cotangents[0] * g.astype(jnp.float32)).astype(g.dtype) for g in gradients), None, None
 
 
@@ -86,46 +84,45 @@ def _in_blocks(
     z_loss: float,
     with_gradient: bool,
 ) -> tuple[Array, Array, tuple[Array, Array] | None]:
-    vocab, (_, rows, tokens) = head.shape[0], hidden.shape
-    most = _LOGITS.get(jax.default_backend(), _MANY_LOGITS)
-    count = min(tokens, -(-rows * tokens * vocab // most))
+    vocab, (_, batch, tokens) = head.shape[0], hidden.shape
+    count = min(tokens, -(-batch * tokens * vocab // xla_cpu.logits_at_once()))
     size = -(-tokens // count)
-    behind = size * count - tokens  # of share 0, so that blocks are alike
+    padding = size * count - tokens  # of share 0, so that blocks have one size
     cast, ids = head.astype(hidden.dtype), np.arange(vocab)[:, None]
 
     def blocks(array: Array) -> Array:
-        """[..., B, T] as a block after another of [..., rows x size]."""
-        padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, behind)])
+        """Split [..., B, T] into blocks [count, ..., B x size]."""
+        padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)])
         cut = padded.reshape(*array.shape[:-1], count, size)
-        return jnp.moveaxis(cut, -2, 0).reshape(count, *array.shape[:-2], rows * size)
+        return jnp.moveaxis(cut, -2, 0).reshape(count, *array.shape[:-2], batch * size)
 
     def whole(parts: Array) -> Array:
-        """What `blocks` has cut."""
-        cut = parts.reshape(count, *parts.shape[1:-1], rows, size)
-        return jnp.moveaxis(cut, 0, -2).reshape(*parts.shape[1:-1], rows, -1)[..., :tokens]
+        """Undo `blocks`."""
+        cut = parts.reshape(count, *parts.shape[1:-1], batch, size)
+        return jnp.moveaxis(cut, 0, -2).reshape(*parts.shape[1:-1], batch, -1)[..., :tokens]
 
-    def one(so_far: tuple[Array, ...], block: tuple[Array, ...]) -> tuple[tuple, tuple]:
+    def one_block(sums: tuple[Array, ...], block: tuple[Array, ...]) -> tuple[tuple, tuple]:
         x, target, of_loss = block
         target, of_loss = target[None], of_loss[None]
-        logits = dot(cast, x, (1, 0), jnp.float32)  # [V, rows x size]
+        logits = dot(cast, x, (1, 0), jnp.float32)  # [V, B x size]
         top = jnp.max(logits, axis=0, keepdims=True)
         powers = jnp.exp(logits - top)
         total = jnp.sum(powers, axis=0, keepdims=True)
         log_z = top + jnp.log(total)
         own = ids == target
-        # A sum over a mask, for a gather is taken one by one.
+        # A sum over a mask: a gather would fetch its elements one at a time.
         loss = log_z - jnp.sum(jnp.where(own, logits, 0), axis=0, keepdims=True)
-        cost = so_far[0] + jnp.sum(of_loss * (loss + np.float32(z_loss) * log_z**2))
+        cost = sums[0] + jnp.sum(of_loss * (loss + np.float32(z_loss) * log_z**2))
         if not with_gradient:
             return (cost,), (loss[0],)
         of_powers = of_loss * (1 + np.float32(2 * z_loss) * log_z) / total
         d_logits = (powers * of_powers - jnp.where(own, of_loss, 0)).astype(x.dtype)
-        d_head = so_far[1] + dot(d_logits, x, (1, 1), jnp.float32)
+        d_head = sums[1] + dot(d_logits, x, (1, 1), jnp.float32)
         return (cost, d_head), (loss[0], dot(cast, d_logits, (0, 0)))
 
-    nothing = (jnp.float32(0),)
+    zeros = (jnp.float32(0),)
     if with_gradient:
-        nothing += (jnp.zeros(head.shape, jnp.float32),)
-    sums, parts = jax.lax.scan(one, nothing, tuple(map(blocks, (hidden, targets, share))))
-    gradients = (sums[1].astype(head.dtype), whole(parts[1])) if with_gradient else None
-    return sums[0], whole(parts[0]), gradients
+        zeros += (jnp.zeros(head.shape, jnp.float32),)
+    totals, parts = jax.lax.scan(one_block, zeros, tuple(map(blocks, (hidden, targets, share))))
+    gradients = (totals[1].astype(head.dtype), whole(parts[1])) if with_gradient else None
+    return totals[0], whole(parts[0]), gradients

@@ -1,4 +1,4 @@
-"""What a training run has shown so far, as a picture (StreamingLLM, Figure 6)."""
+"""The training curves of a run, as a picture (StreamingLLM, Figure 6)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8c8c8c"
-SMOOTH = 0.9  # of the drawn loss, how much is that of the steps before
+SMOOTH = 0.9  # weight of earlier steps in the smoothed loss
 
 
 def draw(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
@@ -21,9 +21,9 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     values = [line["loss"] for line in lines]
     loss.plot(steps, values, color=GREY, alpha=0.4, linewidth=0.8, label="a step")
     loss.plot(steps, smoothed(values), color=BLUE, label="smoothed")
-    looks = [line for line in lines if "valid_loss" in line]
-    seen = [line["step"] for line in looks]
-    loss.plot(seen, [line["valid_loss"] for line in looks], ".-", color=ORANGE, label="valid")
+    evaluated = [line for line in lines if "valid_loss" in line]
+    seen = [line["step"] for line in evaluated]
+    loss.plot(seen, [line["valid_loss"] for line in evaluated], ".-", color=ORANGE, label="valid")
     loss.set_ylabel("loss (nats a token)")
     loss.legend()
     rate.plot(steps, [line["lr"] for line in lines], color=BLUE)
@@ -31,8 +31,8 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     norm.plot(steps, [line["grad_norm"] for line in lines], color=BLUE, linewidth=0.8)
     norm.set_ylabel("gradient norm, before clipping")
     norm.set_yscale("log")
-    sinks.plot(seen, [line["first_token"] for line in looks], ".-", color=BLUE, label="mean")
-    most = [line["first_token_most"] for line in looks]
+    sinks.plot(seen, [line["first_token"] for line in evaluated], ".-", color=BLUE, label="mean")
+    most = [line["first_token_most"] for line in evaluated]
     sinks.plot(seen, most, ".-", color=ORANGE, label="the head with the most")
     sinks.set_ylabel("attention on the first token")
     sinks.set_ylim(0, 1)

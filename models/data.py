@@ -2,8 +2,8 @@
 
 A data folder holds `manifest.json`, `tokenizer.json` and `train-00000.npy`, `valid-00000.npy`, ...
 Each shard is a flat array of token ids; every document ends with END. A sample is a run of
-consecutive tokens; which runs make up a batch follows from the seed and the step and from nothing
-else, so a run that was killed sees exactly what it would have seen.
+consecutive tokens. The seed and the step alone choose the runs of a batch, so a resumed run sees
+exactly the batches of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Tokens:
 
     @property
     def digest(self) -> str:
-        """What the folder holds, in a few letters."""
-        held = [self.manifest["tokenizer"], self.manifest["shards"]]
-        return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
+        """A short hash of the tokenizer and the shards."""
+        contents = [self.manifest["tokenizer"], self.manifest["shards"]]
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
 
     def id_of(self, special: str) -> int:
+        """The id of a special token."""
         return self.manifest["special"][special]
 
     def count(self, split: Split) -> int:
@@ -56,7 +57,7 @@ class Tokens:
 
     @cached_property
     def _maps(self) -> dict[str, tuple[list[np.ndarray], np.ndarray]]:
-        """Of each split the shards, mapped and not read, and where each begins."""
+        """The memory-mapped shards of each split, and where each begins."""
         found = {}
         for split in SPLITS:
             shards = self.manifest["shards"][split]
@@ -78,23 +79,23 @@ class Tokens:
 
 
 def batch(
-    tokens: Tokens, split: Split, seed: int, step: int, rows: int, length: int
+    tokens: Tokens, split: Split, seed: int, step: int, samples: int, length: int
 ) -> Int32[np.ndarray, "B T"]:
-    """The samples of one step: `rows` runs of `length` + 1 tokens.
+    """The batch of one step: `samples` runs of `length` + 1 tokens.
 
-    An epoch is every run once, in an order of its own and cut at an offset of its own.
-    Raises UserError where the split holds fewer tokens than one batch.
+    An epoch contains every run once. Each epoch has its own order and its own offset of the cuts.
+    Raises UserError where the split has fewer tokens than one batch.
     """
     total = tokens.count(split)
     runs = (total - 1) // length - 1  # one run less: the offset moves the cuts by up to one
-    if runs < rows:
+    if runs < samples:
         raise UserError(
-            f"a batch of {rows} samples of {length} tokens needs {(rows + 1) * length + 1:,} "
+            f"a batch of {samples} samples of {length} tokens needs {(samples + 1) * length + 1:,} "
             f"tokens, {split} has {total:,}; give more text, or set a smaller batch or length"
         )
-    first = step * rows
+    first = step * samples
     picked = []
-    for number in range(first, first + rows):
+    for number in range(first, first + samples):
         epoch, within = divmod(number, runs)
         offset, order = _order(seed, epoch, runs, length)
         picked.append(tokens.run(split, offset + int(order[within]) * length, length + 1))
@@ -108,44 +109,45 @@ def _order(seed: int, epoch: int, runs: int, length: int) -> tuple[int, np.ndarr
 
 
 def read(folder: Path | str) -> Tokens:
-    """A data folder, checked against its manifest.
+    """Open a data folder and check it against its manifest.
 
-    Raises UserError where it is none, a shard is missing or not what the manifest says.
+    Raises UserError for another folder, and for a shard that is missing or has other contents.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}; make one with `jaxkv data`")
-    remedy = "make the folder again with `jaxkv data`"
+    remedy = "create the folder again with `jaxkv data`"
     manifest = read_json(folder / MANIFEST, remedy)
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} is no data folder: no {MANIFEST} that says {FORMAT!r}; make one with "
             "`jaxkv data`"
         )
-    if manifest.get("sha256") != sealed(manifest)["sha256"]:
+    if manifest.get("sha256") != with_checksum(manifest)["sha256"]:
         raise UserError(f"{folder / MANIFEST} must be as it was written, and is not; {remedy}")
     shards = [shard for split in SPLITS for shard in manifest["shards"][split]]
-    for told in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
-        path = folder / told["file"]
+    for entry in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
+        path = folder / entry["file"]
         try:
-            same = path.is_file() and sha256_of(path) == told["sha256"]
+            same = path.is_file() and sha256_of(path) == entry["sha256"]
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); allow it") from None
         if not same:
             raise UserError(
-                f"{path} must be the file that {MANIFEST} tells of, and is another or not there; "
+                f"{path} must be the file that {MANIFEST} describes, but is missing or another; "
                 + remedy
             )
     return Tokens(folder, manifest)
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the checksum of all else in it."""
-    told = {key: value for key, value in manifest.items() if key != "sha256"}
-    text = json.dumps(told, sort_keys=True).encode()
-    return told | {"sha256": hashlib.sha256(text).hexdigest()}
+def with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add the checksum of all other fields to a manifest."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    text = json.dumps(content, sort_keys=True).encode()
+    return content | {"sha256": hashlib.sha256(text).hexdigest()}
 
 
 def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

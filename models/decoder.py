@@ -1,7 +1,8 @@
 """The decoder of the Llama family in Flax nnx, every member from one Config.
 
-Activations are feature-major, [D, B, T], and weights stand as published, (out, in): a product is
-`W @ x`, whose output a CPU writes in long runs at any batch. Nothing is transposed at loading.
+Activations are feature-major, [D, B, T], and weights keep their published layout, (out, in). A
+product is `W @ x`, whose output a CPU writes contiguously at any batch size. Loading transposes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
+from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.state.sharding import sharded_step
+from jaxkv.models.xla_cpu import dot, has_head_last_product
+from jaxkv.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 Weights = Mapping[str, Array]
-_PARTS = 8  # of the product of one token with a weight of at least _LARGE elements, on a CPU
-_LARGE = 2**18
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
-    """How every layer of this model attends; dtype is that of cached keys and values."""
+    """The attention of every layer of this model; dtype is that of cached keys and values."""
     return Spec(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -77,17 +78,17 @@ class Layer(nnx.Module):
         return self._bias(matmul(getattr(self, name)[...], x), name, axis=0)
 
     def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
-        if not _turned(x, tokens=x.shape[2]):
+        if not has_head_last_product(x, tokens=x.shape[2]):
             y = self._linear(x, name)
             return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
         y = self._bias(dot(x, getattr(self, name)[...], (0, 1)), name, axis=2)
         return y.reshape(*y.shape[:2], -1, self.config.head_dim)
 
     def _from_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "D B T"]:
-        rows, tokens = out.shape[:2]
-        if not _turned(out, tokens):
-            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, rows, tokens), "o")
-        return self._bias(dot(self.o[...], out.reshape(rows, tokens, -1), (1, 2)), "o", axis=0)
+        batch, tokens = out.shape[:2]
+        if not has_head_last_product(out, tokens):
+            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, batch, tokens), "o")
+        return self._bias(dot(self.o[...], out.reshape(batch, tokens, -1), (1, 2)), "o", axis=0)
 
     def _bias(self, y: Array, name: str, axis: int) -> Array:
         bias = getattr(self, f"{name}_bias", None)
@@ -95,10 +96,10 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens in, hidden states and new cache states out; `logits` reads the hidden states.
+    """Maps tokens to hidden states and new cache states; `logits` maps hidden states to logits.
 
-    run: what stands between the projections of a layer, of the signature of `jaxkv.step`, which it
-    is by default, over the mesh where there is one.
+    run: the attention between the projections of a layer, with the signature of `jaxkv.step`. By
+    default it is `jaxkv.step`, or its sharded form over the mesh.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Decoder(nnx.Module):
         return matmul(self.unembedding().astype(hidden.dtype), hidden, jnp.float32)
 
     def unembedding(self) -> Float[Array, "V D"]:
-        """The matrix that reads hidden states."""
+        """The output head, which is the embedding where the two are tied."""
         return (self.embed if self.head is None else self.head)[...]
 
 
@@ -152,88 +153,13 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
 
 
 def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
-    """A vector that lies along one axis of an array of so many."""
+    """Reshape a vector to broadcast along one axis of an array with `ndim` axes."""
     return vector.reshape([-1 if i == axis % ndim else 1 for i in range(ndim)])
 
 
 def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
-    whole = lambda weight, x: dot(weight, x, (1, 0), dtype)  # noqa: E731
-    one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
-    if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
-        return whole(weight, x)
-    in_parts = partial(_matmul_in_parts, dtype=dtype)
-    return jax.lax.platform_dependent(weight, x, cpu=in_parts, default=whole)
-
-
-def _matmul_in_parts(
-    weight: Float[Array, "O I"], x: Float[Array, "I 1 1"], dtype: jnp.dtype | None
-) -> Float[Array, "O 1 1"]:
-    """One token's product: left to itself XLA:CPU cuts it so that some cores get less to read."""
-    inputs = jnp.broadcast_to(x[:, 0, 0], (_PARTS, weight.shape[1]))
-    y = jax.lax.dot_general(
-        weight.reshape(_PARTS, -1, weight.shape[1]),
-        inputs,
-        (((2,), (1,)), ((0,), (0,))),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return y.reshape(-1, 1, 1).astype(dtype or weight.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
-    """The product over one axis of each, the first or the last, accumulated in float32.
-
-    Gradients come out in the order of axes that their arrays have, so that nothing is turned; JAX's
-    own rule turns activations, for which XLA:CPU takes longer than for the product itself.
-    """
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return y.astype(dtype or a.dtype)
-
-
-def _dot_forward(
-    a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None
-) -> tuple[Array, tuple[Array, Array]]:
-    return dot(a, b, contract, dtype), (a, b)
-
-
-def _dot_backward(
-    contract: tuple[int, int], _: jnp.dtype | None, arrays: tuple[Array, Array], ct: Array
-) -> tuple[Array, Array]:
-    # As matrices: the axis that was summed over, and all others as one.
-    a, b = (
-        x.reshape(x.shape[0], -1) if axis == 0 else x.reshape(-1, x.shape[-1])
-        for x, axis in zip(arrays, contract, strict=True)
-    )
-    ct = ct.astype(a.dtype).reshape(a.size // arrays[0].shape[contract[0]], -1)
-
-    def gradient(of: int, other: Array, other_free: int) -> Array:
-        first, second = (other, other_free), (ct, 1 - of)
-        if contract[of] != 0:
-            first, second = second, first
-        found = dot(first[0], second[0], (first[1], second[1]))
-        return found.reshape(arrays[of].shape)
-
-    return gradient(0, b, int(contract[1] == 0)), gradient(1, a, int(contract[0] == 0))
-
-
-dot.defvjp(_dot_forward, _dot_backward)
-
-
-def _turned(x: Array, tokens: int) -> bool:
-    """Whether a product comes out as heads want it, so that nobody has to turn it.
-
-    In half precision jax 0.7 has no such product on a CPU.
-    """
-    return tokens > 1 and x.dtype == jnp.float32
+    return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
 
 
 def _layer_weights(weights: Weights, layer: int) -> dict[str, Array]:

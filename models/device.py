@@ -1,4 +1,4 @@
-"""What the devices of this machine are, and how much they could do."""
+"""The devices of this machine and their peak performance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-# Dense products in bfloat16, FLOP/s, as data sheets have them; by words of a device kind, of which
-# the first that fits counts.
+# Peak FLOP/s of dense bfloat16 products, from data sheets, by words of the device kind; the first
+# match counts.
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
          "L4": 121e12, "v6 lite": 918e12, "v6e": 918e12, "v5 lite": 197e12, "v5e": 197e12,
          "v5p": 459e12, "v5": 459e12, "v4": 275e12}  # fmt: skip
 
 
 def native_dtype(device: jax.Device) -> str:
-    """What a device computes in: bfloat16, or float32 where it has no units for that."""
+    """The compute dtype of a device: bfloat16, or float32 where it has no bfloat16 units."""
     if device.platform == "cpu":
         return "float32"
     capability = cuda_capability(device)
@@ -36,14 +36,14 @@ def cuda_capability(device: jax.Device) -> float | None:
 
 @functools.cache
 def peak() -> float:
-    """FLOP/s that one device could do: the data sheet's, or what a large product reaches here."""
+    """Peak FLOP/s of one device: from the data sheet, or measured with a large product."""
     words = f" {jax.local_devices()[0].device_kind.replace('-', ' ')} "
     listed = next((flops for name, flops in PEAKS.items() if f" {name} " in words), None)
     return listed or measured_peak()
 
 
 def measured_peak(repeats: int = 3) -> float:
-    """The best FLOP/s of a product of two square matrices in the device's own precision."""
+    """The best FLOP/s of a square matrix product in the device's native dtype."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     a = jnp.ones((size, size), native_dtype(jax.local_devices()[0]))
     product = jax.jit(jnp.matmul)
@@ -57,7 +57,7 @@ def measured_peak(repeats: int = 3) -> float:
 
 
 def used_by(mesh: Mesh | None) -> str:
-    """What computes, in words: devices by their kind, or the processor that is all of a CPU's."""
+    """The devices in words: count and kind, or cores and processor of a CPU."""
     count, kind = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
         return f"{count} x {kind}"
@@ -74,5 +74,5 @@ def processor() -> str:
 
 
 def cores() -> int | None:
-    """Those that this process may use, where the system tells."""
+    """The number of cores that this process may use, where the system reports it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

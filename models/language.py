@@ -1,4 +1,4 @@
-"""A loaded model's words, as the server asks for them."""
+"""The tokenizer and chat template of a loaded model, as the server needs them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cached_property
 
 from jaxkv.models.chat import Message
 from jaxkv.models.llm import Llm
-from jaxkv.models.text import Row
+from jaxkv.models.text import OutputText
 from jaxkv.models.tokenizer import Pieces
 
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """name: what clients call the model. created: when it was loaded, in seconds since 1970."""
+    """name: the model name for clients. created: load time, in seconds since 1970."""
 
     llm: Llm
     name: str
@@ -27,6 +27,7 @@ class Language:
 
     @cached_property
     def longest(self) -> int:
+        """The most bytes of one token."""
         return max(map(len, self.llm.tokenizer.table))
 
     def encode(self, text: str) -> list[int]:
@@ -36,7 +37,7 @@ class Language:
     def render(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to where the next answer begins.
 
-        A model without a chat template reads plain lines. Raises UserError where a template
+        A model without a chat template gets plain lines. Raises UserError where a template
         refuses the conversation.
         """
         chat, tokenizer = self.llm.chat, self.llm.tokenizer
@@ -45,7 +46,7 @@ class Language:
         return tokenizer.encode(chat.render(messages), bos=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each id of a prompt adds to its text."""
+        """The text that each id of a prompt adds."""
         pieces = Pieces(self.llm.tokenizer)
         return [pieces.push(token) for token in ids]
 
@@ -54,6 +55,6 @@ class Language:
         table = self.llm.tokenizer.table
         return table[token] if token < len(table) else b""
 
-    def row(self, stops: Sequence[str], eos: Sequence[int]) -> Row:
-        """The text of a new answer."""
-        return Row(self.llm, eos, stops, keep=False)
+    def row(self, stops: Sequence[str], eos: Sequence[int]) -> OutputText:
+        """The empty output of a new answer."""
+        return OutputText(self.llm, eos, stops, keep=False)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.models.chat import Chat, read_chat
-from jaxkv.models.compilation import keep_compilations
+from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import Decoder, spec_of
 from jaxkv.models.hf.folder import find
@@ -25,12 +25,12 @@ from jaxkv.policy_spec import by_layer
 from jaxkv.typing import Array
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT = Path(__file__).with_name("default")  # the model that comes with the package
+DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
 
 @dataclass(frozen=True, eq=False)
 class Llm:
-    """What `load` returns. weights: flat, by name (models/hf/names.py); folder: where from."""
+    """A loaded model. weights: flat, by name (models/hf/names.py). folder: the source."""
 
     config: Config
     weights: dict[str, Array]
@@ -42,10 +42,12 @@ class Llm:
 
     @property
     def spec(self) -> Spec:
+        """The attention of every layer, as policies need it."""
         return spec_of(self.config, self.dtype)
 
     @property
     def eos(self) -> tuple[int, ...]:
+        """The token ids that end a text."""
         return tuple(dict.fromkeys((*self.config.eos, *self.tokenizer.eos)))
 
     @property
@@ -54,7 +56,7 @@ class Llm:
         return Decoder(self.config, self.weights, self.mesh)
 
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
-        """One cache policy a layer."""
+        """One cache policy per layer; raises UserError for anything that is none."""
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
             if not isinstance(one, str | Policy):
                 raise UserError(f"a policy is a string or a value such as Streaming(), got {one!r}")
@@ -67,15 +69,15 @@ def load(
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llm:
-    """A model of the Llama family with its tokenizer, from a folder or a Hub id.
+    """Load a model of the Llama family with its tokenizer, from a folder or a Hub id.
 
-    folder_or_id: left out, the small model that comes with the package (models/default/README.md).
+    folder_or_id: the default is the small model in the package (models/default/README.md).
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
-    times slower, and the published dtype elsewhere. mesh: axes `data` (rows) and `model` (heads).
-    progress: called with (bytes read, bytes in all).
+    times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
+    progress: called with (bytes read, all bytes).
     Raises UserError for anything wrong with the folder.
     """
-    keep_compilations()
+    enable_compilation_cache()
     folder = find(folder_or_id)
     config = read_config(folder)
     if dtype is None:
@@ -90,7 +92,7 @@ def load(
     return Llm(config, weights, tokenizer, read_chat(folder), folder, dtype, mesh)
 
 
-# Which axis of a weight is split over the mesh's `model` axis; the others are whole everywhere.
+# The axis of a weight that is split over the mesh's `model` axis; others are replicated.
 SPLIT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "q_bias": 0, "k_bias": 0,
          "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sinks": 0}  # fmt: skip
 

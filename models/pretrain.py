@@ -3,13 +3,13 @@
     jaxkv data --text BOOKS --vocab-size 4096 --out data
     jaxkv pretrain --preset tiny --data data --out run --set sinks=token
 
-The same command again goes on where the last one stopped, and on a CPU ends with the weights that
-it would have had without stopping, bit for bit. This file is the run, from top to bottom; the step
-itself is in training.py, recipes are in recipes.py.
+The same command again resumes the run. On a CPU the final weights are bit-identical to those of an
+uninterrupted run. This file contains the training loop; the step is in training.py, recipes are in
+recipes.py.
 
     OUT/log.jsonl    an object for every logged step
     OUT/curves.png   the same as a picture
-    OUT/last, best   checkpoints; OUT/run.json says of what run
+    OUT/last, best   checkpoints; OUT/run.json describes the run
     OUT/hf           the trained model, as a Hugging Face folder
 """
 
@@ -34,7 +34,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import curves, data, device, training
 from jaxkv.models.chat import Chat
 from jaxkv.models.checkpoint import Checkpoints, own, writing
-from jaxkv.models.compilation import clock, keep_compilations
+from jaxkv.models.compilation import clock, enable_compilation_cache
 from jaxkv.models.data import Tokens
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
@@ -48,8 +48,8 @@ from jaxkv.typing import Array
 
 # The tokens before every sample, by the recipe's `sinks`.
 FRONT = {"token": (data.SINK,), "two_tokens": (data.SINK, data.SECOND_SINK)}
-PROMPT, SAMPLE = "The", 60  # how a sample of text begins, and its new tokens
-LOOKED_AT = 2  # samples whose attention is looked at
+PROMPT, SAMPLE = "The", 60  # the prompt of a text sample, and its new tokens
+ATTENTION_SAMPLES = 2  # samples whose attention is analysed
 
 
 def pretrain(
@@ -61,16 +61,16 @@ def pretrain(
     stopped: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
 ) -> Path | None:
-    """Train a model, or go on with it; the folder of the exported model.
+    """Train a model, or resume training; the folder of the exported model.
 
     tokens: a data folder (models.data.read). out: a folder for this run alone. mesh: its axis
-    `data` splits samples, weights and moments; every process calls this alike, and the first one
-    writes. tell: is given lines to show. stopped: asked after every step; where it says True, a
-    checkpoint is kept and None is returned.
+    `data` splits samples, weights and moments; every process makes the same call, and the first one
+    writes. tell: called with lines to show. stopped: called after every step; if it returns True, a
+    checkpoint is saved and None is returned.
     Raises UserError for data, a mesh or a folder that does not fit, a full disk, and a loss that is
-    no number.
+    not finite.
     """
-    keep_compilations()
+    enable_compilation_cache()
     if jax.process_count() > 1 and (mesh is None or mesh.size != jax.device_count()):
         raise UserError(
             "several processes train one model over a mesh of all their devices; write --mesh "
@@ -86,15 +86,15 @@ def pretrain(
         "data": tokens.digest,
         "dtype": setting.dtype,
     }
-    with contextlib.ExitStack() as held:
-        together(lambda: held.enter_context(own(out, run)))
-        checkpoints = held.enter_context(Checkpoints(out, run))
+    with contextlib.ExitStack() as stack:
+        in_first_process(lambda: stack.enter_context(own(out, run)))
+        checkpoints = stack.enter_context(Checkpoints(out, run))
         trained = checkpoints.restore(training.shape(setting)) or training.begin(setting)
         log = Log(out / "log.jsonl", int(trained.step), writes, board)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped)
         checkpoints.wait()
         if int(trained.step) < recipe.steps:
-            tell(f"stopped at step {int(trained.step)}; the same command goes on")
+            tell(f"stopped at step {int(trained.step)}; the same command resumes")
             return None
         weights, tokenizer = _whole(setting, trained.weights), tokens.folder / data.TOKENIZER
         if writes:
@@ -113,7 +113,7 @@ def train(
     tell: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> Training:
-    """The loop: all steps that are left, or those until `stopped` says so."""
+    """Run the remaining steps, or those until `stopped` returns True."""
     recipe, first = setting.recipe, int(trained.step)
     name = title(setting, trained)
     used, there = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
@@ -121,39 +121,39 @@ def train(
     tell(
         f"{name}, {setting.dtype}, {place}"
         + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
-        + (f"; going on from step {first}" if first else "")
+        + (f"; resuming from step {first}" if first else "")
     )
     left = first < recipe.steps
     tell(f"compiling; a line every {recipe.log_every} steps" if left else "all steps are done")
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
-        trained, told = training.update(setting, trained, setting.split(runs))
+        trained, metrics = training.update(setting, trained, setting.split(runs))
         done = step + 1
-        looking = done == recipe.steps or done % recipe.look_every == 0
-        logging = looking or 0 in (done % recipe.log_every, done % recipe.save_every)
-        # Several processes must stop at one step, and agree on it only where they wait anyway.
+        evaluating = done == recipe.steps or done % recipe.look_every == 0
+        logging = evaluating or 0 in (done % recipe.log_every, done % recipe.save_every)
+        # Several processes must stop at the same step; they agree on it where they wait anyway.
         stop = (logging or jax.process_count() == 1) and anywhere(stopped())
-        saving = looking or stop or done % recipe.save_every == 0
+        saving = evaluating or stop or done % recipe.save_every == 0
         if not (logging or stop):
             continue
         line = {
             "step": done,
-            "loss": float(told.loss),
+            "loss": float(metrics.loss),
             "lr": float(rate(step)),
-            "grad_norm": float(told.grad_norm),
+            "grad_norm": float(metrics.grad_norm),
             **pace.since(done),
         }
         _check(trained, checkpoints)
-        if looking:
-            line |= look(setting, trained, valid, tokens, tell)
+        if evaluating:
+            line |= evaluate(setting, trained, valid, tokens, tell)
             line |= {"device": place, "jax": jax.__version__}
         log.write(line)
         tell(shown(line, recipe))
-        if looking:
+        if evaluating:
             log.draw(name)
-        # First the best: where a run goes on from, its best is kept.
-        if looking and anywhere(log.is_best(line)):
+        # The best first: a run that resumes from `last` then has its best checkpoint too.
+        if evaluating and anywhere(log.is_best(line)):
             checkpoints.save(trained, "best")
         if saving:
             checkpoints.save(trained)
@@ -164,42 +164,44 @@ def train(
 
 
 def _check(trained: Training, checkpoints: Checkpoints) -> None:
-    """Raise UserError once a step had no numbers; since then the weights are as they were."""
+    """Raise UserError after a step that was not finite; it left the weights unchanged."""
     if int(trained.failed) < 0:
         return
     checkpoints.wait()
-    kept = checkpoints.newest()
-    there = "there is no checkpoint yet" if kept is None else f"the last good one is of step {kept}"
+    newest = checkpoints.newest()
+    good = (
+        "there is no checkpoint yet" if newest is None else f"the last good one is of step {newest}"
+    )
     raise UserError(
-        f"the loss or its gradient is no number at step {int(trained.failed) + 1}; {there}; set a "
+        f"the loss or its gradient is not finite at step {int(trained.failed) + 1}; {good}; set a "
         "smaller lr, a longer warmup, or dtype=float32, with another --out"
     )
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether it holds in any process of the run; all of them ask together."""
+    """Whether `flag` is true in any process of the run; all of them call this together."""
     if jax.process_count() == 1:
         return flag
     return bool(process_allgather(np.array([flag])).any())
 
 
-def together(act: Callable[[], object]) -> None:
-    """What the first process alone does, and all must know to have failed."""
-    told = b""
+def in_first_process(act: Callable[[], object]) -> None:
+    """Call `act` in the first process alone; its UserError is raised in all processes."""
+    failure = b""
     if jax.process_index() == 0:
         try:
             act()
         except UserError as error:
-            told = str(error).encode()[:1000]
+            failure = str(error).encode()[:1000]
     if jax.process_count() > 1:
-        message = np.frombuffer(told.ljust(1000, b"\0"), np.uint8)
-        told = bytes(np.asarray(broadcast_one_to_all(message))).rstrip(b"\0")
-    if told:
-        raise UserError(told.decode(errors="ignore"))
+        message = np.frombuffer(failure.ljust(1000, b"\0"), np.uint8)
+        failure = bytes(np.asarray(broadcast_one_to_all(message))).rstrip(b"\0")
+    if failure:
+        raise UserError(failure.decode(errors="ignore"))
 
 
 def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
-    """What the steps of a recipe compile to on these data and devices."""
+    """The setting of a recipe on these data and devices."""
     front = tuple(tokens.id_of(name) for name in FRONT.get(recipe.sinks, ()))
     return setting_for(recipe, tokens.vocab, front, tokens.id_of(data.END), mesh)
 
@@ -207,7 +209,7 @@ def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Sett
 def setting_for(
     recipe: Recipe, vocab: int, front: tuple[int, ...], end: int, mesh: Mesh | None = None
 ) -> Setting:
-    """What the steps of a recipe compile to; front and end: ids of the sink tokens and of END."""
+    """The setting of a recipe; front and end: the ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
     native = device.native_dtype(jax.local_devices()[0])
@@ -216,7 +218,7 @@ def setting_for(
 
 
 def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
-    """The samples of every look, in parts as large as those of training; as many as there are."""
+    """The validation samples, in parts of the training size; fewer if the split is small."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate
     most = tokens.count("valid") // recipe.context // size - 1
@@ -224,20 +226,20 @@ def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
     return [data.batch(tokens, "valid", 0, part, size, recipe.context) for part in range(parts)]
 
 
-def look(
+def evaluate(
     setting: Setting,
     trained: Training,
     valid: list[np.ndarray],
     tokens: Tokens,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What a run is worth by now: loss on held-back text, where its heads look, how it writes."""
+    """Validation loss, attention to the first token, and a sample of text."""
     losses = [
         float(training.mean_loss(setting, trained.weights, setting.place_samples(part)))
         for part in valid
     ]
     weights = _whole(setting, trained.weights)
-    alone, some = dataclasses.replace(setting, mesh=None), valid[0][:LOOKED_AT]
+    alone, some = dataclasses.replace(setting, mesh=None), valid[0][:ATTENTION_SAMPLES]
     mass = np.asarray(
         training.first_token_mass(alone, weights, some, min(64, setting.recipe.context // 2))
     )
@@ -253,7 +255,7 @@ def look(
 
 
 def write(setting: Setting, weights: dict[str, Array], tokens: Tokens) -> str:
-    """Some text of a model in training."""
+    """A sample of text from a model in training."""
     context = setting.recipe.context
     tokenizer = dataclasses.replace(read_tokenizer(tokens.folder), front=setting.front)
     cast = {name: weight.astype(setting.dtype) for name, weight in weights.items()}
@@ -264,7 +266,7 @@ def write(setting: Setting, weights: dict[str, Array], tokens: Tokens) -> str:
 
 
 def _whole(setting: Setting, weights: dict[str, Array]) -> dict[str, Array]:
-    """The weights in one piece on this process's own device; all processes call it together."""
+    """The unsharded weights on this process's own device; all processes call it together."""
     if setting.mesh is None:
         return weights
     same = _spread(NamedSharding(setting.mesh, PartitionSpec()))(weights)
@@ -277,7 +279,7 @@ def _spread(everywhere: NamedSharding) -> Callable:
 
 
 def shown(line: dict[str, Any], recipe: Recipe) -> str:
-    """A logged step as people read it."""
+    """A logged step as a line of text."""
     left = (recipe.steps - line["step"]) * recipe.rows * recipe.context
     minutes = left / max(line["tokens_per_second"], 1e-9) / 60
     text = (
@@ -301,23 +303,23 @@ def title(setting: Setting, trained: Training) -> str:
 
 
 class Pace:
-    """Tokens a second and the share of the hardware's arithmetic, without looks and compiling.
+    """Tokens per second and model FLOPs utilisation, without evaluation and compiling.
 
-    seconds: what earlier starts of the run took, all in all, which is what it tells as well.
+    seconds: the total time of earlier starts of the run; `since` reports the time in total.
     """
 
     def __init__(self, setting: Setting, first: int, seconds: float):
         self._tokens = setting.recipe.rows * setting.recipe.context
         flops = training.flops_per_token(setting.config, setting.recipe.context)
         devices = 1 if setting.mesh is None else setting.mesh.size
-        # The devices of a CPU are one processor.
+        # The virtual devices of a CPU share one processor.
         self._peak = device.peak() * (1 if jax.default_backend() == "cpu" else devices)
         self._flops, self._start = flops, time.perf_counter() - seconds
         clock()
         self.resume(first)
 
     def since(self, done: int) -> dict[str, float]:
-        """Figures of the steps since the last call; call it when they are really done."""
+        """Measurements of the steps since `resume`; call it when those steps are complete."""
         now = time.perf_counter()
         spent = now - self._begun - (clock().seconds - self._compiled)
         pace = (done - self._done) * self._tokens / max(spent, 1e-9)
@@ -328,20 +330,21 @@ class Pace:
         }
 
     def resume(self, done: int) -> None:
+        """Start a new measurement after step `done`."""
         self._done, self._begun, self._compiled = done, time.perf_counter(), clock().seconds
 
 
 class Log:
-    """OUT/log.jsonl: a line a logged step, none of a step that is still to come."""
+    """OUT/log.jsonl: one line per logged step, without steps after the checkpoint."""
 
     def __init__(self, path: Path, step: int, writes: bool, board: Callable | None):
         self._path, self._writes = path, writes
-        held = path.read_text("utf-8").splitlines() if path.exists() else []
-        # What was written behind the checkpoint will be written again.
-        self.lines = [line for line in map(_parsed, held) if line and line["step"] <= step]
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        # Steps after the checkpoint will be logged again.
+        self.lines = [line for line in map(_parsed, lines) if line and line["step"] <= step]
         self.seconds = self.lines[-1]["seconds"] if self.lines else 0.0
-        there = str(path.parent / "tensorboard")
-        self._board = board(there, purge_step=step + 1) if board and writes else None
+        folder = str(path.parent / "tensorboard")
+        self._board = board(folder, purge_step=step + 1) if board and writes else None
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             with writing(path.parent):
@@ -365,13 +368,13 @@ class Log:
                 files.write({self._path.with_name("curves.png"): curves.draw(self.lines, title)})
 
     def is_best(self, line: dict[str, Any]) -> bool:
-        """Whether no look before this one had a smaller loss, as the process that writes has it."""
+        """Whether no earlier validation loss is smaller; False in processes that do not write."""
         losses = [x["valid_loss"] for x in self.lines if "valid_loss" in x]
         return self._writes and line["valid_loss"] <= min(losses)
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """A line of the log; None for one that a killed process left half."""
+    """A line of the log; None for a partial line of a killed process."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -379,12 +382,12 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _board() -> Callable:
-    """What writes for TensorBoard; asked for before a run begins, in every process."""
+    """The TensorBoard writer class, imported before a run begins in every process."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise UserError(
-            "--tensorboard needs the package tensorboardX; pip install tensorboardX, or leave the "
-            "flag away"
+            "--tensorboard needs the package tensorboardX; pip install tensorboardX, or omit the "
+            "flag"
         ) from None
     return SummaryWriter

@@ -1,4 +1,4 @@
-"""Recipes of training runs: every number of one, and presets that can be run as they stand.
+"""Recipes: all hyperparameters of a training run, and ready-made presets.
 
 jaxkv data --text BOOKS --vocab-size 4096 --out data
 jaxkv pretrain --preset tiny --data data --out run --set sinks=token
@@ -22,7 +22,7 @@ Sinks = Literal["none", "zero", "token", "two_tokens", "logit"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run, to the last number: with the data and the seed it is the run."""
+    """All hyperparameters of a training run; with the data and the seed they determine it."""
 
     # The model: Llama blocks, embedding and head in one matrix.
     layers: int
@@ -31,14 +31,14 @@ class Recipe:
     kv_heads: int
     mlp: int
     context: int
-    # What a head may attend to in place of a token (StreamingLLM, section 3.3): nothing, softmax
-    # with 1 added below, a token of its own before every sample, two, or a learned logit a head.
+    # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
+    # two sink tokens before every sample, or a learned logit per head.
     sinks: Sinks = "none"
-    # A step: samples, of `context` tokens each, and into how many parts they are taken.
+    # A step: samples of `context` tokens each, and the number of parts for accumulation.
     rows: int = 8
     accumulate: int = 1
     steps: int = 1000
-    # The optimizer. Shares are of the steps; last_lr is a share of lr.
+    # The optimizer. warmup and cooldown are shares of the steps, last_lr a share of lr.
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
     last_lr: float = 0.1
@@ -52,7 +52,7 @@ class Recipe:
     z_loss: float = 1e-4
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
-    # What is told and kept, in steps: these may change between one start and the next.
+    # Logging and checkpoints, in steps; these may change when a run is resumed.
     log_every: int = 10
     look_every: int = 250
     save_every: int = 250
@@ -62,29 +62,29 @@ class Recipe:
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
-    # A sink token at work in a minute on a laptop: one head that has nothing to do most of the
-    # time, and an MLP too small to take back what it adds. Plain softmax grows no sink here. Not
-    # for text: `python -m jaxkv.evals.backcopy` makes the data; its record says time and loss.
+    # A sink token forms within a minute on a laptop: one head that is idle most of the time, and an
+    # MLP too small to undo its output. Plain softmax grows no sink here. Not for text:
+    # `python -m jaxkv.evals.backcopy` makes the data; its record has time and loss.
     "backcopy": Recipe(
         layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
         rows=64, steps=800, lr=5e-3, z_loss=0.0,
         log_every=100, look_every=100, save_every=800,
     ),
-    # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. What
-    # it took and what loss it reached is in evals/results/sink_tables.json, its speed in mfu.json.
+    # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. Its
+    # time and loss are in evals/results/sink_tables.json, its speed in mfu.json.
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,
     ),
-    # The model that comes with the package, of the shape of tiny: 16 million tokens. Its time and
-    # loss are in evals/results/default_model.json.
+    # The model in the package, with the shape of tiny: 16 million tokens. Its time and loss are in
+    # evals/results/default_model.json.
     "default": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sinks="token",
         rows=8, steps=4000, optimizer="muon", lr=7e-3, last_lr=0.02,
     ),
     # 28 million weights at a vocabulary of 4,096: one GPU or TPU. By the operations that its 330
-    # million tokens take, three minutes of an H100 at 45 % of its peak. Not run yet, so nobody
-    # knows what loss to expect (ACCELERATOR.md).
+    # million tokens take, three minutes of an H100 at 45 % of its peak. Not run yet, so its loss is
+    # unknown (ACCELERATOR.md).
     "small": Recipe(
         layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,
         rows=64, accumulate=4, steps=5000, lr=1e-3,
@@ -92,10 +92,10 @@ PRESETS: dict[str, Recipe] = {
     # The paper's 160M models (section 3.3): the recipe of Pythia-160M at a batch of 256, whose
     # 143,000 steps of 524,288 tokens take Adam at 6e-4 down to 6e-5 by a cosine after 1 % of
     # warm-up, betas 0.9 and 0.95, decay 0.1, clip 1.0, in float16 on the Pile. Pythia's blocks work
-    # in parallel, turn a quarter of each head and have a head matrix of their own; these are
-    # Llama's, in bfloat16, with a z-loss. In eight parts, for the memory of one GPU: 75 thousand
+    # in parallel, rotate a quarter of each head and have an untied output head; these are Llama's,
+    # in bfloat16, with a z-loss. In eight parts, for the memory of one GPU: 75 thousand
     # million tokens, by their operations 38 hours of an H100 at 45 % of its peak. Not run yet, so
-    # nobody knows what loss to expect (ACCELERATOR.md).
+    # its loss is unknown (ACCELERATOR.md).
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
         rows=256, accumulate=8, steps=143_000, lr=6e-4,
@@ -108,7 +108,7 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
     if recipe.width % recipe.heads or recipe.heads % recipe.kv_heads:
         raise UserError(
             "heads must divide width, and kv_heads must divide heads, got "
-            f"width={recipe.width}, heads={recipe.heads}, kv_heads={recipe.kv_heads}; set one anew"
+            f"width={recipe.width}, heads={recipe.heads}, kv_heads={recipe.kv_heads}; change one"
         )
     head_dim = recipe.width // recipe.heads
     return Config(
@@ -123,7 +123,7 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
 
 
 def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
-    """A preset with some fields set anew, each written as field=value.
+    """A preset with some fields replaced, each written as field=value.
 
     Raises UserError for an unknown preset, field or value.
     """

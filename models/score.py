@@ -1,4 +1,4 @@
-"""How well a model predicts a text under a cache policy: the loss of every token, streamed."""
+"""The loss of every token of a text under a cache policy, computed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.decoding import Static
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, no_numbers
+from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, not_finite
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.policy_spec import format_policy
 from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
-# Logits of this many tokens are alive at a time: a vocabulary is often larger than a width.
+# Tokens whose logits are in memory at a time: a vocabulary is often larger than a width.
 _TOKENS_OF_LOGITS = 256
 
 
@@ -58,13 +58,13 @@ def losses(
     start: int = 0,
     stream: Stream | None = None,
 ) -> Iterator[np.ndarray]:
-    """Natural-log losses of tokens 1..N-1 of one text, chunk by chunk, in a fixed memory.
+    """Yield the natural-log losses of tokens 1..N-1 of one text, one array per chunk.
 
-    tokens: the text with its BOS in front; chunk: tokens read at a time, None as many as suit the
-    policy; it changes what it does in `Stream.read`. start: the position of the first token, up to
-    2^32 - 1. stream: states to go on with in place of fresh ones, which know where they stand.
-    Raises UserError if there is nothing to predict, or for a policy that seals a prompt: which
-    part of a text would be its prompt is not said.
+    tokens: the text with its BOS in front. chunk: tokens per chunk; None chooses by policy. Its
+    effect is that of `Stream.prefill`. start: the position of the first token, up to 2^32 - 1.
+    stream: continue these states, at their position, instead of fresh ones.
+    Raises UserError where there is nothing to predict, and for a policy that compresses or indexes
+    a prompt: no part of the text is marked as the prompt.
     """
     if isinstance(tokens, str):
         raise UserError(f"a text to score is a list of token ids, got {tokens!r:.60}; encode it")
@@ -74,29 +74,29 @@ def losses(
     if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
         raise UserError(
             f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
-            "the tokenizer is that of another model"
+            "the tokenizer belongs to another model"
         )
     if stream is None:
         stream = Stream(llm, policy, tokens=len(ids), start=start)
     elif start:
-        raise UserError(f"a stream knows where it stands: start must be left out, got {start}")
-    if not stream.sealed:
+        raise UserError(f"a stream has its own position: start must be left out, got {start}")
+    if not stream.prefill_finished:
         check_scorable(stream.policies)
-    return _read_out(llm, stream, ids, stream.chunk_of(chunk))
+    return _losses_by_chunk(llm, stream, ids, stream.chunk_of(chunk))
 
 
 def check_scorable(policies: Sequence[Policy]) -> None:
-    """Raise UserError for a policy that seals a prompt: it keeps all of a text that has none."""
+    """Raise UserError for a policy that compresses or indexes a prompt: a scored text has none."""
     for policy in policies:
         if policy.min_prompt is not None:
             raise UserError(
                 f"{format_policy(policy)} waits for the end of a prompt, and a text to score has "
                 "none; score another policy, or take this one with `jaxkv generate` or `chat` (in "
-                "Python give stream=, a Stream that has read a prompt and sealed it)"
+                "Python give stream=, a Stream after `prefill` and `finish_prefill`)"
             )
 
 
-def _read_out(
+def _losses_by_chunk(
     llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
 ) -> Iterator[Float[np.ndarray, " T"]]:
     static = Static(llm.config, stream.policies, llm.mesh)
@@ -122,15 +122,15 @@ def _read_out(
 
 
 def encode(llm: Llm, text: str) -> list[int]:
-    """A text as it is scored: one string, one BOS in front where the tokenizer has one."""
+    """The token ids of a text to score, with one BOS in front where the tokenizer has one."""
     return llm.tokenizer.encode(text, bos=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The losses of tokens 1, 2, ... of a text, and what they took; seconds without compiling.
+    """The losses of tokens 1, 2, ... of a text, and measurements.
 
-    chunk: tokens read at a time, None where no cache read them.
+    seconds: without compile_seconds. chunk: tokens per chunk, None where no cache was used.
     """
 
     losses: Float[np.ndarray, " N"]
@@ -141,6 +141,7 @@ class Score:
 
     @property
     def loss(self) -> float:
+        """The mean loss, in nats per token."""
         return float(np.mean(self.losses, dtype=np.float64))
 
     @property
@@ -148,7 +149,7 @@ class Score:
         return float(np.exp(self.loss))
 
     def blocks(self, size: int) -> list[dict[str, int | float]]:
-        """The mean loss of each `size` predictions in a row: of tokens start to end - 1."""
+        """The mean loss of each `size` consecutive predictions, of tokens start to end - 1."""
         total = len(self.losses)
         return [
             {
@@ -168,21 +169,21 @@ def score(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """All losses of a text under a policy; progress is called with the predictions made so far."""
+    """All losses of a text under a policy; progress is called with the predictions done so far."""
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
-    parts = losses(llm, tokens, chunk=chunk, stream=stream)  # what it refuses needs no warning
+    parts = losses(llm, tokens, chunk=chunk, stream=stream)  # raises before the warning
     warn_beyond_context(llm, stream.policies, len(tokens))
     found, seconds, compiling = gather(parts, progress)
     if not np.isfinite(found).all():
-        raise no_numbers(llm)
+        raise not_finite(llm)
     return Score(found, stream.state_bytes, seconds, compiling, chunk)
 
 
 def gather(
     parts: Iterable[np.ndarray], progress: Callable[[int], None] | None = None
 ) -> tuple[np.ndarray, float, float]:
-    """All parts as one; the seconds that making them took, and those spent compiling."""
+    """Concatenate the parts; also the seconds spent computing them, and those compiling."""
     begun, compiled, found, done = time.perf_counter(), clock().seconds, [], 0
     for part in parts:
         found.append(part)

@@ -1,4 +1,4 @@
-"""Text in, text out: `generate` returns an answer with its figures, `stream` yields pieces."""
+"""Text generation: `generate` returns an answer with measurements, `stream` yields its text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Answer:
-    """One row's text and figures; the seconds leave out compiling, which is told by itself.
+    """The text of one sequence, and measurements.
 
-    finish_reason: length, eos or stop. tokens: the new ids, an eos among them. tokens_per_second:
-    of the whole batch.
+    finish_reason: length, eos or stop. tokens: the new ids, including an eos. prefill_seconds and
+    decode_seconds exclude compile_seconds. tokens_per_second: of the whole batch.
     """
 
     text: str
@@ -45,10 +45,10 @@ class Answer:
     state_bytes: int
 
 
-class Row:
-    """One row's text as its tokens come; it ends at an eos, at a stop string, or when told to.
+class OutputText:
+    """The text of one sequence as its tokens come; an eos, a stop string or `end` ends it.
 
-    keep: hold the tokens and the text for afterwards; a text without end is not held.
+    keep: store all tokens and text; False for unbounded generation in constant memory.
     """
 
     def __init__(self, llm: Llm, eos: Sequence[int], stops: str | Sequence[str], keep: bool = True):
@@ -61,15 +61,15 @@ class Row:
         self.count, self.reason, self.keep = 0, "", keep
         self._shown: list[str] = []
         self._pieces = Pieces(llm.tokenizer, start=False)
-        self._eos, self.stops, self._held = frozenset(eos), tuple(stops), ""
+        self._eos, self.stops, self._pending = frozenset(eos), tuple(stops), ""
 
     @property
     def text(self) -> str:
-        """What was shown so far."""
+        """The text shown so far."""
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """The text that is certain once this token has come; none after the row's end."""
+        """Add a token; the text that is certain now, empty after the end of the sequence."""
         if self.reason or token < 0:
             return ""
         self.count += 1
@@ -80,7 +80,7 @@ class Row:
         return self._release(self._pieces.push(token))
 
     def end(self, reason: str) -> str:
-        """Close the row; what was held back as the possible start of a stop string comes out."""
+        """End the sequence; the text withheld as the possible start of a stop string."""
         if self.reason:
             return ""
         piece = self._release(self._pieces.end(), last=True)
@@ -88,19 +88,19 @@ class Row:
         return piece
 
     def _release(self, new: str, last: bool = False) -> str:
-        text = self._held + new
+        text = self._pending + new
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.reason, cut = "stop", min(found)
         else:
-            cut = len(text) if last else len(text) - self._doubtful(text)
-        piece, self._held = text[:cut], "" if found else text[cut:]
+            cut = len(text) if last else len(text) - self._possible_stop(text)
+        piece, self._pending = text[:cut], "" if found else text[cut:]
         if self.keep and piece:
             self._shown.append(piece)
         return piece
 
-    def _doubtful(self, text: str) -> int:
-        """How many last characters may be the beginning of a stop string."""
+    def _possible_stop(self, text: str) -> int:
+        """The number of last characters that may begin a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):
@@ -121,19 +121,19 @@ def generate(
     chunk: int | None = None,
     **knobs: float,
 ) -> Answer | list[Answer]:
-    """Continue a prompt, or a batch of prompts of any lengths, and say what it took.
+    """Continue a prompt, or a batch of prompts of any lengths.
 
-    prompt: a text, a list of token ids, or a list of either for a batch (then a list of answers
-    comes back). policy: what to remember, by string or value, for all layers or one a layer.
-    sampling: how tokens are drawn, or its fields as keywords (temperature=0.8, top_k=40, ...).
-    seed: one for all rows or one a row. stop: strings that end a row, left out of its text.
-    chunk: prompt tokens read at a time, None as suits the policy.
-    Raises UserError for anything the caller can mend.
+    prompt: a text or a list of token ids; for a batch a list of these, which returns a list of
+    answers. policy: the cache policy, a string or a value, for all layers or one per layer.
+    sampling: how tokens are drawn; its fields are also keywords (temperature=0.8, top_k=40, ...).
+    seed: one for all sequences or one per sequence. stop: strings that end a sequence; its text
+    leaves them out. chunk: prompt tokens per prefill chunk, None chooses by policy.
+    Raises UserError for anything that the caller can correct.
     """
     single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
-    # A whole answer has nobody waiting for its first words: take full blocks from the start.
+    # Nothing is shown before the whole answer is complete, so use full blocks from the start.
     run.stream.limit = 1 if stop else BLOCK
     for _ in run.blocks():
         pass
@@ -154,19 +154,20 @@ def stream(
     chunk: int | None = None,
     **knobs: float,
 ) -> Iterator[str]:
-    """The continuation of a prompt as it is made; the same text as `generate` gives.
+    """Yield the continuation of a prompt as it is generated; the same text as `generate` returns.
 
-    max_new_tokens: None goes on until the model ends or nobody asks for more. The other
+    max_new_tokens: None continues until an eos, or until the caller stops iterating. The other
     arguments are those of `generate`.
     """
     prompts = encode(llm, [prompt])
     run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
-    run.rows[0].keep = False
-    return (text for (text,) in run.blocks() if text)  # what is wrong was told by now, not at next
+    run.outputs[0].keep = False
+    # `Run` has raised for bad arguments by now, before the first `next`.
+    return (text for (text,) in run.blocks() if text)
 
 
 def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a prompt, and not a batch of them."""
+    """Whether this is one prompt and not a batch."""
     if isinstance(prompt, np.ndarray | jax.Array):
         return prompt.ndim == 1
     return isinstance(prompt, str | bytes) or (
@@ -175,14 +176,17 @@ def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of each prompt, with the BOS that the model expects before a text."""
+    """The token ids of each prompt, with the BOS that the model expects before a text.
+
+    Raises UserError for an empty prompt, unknown ids, or another type.
+    """
     if not isinstance(llm, Llm):
         raise UserError(f"the model is what models.load returns, got {llm!r:.60}; load it first")
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
         raise UserError(
             f"no prompt was given; give a text, or a list of texts, not {prompts!r:.60}"
         )
-    rows, vocab = [], llm.config.vocab
+    encoded, vocab = [], llm.config.vocab
     for prompt in prompts:
         if isinstance(prompt, str):
             if not prompt:
@@ -194,8 +198,8 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
             raise UserError("the prompt is empty; give at least one token")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise UserError(f"token ids must be from 0 to {vocab - 1}, got {min(ids)}..{max(ids)}")
-        rows.append(ids)
-    return rows
+        encoded.append(ids)
+    return encoded
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -227,7 +231,7 @@ class Run:
         self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
-        self.rows = [Row(llm, self.eos, stop) for _ in prompts]
+        self.outputs = [OutputText(llm, self.eos, stop) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
@@ -239,36 +243,37 @@ class Run:
         self.prefill = self.decode = self.compiled = 0.0
 
     def blocks(self, progress: Callable[[int, int], None] | None = None) -> Iterator[list[str]]:
-        """New text of every row, block by block, until every row has ended.
+        """Yield the new text of every sequence, block by block, until all have ended.
 
-        progress: called with (prompt tokens read, of how many).
+        progress: called with (prompt tokens done, all prompt tokens).
         """
         with self._timed("prefill"):
-            self.stream.read(self.prompts, self.chunk, progress)
-            self.stream.seal()
+            self.stream.prefill(self.prompts, self.chunk, progress)
+            self.stream.finish_prefill()
             jax.block_until_ready(self.stream.decoding.logits)
         blocks = self.stream.pieces(self.sampling, self.tokens, self.eos)
-        while not all(row.reason for row in self.rows):
+        while not all(output.reason for output in self.outputs):
             with self._timed("decode"):
                 block = next(blocks, None)
             if block is None:
-                yield [row.end("length") for row in self.rows]
+                yield [output.end("length") for output in self.outputs]
                 return
             yield [
-                "".join(map(row.push, map(int, ids)))
-                for row, ids in zip(self.rows, block, strict=True)
+                "".join(map(output.push, map(int, ids)))
+                for output, ids in zip(self.outputs, block, strict=True)
             ]
 
     def _timed(self, phase: str):
         return _Timed(self, phase)
 
     def answers(self) -> list[Answer]:
-        tokens = sum(row.count for row in self.rows)
+        """One answer per sequence, once `blocks` is exhausted or the sequences have ended."""
+        tokens = sum(output.count for output in self.outputs)
         return [
             Answer(
-                text=row.text,
-                tokens=row.tokens,
-                finish_reason=row.reason,
+                text=output.text,
+                tokens=output.tokens,
+                finish_reason=output.reason,
                 prompt_tokens=len(prompt),
                 policy=format_policy(self.stream.policies),
                 prefill_seconds=self.prefill,
@@ -277,12 +282,12 @@ class Run:
                 tokens_per_second=tokens / max(self.decode, 1e-9),
                 state_bytes=self.stream.state_bytes,
             )
-            for row, prompt in zip(self.rows, self.prompts, strict=True)
+            for output, prompt in zip(self.outputs, self.prompts, strict=True)
         ]
 
 
 class _Timed:
-    """Adds the seconds of a block to one phase of a run, and those spent compiling to another."""
+    """Adds seconds to one phase of a run, and the compile seconds among them to `compiled`."""
 
     def __init__(self, run: Run, phase: str):
         self.run, self.phase = run, phase
@@ -314,15 +319,17 @@ def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling
 
 
 def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None) -> None:
-    """Say so when a policy will show a model distances that it was not trained on.
+    """Warn where a policy keeps tokens at distances beyond the trained context.
 
-    tokens: how long the text will be; None where it has no end.
+    tokens: the length of the text; None for unbounded generation.
     """
     for policy in dict.fromkeys(policies):
-        # A cache that grows reaches as far as the text is long; others will in time.
-        furthest = max_lookback(policy, tokens if policy.grows else None)
+        if not hasattr(policy, "reach"):
+            continue
+        # The lookback of a growing cache is the length of the text; others reach theirs in time.
+        furthest = reach(policy, tokens if hasattr(policy, "reserve") else None)
         if furthest > llm.config.context:
-            far = "without end" if furthest == math.inf else f"{furthest} tokens"
+            far = "without limit" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(
                 f"{format_policy(policy)} reaches back {far} and the model was trained on "
                 f"{llm.config.context}: beyond that its text usually falls apart",

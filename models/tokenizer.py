@@ -1,8 +1,8 @@
 """Text to token ids and back, from `tokenizer.json` or a SentencePiece `tokenizer.model`.
 
-Decoding is ours: a table holds the bytes of every id, a text is their concatenation read as
-UTF-8. So a stream of pieces (`Pieces`) adds up to exactly what `decode` gives, one token costs
-the same at any length, and both kinds of file behave alike. It agrees with the `tokenizers`
+Decoding is done here: a table has the bytes of every id, and a text is their concatenation, decoded
+as UTF-8. So streamed pieces (`Pieces`) add up to exactly the result of `decode`, a token has the
+same cost at any length, and both kinds of file behave alike. It agrees with the `tokenizers`
 package on all valid UTF-8 (broken byte runs may show another number of replacement marks).
 """
 
@@ -20,18 +20,18 @@ from jaxkv.errors import UserError
 from jaxkv.models.hf.folder import read_json
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# The steps of a decoder in tokenizer.json that a table of bytes can stand for.
+# The steps of a decoder in tokenizer.json that a table of bytes can represent.
 STEPS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # SentencePiece's mark for a space
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer of one model.
+    """The tokenizer of one model.
 
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
-    expects before a text, most often its BOS. strip: how many spaces a decoded text loses at its
-    very beginning (SentencePiece puts one there when it encodes).
+    expects before a text, most often its BOS. strip: the number of spaces removed at the
+    beginning of a decoded text (SentencePiece adds one when it encodes).
     """
 
     ids_of: Callable[[str], list[int]] = field(repr=False)
@@ -44,7 +44,7 @@ class Tokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the model expects something in front of a text."""
+        """Whether the model expects ids before a text."""
         return bool(self.front)
 
     @property
@@ -55,8 +55,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
         """The ids of a text, of any length, encoded as one string.
 
-        bos: put in front what the model expects there, or else the BOS, if there is one; None
-        puts there what the model expects and no more.
+        bos: True prepends the ids that the model expects, or else the BOS, if there is one; None
+        prepends only the ids that the model expects; False prepends nothing.
         Special tokens written out in the text become their ids, as in a chat template.
         """
         try:
@@ -73,7 +73,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of ids.
 
-        special: write special tokens out instead of leaving them away. start: the ids begin a
+        special: write special tokens out instead of omitting them. start: the ids begin a
         text; False keeps the space in front of a first word that continues another text.
         """
         pieces = Pieces(self, special, start)
@@ -81,7 +81,7 @@ class Tokenizer:
 
 
 class Pieces:
-    """Text as its tokens come: never half a character; the pieces add up to `decode`."""
+    """Incremental decoding: only whole characters; the pieces add up to `decode`."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False, start: bool = True) -> None:
         self._table = tokenizer.table
@@ -90,7 +90,7 @@ class Pieces:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, *ids: int) -> str:
-        """The text that is now complete."""
+        """Add ids; the text that is complete now."""
         size = len(self._table)
         # Embeddings are often padded beyond the vocabulary: such ids have no text.
         raw = b"".join(self._table[i] for i in ids if i < size and i not in self._silent)
@@ -106,7 +106,7 @@ class Pieces:
         return bool(self._utf8.getstate()[0])
 
     def end(self) -> str:
-        """What is left when no token follows: a replacement mark for half a character."""
+        """The rest at the end of a text: a replacement mark for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -146,7 +146,7 @@ def _from_json(folder: Path) -> Tokenizer:
     bos, eos = _specials(folder, backend.token_to_id)
     return Tokenizer(
         ids_of=ids_of,
-        table=_table(tokens, _byte_level if "ByteLevel" in steps else _spelled(steps)),
+        table=_table(tokens, _byte_level if "ByteLevel" in steps else _sentencepiece_bytes(steps)),
         special=frozenset(i for i, token in added.items() if token.special),
         bos=front[0] if front else bos,
         eos=eos,
@@ -156,11 +156,11 @@ def _from_json(folder: Path) -> Tokenizer:
 
 
 def _front(backend: Any, texts: Iterable[str]) -> list[int]:
-    """What is put in front of a text: told by the first of these that the vocabulary can spell."""
+    """The ids put before a text, found by encoding the first of these that has a token."""
     for text in texts:
         plain, full = (backend.encode(text, add_special_tokens=flag).ids for flag in (False, True))
         if plain:
-            # What is behind the text, such as an EOS that some put there, is no part of a prompt.
+            # Ids after the text, such as an EOS that some tokenizers add, are no part of a prompt.
             return next((full[:n] for n in range(len(full)) if full[n:][: len(plain)] == plain), [])
     return []
 
@@ -194,7 +194,9 @@ def _from_sentencepiece(folder: Path) -> Tokenizer:
     expects = read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False
     return Tokenizer(
         ids_of=ids_of,
-        table=_table(pieces | {i: token for token, i in added.items()}, _spelled(SENTENCEPIECE)),
+        table=_table(
+            pieces | {i: token for token, i in added.items()}, _sentencepiece_bytes(SENTENCEPIECE)
+        ),
         special=frozenset(silent),
         bos=bos,
         eos=eos or tuple(i for i in [backend.eos_id()] if i >= 0),
@@ -207,7 +209,7 @@ SENTENCEPIECE: dict[str, Any] = {"ByteFallback": {}, "Metaspace": {"replacement"
 
 
 def _steps(decoder: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """The steps of a decoder by type; raises for those that are not a table of bytes."""
+    """The steps of a decoder by type; raises UserError for steps that a table cannot represent."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     unknown = [str(step["type"]) for step in steps if step["type"] not in STEPS]
@@ -220,16 +222,16 @@ def _steps(decoder: Any, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _strip(steps: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many leading spaces the decoder takes from a text."""
+    """The number of leading spaces that the decoder removes from a text."""
     if "Metaspace" in steps:
         return int(steps["Metaspace"].get("prepend_scheme") != "never")
     return int(steps["Strip"]["start"]) if "Strip" in steps else 0
 
 
-def _table(tokens: Mapping[int, str], spell: Callable[[str], bytes]) -> tuple[bytes, ...]:
-    """The bytes of every id; ids that no token has spell nothing."""
+def _table(tokens: Mapping[int, str], bytes_of: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """The bytes of every id; ids without a token have none."""
     size = max(tokens, default=-1) + 1
-    return tuple(spell(tokens[i]) if i in tokens else b"" for i in range(size))
+    return tuple(bytes_of(tokens[i]) if i in tokens else b"" for i in range(size))
 
 
 def _byte_letters() -> dict[str, int]:
@@ -250,19 +252,19 @@ def _byte_level(token: str) -> bytes:
     return token.encode()
 
 
-def _spelled(steps: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """How SentencePiece-like tokens are spelled: a mark for spaces, <0xNN> for single bytes."""
+def _sentencepiece_bytes(steps: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bytes]:
+    """The bytes of SentencePiece-like tokens: a mark for spaces, <0xNN> for single bytes."""
     replace = steps.get("Replace", {})
     mark = replace.get("pattern", {}).get("String") or steps.get("Metaspace", {}).get("replacement")
     space = replace.get("content", " ")
 
-    def spell(token: str) -> bytes:
+    def bytes_of(token: str) -> bytes:
         byte = BYTE.fullmatch(token) if "ByteFallback" in steps else None
         if byte:
             return bytes([int(byte[1], 16)])
         return (token.replace(mark, space) if mark else token).encode()
 
-    return spell
+    return bytes_of
 
 
 def _specials(

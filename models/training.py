@@ -1,7 +1,7 @@
 """One training step: the loss of a batch of samples, its gradient, and the new weights.
 
-Everything a run carries is one pytree, `Training`: flat weights by our names in float32, the
-optimizer's moments, and the step. Functions are pure; the mesh decides where things lie.
+The state of a run is one pytree, `Training`: flat weights by our names in float32, the optimizer's
+moments, and the step. Functions are pure; the mesh decides the sharding.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxkv.models.hf.names import shapes
 from jaxkv.models.recipes import Recipe
 from jaxkv.typing import Array, Float32, Int32
 
-DEVIATION = 0.02  # of fresh weights
-INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon takes
+DEVIATION = 0.02  # standard deviation of initial weights
+INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon updates
 
 
 class Training(NamedTuple):
-    """All that a run carries from step to step, and all that a checkpoint holds."""
+    """The state of a run between steps, which is also the content of a checkpoint."""
 
     weights: dict[str, Float32[Array, "..."]]
     moments: optax.OptState
     step: Int32[Array, ""]
-    failed: Int32[Array, ""]  # the first step with something that is no number; -1: none
+    failed: Int32[Array, ""]  # the first step with a value that is not finite; -1: none
 
 
-class Told(NamedTuple):
-    """What one step says: its loss without the z-loss, and the size of the unclipped gradient."""
+class StepMetrics(NamedTuple):
+    """The loss of one step without the z-loss, and the norm of the unclipped gradient."""
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
@@ -51,7 +51,7 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a compilation of a step depends on besides shapes.
+    """The static arguments of a compiled step.
 
     front: the sink tokens before every sample. dtype: of the computation; weights and moments are
     float32. mesh: its axis `data` splits samples, weights and moments.
@@ -64,7 +64,7 @@ class Setting:
     mesh: Mesh | None = None
 
     def place(self, shape: Sequence[int]) -> NamedSharding | None:
-        """Where a weight or a moment lies: split along its longest axis that can be split."""
+        """The sharding of a weight or a moment: along its longest axis that the mesh divides."""
         if self.mesh is None:
             return None
         size = self.mesh.size
@@ -75,22 +75,22 @@ class Setting:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * longest, "data"))
 
     def place_samples(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "B X"]:
-        """Samples on the devices that will take them."""
-        return self._hand_over(runs, PartitionSpec("data"))
+        """Place samples on the devices that process them."""
+        return self._place(runs, PartitionSpec("data"))
 
     def split(self, runs: Int32[np.ndarray, "B X"]) -> Int32[Array, "A R X"]:
-        """A batch on its devices, in A parts that are taken one after another.
+        """Place a batch on its devices, in A parts for gradient accumulation.
 
-        Every process has the whole batch and hands over what its own devices hold.
+        Every process has the whole batch and passes on the samples of its own devices.
         """
         parts = runs.reshape(self.recipe.accumulate, -1, runs.shape[1])
-        return self._hand_over(parts, PartitionSpec(None, "data"))
+        return self._place(parts, PartitionSpec(None, "data"))
 
-    def _hand_over(self, held: Int32[np.ndarray, "..."], by: PartitionSpec) -> Int32[Array, "..."]:
+    def _place(self, samples: Int32[np.ndarray, "..."], by: PartitionSpec) -> Int32[Array, "..."]:
         if self.mesh is None:
-            return jnp.asarray(held)
+            return jnp.asarray(samples)
         where = NamedSharding(self.mesh, by)
-        return jax.make_array_from_callback(held.shape, where, lambda at: held[at])
+        return jax.make_array_from_callback(samples.shape, where, lambda at: samples[at])
 
 
 def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
@@ -102,17 +102,19 @@ def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
             f"training splits samples and weights over one mesh axis, data, got "
             f"{', '.join(mesh.axis_names)}; write --mesh data={mesh.size}"
         )
-    rows = recipe.rows // recipe.accumulate
-    if rows % mesh.size:
+    together = recipe.rows // recipe.accumulate
+    if together % mesh.size:
         raise UserError(
-            f"the mesh must divide the samples taken at once: {rows} (rows={recipe.rows} in "
-            f"{recipe.accumulate} parts) over {mesh.size} devices; set rows or accumulate anew"
+            f"the mesh must divide the samples of one part: {together} (rows={recipe.rows} in "
+            f"{recipe.accumulate} parts) over {mesh.size} devices; change rows or accumulate"
         )
 
 
 def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
-    """Random weights in float32: normal, those that write to the residual stream divided by
-    sqrt(2 L) (GPT-2); gains 1, biases and sink logits 0."""
+    """Random initial weights in float32: normal; gains 1, biases and sink logits 0.
+
+    Weights that write to the residual stream are divided by sqrt(2 L), as in GPT-2.
+    """
     weights = {}
     for name, (_, shape) in shapes(config).items():
         kind = name.rsplit(".", 1)[-1]
@@ -122,14 +124,14 @@ def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
             weights[name] = jnp.zeros(shape, jnp.float32)
         else:
             scale = DEVIATION / math.sqrt(2 * config.layers if kind in ("o", "down") else 1)
-            # By name: what two models have in common begins alike.
-            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-            weights[name] = scale * jax.random.normal(key, shape, jnp.float32)
+            # By name: equal parts of two models have equal initial weights.
+            rng = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+            weights[name] = scale * jax.random.normal(rng, shape, jnp.float32)
     return weights
 
 
 def begin(setting: Setting) -> Training:
-    """A run before its first step."""
+    """The state of a run before its first step."""
     if setting.mesh is None:
         return _fresh(setting)
     fresh = partial(_fresh, setting)
@@ -137,7 +139,7 @@ def begin(setting: Setting) -> Training:
 
 
 def shape(setting: Setting) -> Training:
-    """The shapes of a run's leaves, and where each lies."""
+    """The shape and the sharding of every leaf of a run."""
     training = jax.eval_shape(partial(_fresh, setting))
     here = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
@@ -155,12 +157,12 @@ def _fresh(setting: Setting) -> Training:
 
 
 def places(setting: Setting, training: Training) -> Training:
-    """Where each leaf lies over the mesh."""
+    """The sharding of every leaf over the mesh."""
     return jax.tree.map(lambda leaf: setting.place(leaf.shape), training)
 
 
 def rate(recipe: Recipe) -> optax.Schedule:
-    """The learning rate of a step: a warm-up, then a cosine, or level and down at the end (WSD)."""
+    """The learning-rate schedule: a warm-up, then a cosine, or constant with a cooldown (WSD)."""
     last = recipe.lr * recipe.last_lr
     warm = max(1, round(recipe.warmup * recipe.steps))
     rest = max(1, recipe.steps - warm)
@@ -182,7 +184,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
         inner = muon(
             rate(recipe),
             weight_decay=recipe.weight_decay,
-            consistent_rms=0.2,  # updates as large as AdamW's, so that one lr serves both
+            consistent_rms=0.2,  # updates as large as AdamW's, so that both use one lr
         )
         rule = optax.partition({"muon": inner, "adamw": rule}, _rule_of)
     return optax.chain(optax.clip_by_global_norm(recipe.clip), rule)
@@ -193,10 +195,10 @@ def _rule_of(weights: Weights) -> dict[str, str]:
 
 
 def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Inputs and targets [B,T], and which targets count, from runs of T + 1 tokens.
+    """Inputs and targets [B,T], and the weight of each target, from runs of T + 1 tokens.
 
-    front: the sink tokens. They take the place of the first tokens of each sample, so that models
-    with and without see the same targets; no loss is taken on predicting one.
+    front: the sink tokens. They replace the first tokens of each sample, so that models with and
+    without sinks have the same targets. Predictions of a sink token have no loss.
     """
     inputs, targets = runs[:, :-1], runs[:, 1:]
     at = jnp.arange(inputs.shape[1])[None]
@@ -209,9 +211,9 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
 def losses(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
 ) -> tuple[Float32[Array, ""], Float32[Array, "B T"], Array]:
-    """What a step makes small, natural-log losses of every target, and its share of their mean.
+    """The objective of a step, the natural-log loss of every target, and its share of the mean.
 
-    The first is the mean over all targets that count, z_loss x (log Z)^2 added.
+    The objective is the mean over all targets with a loss, plus z_loss x (log Z)^2.
     """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
@@ -223,10 +225,10 @@ def losses(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(setting: Setting, weights: Weights) -> Weights:
-    """The weights as the computation takes them, whole on every device while they are used.
+    """The weights in the computation's dtype, replicated on every device while they are used.
 
-    Gradients go back to where the weights lie. The embedding stays in float32: its gradient is a
-    sum over tokens, of which the frequent ones would be lost in half precision.
+    Gradients get the sharding of the weights. The embedding stays in float32: its gradient is a sum
+    over tokens, and half precision would lose the terms of frequent tokens.
     """
     cast = {
         n: w.astype(setting.dtype) if w.ndim > 1 and n != "embed" else w for n, w in weights.items()
@@ -240,8 +242,8 @@ def _scatter(setting: Setting, _: None, gradients: Weights) -> tuple[Weights]:
     wide = {name: gradient.astype(jnp.float32) for name, gradient in gradients.items()}
     if setting.mesh is None:
         return (wide,)
-    lying = {name: setting.place(gradient.shape) for name, gradient in wide.items()}
-    return (jax.lax.with_sharding_constraint(wide, lying),)
+    shardings = {name: setting.place(gradient.shape) for name, gradient in wide.items()}
+    return (jax.lax.with_sharding_constraint(wide, shardings),)
 
 
 _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scatter)
@@ -250,8 +252,8 @@ _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scat
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
     setting: Setting, training: Training, parts: Int32[Array, "A R X"]
-) -> tuple[Training, Told]:
-    """One step. Nothing changes once a loss, a gradient or an update is no number.
+) -> tuple[Training, StepMetrics]:
+    """One step. The weights stay unchanged from the first step that is not finite on.
 
     The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5).
     """
@@ -277,19 +279,19 @@ def update(
         gradients, training.moments, training.weights
     )
     weights = optax.apply_updates(training.weights, updates)
-    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (training.failed < 0)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (training.failed < 0)
     for change in jax.tree.leaves(updates):
-        sound &= jnp.all(jnp.isfinite(change))
-    kept = jax.tree.map(
-        lambda new, old: jnp.where(sound, new, old),
+        finite &= jnp.all(jnp.isfinite(change))
+    weights, moments = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
         (weights, moments),
         (training.weights, training.moments),
     )
-    failed = jnp.where(sound | (training.failed >= 0), training.failed, training.step)
-    after = Training(*kept, step=training.step + 1, failed=failed)
+    failed = jnp.where(finite | (training.failed >= 0), training.failed, training.step)
+    after = Training(weights, moments, step=training.step + 1, failed=failed)
     if setting.mesh is not None:
         after = jax.lax.with_sharding_constraint(after, places(setting, after))
-    return after, Told(loss, norm)
+    return after, StepMetrics(loss, norm)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -301,7 +303,7 @@ def mean_loss(setting: Setting, weights: Weights, runs: Int32[Array, "B X"]) -> 
 def first_token_mass(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
 ) -> Float32[Array, "L N"]:
-    """How much attention each head gives to the first token: the mean of queries from `after`."""
+    """Attention of each head to the first token, averaged over the queries from `after` on."""
     inputs, _, _ = samples(runs, setting.front)
     return uncached.mass_on_first(setting.config, _gather(setting, weights), inputs, after)
 
@@ -309,8 +311,8 @@ def first_token_mass(
 def flops_per_token(config: Config, context: int) -> float:
     """Floating-point operations of training on one token: 6 N + 12 L (N H) T (PaLM, appendix B).
 
-    N is every weight that a token is multiplied with: the embedding counts where it is the head.
+    N counts the weights that multiply a token; the embedding counts only if it is also the head.
     """
-    held = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
-    weights = sum(held.values()) - (held["embed"] if config.own_head else 0)
+    sizes = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
+    weights = sum(sizes.values()) - (sizes["embed"] if config.own_head else 0)
     return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context

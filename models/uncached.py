@@ -1,9 +1,9 @@
-"""Attention inside whole samples with no cache behind it: for training, and for looking at it.
+"""Causal attention within whole samples, without a cache: for training and for its analysis.
 
-`attend` and `look` have the signature of `jaxkv.step` and stand in its place (`forward`). Where a
-policy would stand they take the layer's own window (`config.windows`), and where its state would,
-what they are given or what they have seen. Samples begin at position 0 and have no padding:
-`positions` and `valid` are not looked at.
+`attend` and `attend_with_probabilities` have the signature of `jaxkv.step` and replace it in
+`forward`. The layer's own window (`config.windows`) takes the place of the policy. The place of the
+state is unused by `attend`; `attend_with_probabilities` returns its probabilities there. Samples
+begin at position 0 and have no padding, so `positions` and `valid` are ignored.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkv.attention import batched_dot, blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
+from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.device import cuda_capability
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
-_BLOCK = {"cpu": 128}  # queries at a time; fewer skip more of what a causal mask hides
-_LARGE_BLOCK = 512
-SINK_HEAD = 0.3  # mean attention on the first token from which a head is said to have a sink
+SINK_HEAD = 0.3  # mean attention on the first token above which a head counts as a sink head
 _HALF = ("bfloat16", "float16")
-_SINK_DIMS = 8  # head dims that carry a sink logit through a fused kernel, which takes eights
-_SINK_TERMS = 3  # of which so many hold it: three terms of bfloat16 are a float32
+_SINK_DIMS = 8  # extra head dims for a sink logit in a fused kernel, which needs a multiple of 8
+_SINK_TERMS = 3  # dims used: three bfloat16 terms add up to a float32
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -39,14 +38,15 @@ Implementation = Literal["xla", "cudnn"]
 def forward(
     config: Config, weights: Weights, inputs: Int32[Array, "B T"], run: Callable | None = None
 ) -> tuple[Decoder, Float[Array, "D B T"], tuple]:
-    """The decoder over whole samples: itself, hidden states, and what `run` says of each layer.
+    """Run the decoder over whole samples; the decoder, hidden states, and per-layer results.
 
-    run: `attend`, which is None here, or `look`.
+    run: `attend` (the default) or `attend_with_probabilities`, whose second result is returned for
+    each layer.
     """
     decoder = Decoder(config, weights, run=run or attend)
-    nothing = (None,) * config.layers
-    hidden, told = decoder(inputs, None, None, config.windows, nothing)
-    return decoder, hidden, told
+    states = (None,) * config.layers
+    hidden, of_layers = decoder(inputs, None, None, config.windows, states)
+    return decoder, hidden, of_layers
 
 
 def attend(
@@ -61,10 +61,11 @@ def attend(
     sink: Float[Array, " N"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], object]:
-    """Causal attention of each sample to itself; the state is handed back as it came.
+    """Causal attention of each sample to itself; the state is returned unchanged.
 
     implementation: `cudnn` is cuDNN's flash attention on an NVIDIA GPU in half precision, `xla`
-    runs anywhere; None takes the first where it is to be had.
+    runs anywhere; None takes cuDNN where it is available.
+    Raises UserError for `cudnn` where it cannot run.
     """
     lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink)
     if implementation is None:
@@ -76,7 +77,7 @@ def attend(
             raise UserError(f"cudnn attends {lacks}; take implementation='xla'")
         return fused_attention(q, k, v, spec.scale, window, sink, "cudnn"), state
     out, lse = _attend_in_blocks(q, k, v, spec, window)
-    if sink is not None:  # what `merge` with a sink logit comes to
+    if sink is not None:  # equals `merge` with a sink logit
         out = out * jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None])[..., None]
     return out, state
 
@@ -88,7 +89,7 @@ def cudnn_lacks(
     window: int | None = None,
     sink: object = None,
 ) -> str:
-    """What keeps cuDNN's flash attention from being used; empty where nothing does."""
+    """Why cuDNN's flash attention cannot run, to complete a message; empty where it can."""
     capability = cuda_capability(device)
     if capability is None:
         return f"on an NVIDIA GPU, got {device.platform}"
@@ -105,12 +106,12 @@ def cudnn_lacks(
 
 
 def is_learned(sink: object) -> bool:
-    """Whether sink logits may be other than zero; zeros of numpy are known to be."""
+    """Whether sink logits may be nonzero; only a numpy array of zeros is known not to be."""
     return sink is not None and not (isinstance(sink, np.ndarray) and not sink.any())
 
 
 def attend_on(mesh: Mesh) -> Callable:
-    """`attend`, each device with its own samples."""
+    """`attend` with samples split over the mesh axis `data`."""
 
     def attend_split(
         window: int | None, spec: Spec, state: object, q: Array, k: Array, v: Array,
@@ -140,14 +141,14 @@ def _attend_in_blocks(
     spec: Spec,
     window: int | None,
 ) -> Partial:
-    """Causal attention of turned q and k, a block of queries at a time."""
-    rows, tokens, heads, head_dim = q.shape
-    q = q.reshape(rows, tokens, spec.kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    """Causal attention of rotated q and k, one block of queries at a time."""
+    batch, tokens, heads, head_dim = q.shape
+    q = q.reshape(batch, tokens, spec.kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
     out, lse = _blocks(q, k, v, spec.scale, spec.softcap, window)
     return Partial(
-        out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, head_dim),
-        lse.transpose(0, 3, 1, 2).reshape(rows, tokens, heads),
+        out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, head_dim),
+        lse.transpose(0, 3, 1, 2).reshape(batch, tokens, heads),
     )
 
 
@@ -160,17 +161,17 @@ def _blocks(
     softcap: float | None,
     window: int | None,
 ) -> tuple[Float32[Array, "B K G T H"], Float32[Array, "B K G T"]]:
-    """Attention and the log of its sum, forwards; backwards it makes the logits anew.
+    """Attention and its log-sum-exp; the backward pass recomputes the logits.
 
-    As FlashAttention does (Dao 2023, algorithm 2). Every product is in the order in which nobody
-    has to turn a matrix of logits.
+    As FlashAttention does (Dao 2023, algorithm 2). The axis order of every product avoids the
+    transpose of a matrix of logits.
     """
 
     def one(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         parts = []
         for start, end, first in _spans(q.shape[2], window):
             logits, _ = _logits(q, k, start, end, first, scale, softcap, window)
-            top = jnp.max(logits, axis=-1, keepdims=True)  # the own token is always in view
+            top = jnp.max(logits, axis=-1, keepdims=True)  # every query sees its own token
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=-1, keepdims=True)
             out = batched_dot(weights.astype(v.dtype), v[:, first:end], (2, 1)) / total
@@ -179,7 +180,7 @@ def _blocks(
         out, lse = (jnp.concatenate(leaves, axis=2) for leaves in zip(*parts, strict=True))
         return out, lse[..., 0]
 
-    return _each(one, q, k, v)
+    return xla_cpu.map_samples(one, q, k, v)
 
 
 def _blocks_forward(
@@ -193,10 +194,10 @@ def _blocks_backward(
     scale: float,
     softcap: float | None,
     window: int | None,
-    held: tuple[Array, ...],
+    saved: tuple[Array, ...],
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, Array]:
-    q, k, v, out, lse = held
+    q, k, v, out, lse = saved
     d_out, d_lse = cotangents
     delta = jnp.sum(d_out * out, axis=-1) - d_lse
     d_out = d_out.astype(v.dtype)
@@ -220,25 +221,15 @@ def _blocks_backward(
         d_q = jnp.concatenate(d_q, axis=2)
         return d_q.astype(q.dtype), *(d.transpose(0, 2, 1).astype(v.dtype) for d in (d_k, d_v))
 
-    return _each(one, q, k, v, d_out, lse, delta)
+    return xla_cpu.map_samples(one, q, k, v, d_out, lse, delta)
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-def _each(one: Callable, *arrays: Array) -> tuple[Array, ...]:
-    """`one` of every sample: one after another on a CPU, whose cache holds the logits of one."""
-    if jax.default_backend() == "cpu":
-        return jax.lax.map(lambda sample: one(*sample), arrays)
-    return jax.vmap(one)(*arrays)
-
-
 def _spans(tokens: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Of each block its first query, the one behind its last, and the first key that one sees."""
-    count = -(-tokens // _BLOCK.get(jax.default_backend(), _LARGE_BLOCK))
-    # Alike in size: behind 128 queries jax 0.7.2 loses a block of one on a CPU, and writes astray.
-    edges = [tokens * i // count for i in range(count + 1)]
-    spans = itertools.pairwise(edges)
+    """Per block: its first query, the query after its last, and the first key that it sees."""
+    spans = itertools.pairwise(xla_cpu.query_block_edges(tokens))
     return [(a, b, 0 if window is None else max(0, a + 1 - window)) for a, b in spans]
 
 
@@ -256,14 +247,14 @@ def _logits(
     softcap: float | None,
     window: int | None,
 ) -> tuple[Float32[Array, "K GT S"], Array | np.float32]:
-    """Logits of a block of queries, -inf where a key is not seen, and d logits / d (q.k)."""
+    """Logits of a block of queries, -inf where a key is masked, and d logits / d (q.k)."""
     logits = batched_dot(_cut(q, start, end), k[:, first:end], (2, 2)) * np.float32(scale)
     slope = np.float32(scale)
     if softcap is not None:
-        bent = jnp.tanh(logits / np.float32(softcap))
-        logits, slope = np.float32(softcap) * bent, slope * (1 - bent * bent)
-    seen = _seen(start, end, first, window, group=q.shape[1])
-    return jnp.where(seen, logits, -jnp.inf), slope
+        squashed = jnp.tanh(logits / np.float32(softcap))
+        logits, slope = np.float32(softcap) * squashed, slope * (1 - squashed * squashed)
+    visible = _visible(start, end, first, window, group=q.shape[1])
+    return jnp.where(visible, logits, -jnp.inf), slope
 
 
 def fused_attention(
@@ -275,11 +266,11 @@ def fused_attention(
     sink: Float[Array, " N"] | None = None,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """Causal attention by one kernel, sinks included; q and k are turned already.
+    """Causal attention by one fused kernel, sinks included; q and k are rotated already.
 
-    A sink is one more key in front, whose value is 0. The zero key makes it a zero sink. A learned
-    logit, one a query head, is what some further dims of the head multiply to: 1 in the key of the
-    sink and 0 in the others.
+    A sink is one more key before the sample, whose value is 0. A zero key makes it a zero sink. For
+    a learned logit per query head, queries and keys get extra dims whose product is that logit: the
+    extra dims are 1 in the sink's key and 0 in all others.
     """
     before = None if window is None else (window - 1, 0)
     attention = jax.nn.dot_product_attention
@@ -289,8 +280,8 @@ def fused_attention(
             implementation=implementation,
         )  # fmt: skip
     tokens, head_dim = q.shape[1], q.shape[-1]
-    behind = -(tokens + 1) % 8  # some kernels want even lengths; no query looks behind itself
-    q, k, v = (jnp.pad(a, ((0, 0), (1, behind), (0, 0), (0, 0))) for a in (q, k, v))
+    padding = -(tokens + 1) % 8  # some kernels want even lengths; the causal mask hides it
+    q, k, v = (jnp.pad(a, ((0, 0), (1, padding), (0, 0), (0, 0))) for a in (q, k, v))
     if is_learned(sink):
         logits = jnp.broadcast_to(sink.astype(jnp.float32) / np.float32(scale), q.shape[:3])
         terms = _split(logits, q.dtype)
@@ -305,7 +296,7 @@ def fused_attention(
 
 
 def _split(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, "... 8"]:
-    """Numbers of a low precision that add up to `value`, and zeros."""
+    """Split `value` into low-precision terms that add up to it, padded with zeros."""
     terms, rest = [], value
     for _ in range(_SINK_TERMS):
         terms.append(rest.astype(dtype))
@@ -314,7 +305,7 @@ def _split(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, "... 
     return jnp.stack(terms + zeros, axis=-1)
 
 
-def look(
+def attend_with_probabilities(
     window: int | None,
     spec: Spec,
     state: object,
@@ -325,35 +316,35 @@ def look(
     valid: object = None,
     sink: Float[Array, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B N T T"]]:
-    """As `attend`, and in place of the state the attention of every query to every key.
+    """As `attend`; in place of the state it returns the attention of every query to every key.
 
-    What a sink logit takes is in no key: rows then add up to less than 1.
+    With a sink logit the probabilities of a query add up to less than 1.
     """
     tokens = q.shape[1]
     at = jnp.arange(tokens, dtype=jnp.uint32)[None]
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
-    seen = _seen(0, tokens, 0, window)[None, None]
-    logits = jnp.where(seen, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
+    visible = _visible(0, tokens, 0, window)[None, None]
+    logits = jnp.where(visible, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
     whole = blend(logits, v.transpose(0, 2, 1, 3))
     whole = whole if sink is None else merge(whole, sink_logit(sink, whole))
     logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
     return whole.out, jnp.exp(logits - whole.lse.transpose(0, 2, 1)[..., None])
 
 
-def _seen(
+def _visible(
     start: int, end: int, first: int, window: int | None, group: int = 1
 ) -> Bool[Array, "1 GT S"]:
-    """Which of the keys first .. end-1 the queries start .. end-1 look at."""
+    """Mask of the keys first .. end-1 that the queries start .. end-1 attend to."""
     queries = np.tile(np.arange(start, end, dtype=np.int32), group)
     back = jnp.asarray(queries)[:, None] - jnp.arange(first, end)[None, :]
-    seen = back >= 0
-    return (seen if window is None else seen & (back < window))[None]
+    visible = back >= 0
+    return (visible if window is None else visible & (back < window))[None]
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def mass_on_first(
     config: Config, weights: Weights, ids: Int32[Array, "B T"], skip: int
 ) -> Float32[Array, "L N"]:
-    """What each head gives to the first token, the mean of the queries from `skip` on."""
-    _, _, seen = forward(config, weights, ids, look)
-    return jnp.stack([jnp.mean(layer[:, :, skip:, 0], axis=(0, 2)) for layer in seen])
+    """Attention of each head to the first token, averaged over the queries from `skip` on."""
+    _, _, layers = forward(config, weights, ids, attend_with_probabilities)
+    return jnp.stack([jnp.mean(layer[:, :, skip:, 0], axis=(0, 2)) for layer in layers])

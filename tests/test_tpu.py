@@ -21,7 +21,7 @@ from jaxkv.contract import Chunk, Policy, State
 from jaxkv.evals.hlo import copies_in_loops
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
-from jaxkv.models.decoding import Decoding, Static, write_block
+from jaxkv.models.decoding import Decoding, Static, decode_block
 from jaxkv.models.hf.names import shapes
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
@@ -123,11 +123,11 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
         position=arg((1,), jnp.uint32),
         done=arg((1,), jnp.bool_),
         seen=arg((1, config.vocab), jnp.bool_),
-        keys=arg((1, 2), jnp.uint32),
+        rng=arg((1, 2), jnp.uint32),
     )
     weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
     static, settings = Static(config, policies, None), Sampling()
-    write = jax.jit(write_block, static_argnums=(0, 1, 2), donate_argnums=4)
+    write = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))
     lowered = write.lower(*args)
     compiled = lowered.compile()

@@ -1,11 +1,11 @@
 """The command line: `jaxkv COMMAND ...`, one file a command.
 
-Exit codes: 0; 2 for what the user can mend, with one line on standard error; 130 after Ctrl-C,
-with what was made so far; 141 where standard output was closed early, as for any unix tool;
-1, with a traceback, is a bug of ours.
+Exit codes: 0; 2 for errors that the user can correct, with one line on standard error; 130 after
+Ctrl-C, with the results so far; 141 where standard output was closed early, as for any unix tool;
+1, with a traceback, for a bug in jaxkv.
 
-Nothing here imports jax: a command's file is imported when it is asked for, and imports the
-rest when it runs.
+This module does not import jax. It imports only the file of the command that runs, which imports
+the rest when it runs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxkv import __version__
-from jaxkv.cli.interrupts import INTERRUPTED, close_ears, leave, on_interrupt
+from jaxkv.cli.interrupts import INTERRUPTED, ignore_interrupts, leave, on_interrupt
 from jaxkv.errors import UserError
 
 COMMANDS = {
-    "generate": "continue a prompt, the text appearing as it is made",
+    "generate": "continue a prompt and print the text as it is generated",
     "chat": "talk with a model: one cache for the whole conversation",
     "perplexity": "how well a model predicts a text under a cache policy",
     "compare": "several policies on one text: a table and a picture of loss by position",
-    "policies": "the cache policies with their fields, memory and source; one of them in words",
-    "data": "texts to token shards, for pretrain",
+    "policies": "list the cache policies with their fields and memory, or describe one",
+    "data": "tokenize texts into shards for pretrain",
     "pretrain": "train a model, with or without attention sinks",
-    "serve": "serve a model to many clients at a time",
+    "serve": "serve a model to many clients concurrently",
 }
 CLOSED = 141
 # Packages that a command may lack, by the extra that brings them.
@@ -50,9 +50,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def program() -> int:
-    """`jaxkv` as a process of its own, which ends with its exit code however often one presses."""
+    """The entry point of `jaxkv`; more Ctrl-C at the end do not change the exit code."""
     code = main()
-    close_ears()
+    ignore_interrupts()
     return code
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     if sys.stdout is None:
-        _say("error", "standard output is closed; give it a place, such as /dev/null")
+        _say("error", "standard output is closed; redirect it, for example to /dev/null")
         return 2
     try:
         with on_interrupt(leave), _warnings_as_lines():
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: Sequence[str]) -> Parser:
-    """All commands, but the flags of only the one that was asked for."""
-    about = "Text without end in a fixed memory, with Llama-family models on JAX."
+    """The parser of all commands, with the flags of the chosen one only."""
+    about = "Unbounded generation in constant memory, with Llama-family models on JAX."
     parser = Parser("jaxkv", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -112,28 +112,28 @@ def _parser(argv: Sequence[str]) -> Parser:
 
 
 def _say(kind: str, message: object) -> None:
-    # In one piece: threads of the layers below may be talking too.
+    # One write: threads of other libraries may write at the same time.
     sys.stderr.write(f"jaxkv: {kind}: {' '.join(str(message).splitlines())}\n")
     sys.stderr.flush()
 
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """What the library warns of becomes one line, said once, without the place in our code."""
-    said = set()
+    """Print each warning of the library once, in one line without its source location."""
+    printed = set()
 
-    def say(message: Warning, *_: object) -> None:
-        if str(message) not in said:
-            said.add(str(message))
+    def show(message: Warning, *_: object) -> None:
+        if str(message) not in printed:
+            printed.add(str(message))
             _say("warning", message)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = say
+        warnings.showwarning = show
         yield
 
 
 def _drop_stdout() -> None:
-    """Nobody reads any more: what is still buffered must not fail when the interpreter ends."""
+    """Redirect closed standard output, so that its buffer cannot fail when Python exits."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"A line is a message; {EXIT} or the end of input leaves. Ctrl-C ends an answer, at the "
         "prompt it leaves."
     )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=512)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.policy_spec import format_policy
 
     if llm.chat.template is None:
-        print("jaxkv: this model has no chat template: it reads plain lines", file=sys.stderr)
+        print("jaxkv: this model has no chat template: it gets plain lines", file=sys.stderr)
     talk = Conversation(llm, args.policy, args.system, args.seed)
     turns, code = [], 0
     try:
@@ -52,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
         _end_line(silent=args.json)
     if args.json:
         result = {"turns": turns, "state_bytes": talk.stream.state_bytes}
-        told = {"policy": format_policy(talk.stream.policies), "seed": args.seed}
-        print_json(result | told | {"versions": flags.versions()})
+        settings = {"policy": spell(talk.stream.policies), "seed": args.seed}
+        print_json(result | settings | {"versions": flags.versions()})
     return code
 
 
 def lines(silent: bool) -> Iterator[str]:
-    """What the user says, line by line, until the end or /exit; empty lines say nothing."""
+    """The user's messages, one per line, until end of input or /exit; skips empty lines."""
     if sys.stdin is None:
-        raise UserError("standard input is closed, nobody can say a line; pipe some in")
+        raise UserError("standard input is closed, so there are no messages; pipe some in")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (arrow keys in `input`)
@@ -88,10 +88,10 @@ def _piped() -> str:
 def answer(
     talk: Conversation, line: str, sampling: Sampling, args: argparse.Namespace
 ) -> dict[str, object]:
-    """Print one answer as it comes; Ctrl-C ends it and the conversation goes on."""
+    """Print one answer as it comes; Ctrl-C ends the answer and the conversation continues."""
     with on_interrupt(talk.interrupt):
         pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
-        with Progress("compiling and reading"):
+        with Progress("compiling and prefilling"):
             first = next(pieces, "")
         try:
             for piece in itertools.chain([first], pieces):
@@ -99,8 +99,8 @@ def answer(
                     print(piece, end="", flush=True)
         finally:
             _end_line(silent=args.json)
-    row = talk.row
-    return {"user": line, "text": row.text, "tokens": row.tokens, "finish_reason": row.reason}
+    out = talk.output
+    return {"user": line, "text": out.text, "tokens": out.tokens, "finish_reason": out.reason}
 
 
 def _end_line(silent: bool) -> None:

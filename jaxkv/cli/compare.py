@@ -1,4 +1,4 @@
-"""`jaxkv compare`: several policies on one text, as a table and as a picture."""
+"""`jaxkv compare`: score several policies on one text; a table and a picture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_text(parser, MAX_TOKENS, BLOCKS)
     parser.add_argument(
         "--policy", action="append", metavar="P",
-        help="one to compare, may be repeated; also recompute:window=W, a fresh forward for every "
-        "token (default: full, and a window and a streaming cache of 256 tokens)",
+        help="a policy to compare, may be repeated; also recompute:window=W, a fresh "
+        "forward for every token (default: full, and a window and a streaming cache of 256 tokens)",
     )  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help=f"for {' and '.join(FILES)}")
     flags.add_json(parser)
@@ -35,26 +35,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     out = None if args.out is None else _folder(args.out)
-    from jaxkv.evals import recompute
+    from jaxkv.models import recompute
 
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
-    from jaxkv.evals import compare
-    from jaxkv.evals.record import Record
+    from jaxkv.models import compare
+    from jaxkv.models.run_metadata import run_metadata
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
-    for policy in chosen:  # all, before minutes of work on the first
+    for policy in chosen:  # check all before minutes of work on the first
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
-    record = Record("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
+    about = run_metadata("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
     tokens = encode(llm, text)[: args.max_tokens]
     scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
-    results = [compare.result(llm, policy, found, block) for policy, found in scores.items()]
+    results = [compare.result(llm, policy, score, block) for policy, score in scores.items()]
     name = (llm.folder if args.model is None else Path(args.model)).name
     source = "standard input" if args.text == "-" else Path(args.text).name
-    told = record.about | {
+    report = about | {
         "policies": results,
         "model": name,
         "text": source,
@@ -63,19 +63,19 @@ def run(args: argparse.Namespace) -> int:
         "block": block,
     }
     if args.json:
-        print_json(told)
+        print_json(report)
     else:
         print(compare.table(results))
     if out is not None:
         caption = f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} in a row"
         picture = compare.draw(results, llm.config.context, caption)
-        file = json.dumps(finite(told), indent=1) + "\n"
+        file = json.dumps(finite(report), indent=1) + "\n"
         write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
     return 0
 
 
 def _folder(path: str) -> Path:
-    """Where to write; asked, with what draws, before minutes of work."""
+    """The --out folder; checked, together with matplotlib, before minutes of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "

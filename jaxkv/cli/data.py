@@ -1,4 +1,4 @@
-"""`jaxkv data`: texts to token shards that `jaxkv pretrain` reads."""
+"""`jaxkv data`: tokenize texts into the shards that `jaxkv pretrain` reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxkv.cli.progress import Progress
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", nargs="+", required=True, metavar="FILES_OR_FOLDER",
-        help="UTF-8 texts, each a document; of a folder every *.txt",
+        help="UTF-8 texts, one document each; a folder stands for every *.txt in it",
     )  # fmt: skip
     parser.add_argument(
         "--valid", nargs="+", default=[], metavar="FILES_OR_FOLDER",
@@ -21,21 +21,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--valid-share", type=flags.number, default=0.02, metavar="F",
-        help="of the documents, held back from training (default 0.02)",
+        help="share of the documents in the valid split (default 0.02)",
     )  # fmt: skip
-    coder = parser.add_mutually_exclusive_group(required=True)
-    coder.add_argument(
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument(
         "--vocab-size", type=flags.whole(1), metavar="N",
         help="train a byte-level BPE of N tokens on the training texts",
     )  # fmt: skip
-    coder.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to take instead")
+    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead")
     parser.add_argument(
         "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-        help="of the shards (default: the smaller that holds every id)",
+        help="of the shards (default: the smaller that fits every id)",
     )  # fmt: skip
     parser.add_argument(
         "--remove", metavar="PATTERN",
-        help="what this regular expression finds is left out of the texts (_italics_: --remove _)",
+        help="a regular expression; its matches are removed from the texts (_italics_: --remove _)",
     )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="for shards and manifest.json")
     flags.add_json(parser)
@@ -60,17 +60,18 @@ def run(args: argparse.Namespace) -> int:
             )
         except OSError as error:
             raise unwritable(out, error) from None
-    told = {
+    report = {
         "vocab": tokens.vocab,
         "dtype": tokens.manifest["dtype"],
         "documents": len(tokens.manifest["documents"]),
         **{f"{split}_tokens": tokens.count(split) for split in data.SPLITS},
     }
     if args.json:
-        print_json(told)
+        print_json(report)
         return 0
     print(
-        f"{told['documents']} documents, {told['train_tokens']:,} tokens to train on, "
-        f"{told['valid_tokens']:,} held back; {told['vocab']:,} kinds of token in {told['dtype']}"
+        f"{report['documents']} documents, {report['train_tokens']:,} tokens to train on, "
+        f"{report['valid_tokens']:,} in the valid split; "
+        f"{report['vocab']:,} kinds of token in {report['dtype']}"
     )
     return 0

@@ -1,4 +1,4 @@
-"""Text in and results out: whole or not at all, and errors that say what to do."""
+"""Reads input texts and writes result files, all of them or none; errors name the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxkv.files import decode
 
 
 def read_text(path: str, what: str) -> str:
-    """A UTF-8 file, or standard input where path is `-`. what: as an error names it.
+    """Read a UTF-8 file, or standard input where path is `-`. what: its name in errors.
 
     Raises UserError where it cannot be read, is not UTF-8 or is empty.
     """
@@ -32,16 +32,17 @@ def read_text(path: str, what: str) -> str:
         raise UserError(f"cannot read {name}: {error.strerror}; check it") from None
     text = decode(raw, name)
     if not text:
-        raise UserError(f"{name} is empty; it must hold some text")
+        raise UserError(f"{name} is empty; it must contain some text")
     return text
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """One object on standard output; JSON has no NaN, so such a number becomes null."""
+    """Print one JSON object; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(finite(value)), flush=True)
 
 
 def finite(value: object) -> object:
+    """Replace the numbers that are not finite by None."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -50,13 +51,13 @@ def finite(value: object) -> object:
 
 
 def check_folder(path: str, names: Iterable[str]) -> Path:
-    """A folder these can be written to, or made; asked before hours of work, and not yet made."""
+    """Check, before hours of work, that these files can be written; create nothing."""
     folder = Path(path)
     try:
         for name in names:
             if (folder / name).is_dir():
                 raise UserError(
-                    f"{folder / name} is a folder, a file is to be there; choose another"
+                    f"{folder / name} is a folder, but must become a file; choose another"
                 )
         there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -75,7 +76,7 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:
-    """What a command says of an --out that refuses what it made."""
+    """The error for an --out that cannot be written."""
     return UserError(
         f"--out must be a folder that can be written to: {folder}: {error.strerror}; choose another"
     )

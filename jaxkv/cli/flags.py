@@ -1,4 +1,4 @@
-"""The flags that commands share, and what they stand for."""
+"""The flags that commands share, and the values that they stand for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_POLICY = "streaming:sinks=4,window=252"
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of a flag that takes a whole number from `least` on."""
+    """The type of a flag that takes a whole number from `least` to `most`."""
     span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
@@ -34,7 +34,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """The type of a flag that takes a number; its range is the library's to check."""
+    """The type of a flag that takes a number; the library checks its range."""
     try:
         return float(text)
     except ValueError:
@@ -49,14 +49,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="a model folder or a Hub id (default: the small one that comes with jaxkv)",
     )  # fmt: skip
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: by device)")
-    group.add_argument("--mesh", help="devices to use, as data=2,model=4 (rows, kv heads)")
+    group.add_argument("--mesh", help="devices to use, as data=2,model=4 (batch, KV heads)")
     group.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, help="of all that is drawn (default 0)"
+        "--seed", type=whole(0, 2**32 - 1), default=0, help="of all random draws (default 0)"
     )
 
 
 class Once(argparse.Action):
-    """A flag whose last value would silently win over the others."""
+    """A flag that may be given once: argparse would silently use the last value."""
 
     def __call__(self, parser, namespace, value, option=None) -> None:
         if getattr(namespace, self.dest) is not self.default:
@@ -69,8 +69,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action=Once,
         default=DEFAULT_POLICY,
-        help="what to remember; `jaxkv policies` lists them, `jaxkv policies NAME` says what its "
-        f"fields do (default {DEFAULT_POLICY})",
+        help="the cache policy; `jaxkv policies` lists them, `jaxkv policies NAME` describes one "
+        f"(default {DEFAULT_POLICY})",
     )
 
 
@@ -83,22 +83,29 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-new-tokens", type=whole(1), default=max_new_tokens, metavar="N",
-        help=f"at most so many (default {max_new_tokens})",
+        help=f"most tokens to generate (default {max_new_tokens})",
     )  # fmt: skip
     group.add_argument(
-        "--temperature", type=number, default=0.0, help="0 takes the likeliest (default)"
+        "--temperature", type=number, default=0.0, help="0 takes the most likely token (default)"
     )
-    group.add_argument("--top-k", type=whole(0), default=0, help="of the k likeliest; 0 is off")
-    group.add_argument("--top-p", type=number, default=1.0, help="of this much probability")
-    group.add_argument("--min-p", type=number, default=0.0, help="at least so likely as the best")
+    group.add_argument(
+        "--top-k", type=whole(0), default=0, help="sample from the k likeliest; 0 is off"
+    )
+    group.add_argument(
+        "--top-p", type=number, default=1.0, help="sample from this probability mass"
+    )
+    group.add_argument(
+        "--min-p", type=number, default=0.0, help="least probability, relative to the most likely"
+    )
     group.add_argument("--repetition-penalty", type=number, default=1.0, help="1 is off")
     group.add_argument(
         "--stop", nargs="+", action="extend", default=[], metavar="S", help="end before this text"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on when the model would end")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an EOS token")
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The sampling settings of the flags."""
     with Progress("loading"):
         from jaxkv.models import Sampling
 
@@ -107,8 +114,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     )
     if args.temperature == 0 and (args.top_k or args.top_p < 1 or args.min_p):
         warnings.warn(
-            "without --temperature the likeliest token is taken: --top-k, --top-p and --min-p "
-            "change nothing",
+            "without --temperature the most likely token is taken: --top-k, --top-p and --min-p "
+            "have no effect",
             stacklevel=2,
         )
     return sampling
@@ -143,7 +150,7 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on besides its settings."""
+    """The versions and the device that a result depends on."""
     import flax
     import jax
 

@@ -1,4 +1,4 @@
-"""`jaxkv generate`: continue a prompt, the text appearing as it is made."""
+"""`jaxkv generate`: continue a prompt and print the text as it is generated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxkv.errors import UserError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text; - is standard input")
-    parser.add_argument("--prompt-file", metavar="F", help="a file that holds the prompt")
+    parser.add_argument("--prompt-file", metavar="F", help="a file with the prompt")
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=256)
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     llm = flags.load_model(args, args.policy)
     from jaxkv.models.text import Run, encode
 
-    writing = Run(
+    generation = Run(
         llm,
         encode(llm, [prompt]),
         args.policy,
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     show = (lambda text: None) if args.json else _print
-    with Progress("compiling and reading the prompt") as progress:
-        blocks = writing.blocks(progress.at)
+    with Progress("compiling and prefilling") as progress:
+        blocks = generation.blocks(progress.at)
         (first,) = next(blocks)
     pressed = threading.Event()
     with on_interrupt(pressed.set):
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         for (text,) in blocks:
             show(text)
             if pressed.is_set():
-                show(writing.rows[0].end("interrupted"))
+                show(generation.outputs[0].end("interrupted"))
                 break
-    (answer,) = writing.answers()
+    (answer,) = generation.answers()
     code = INTERRUPTED if answer.finish_reason == "interrupted" else 0
     if args.json:
         print_json(dataclasses.asdict(answer) | {"seed": args.seed, "versions": flags.versions()})
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt, without the one line end that an editor or `echo` puts behind it."""
+    """The prompt, without the final line end that an editor or `echo` adds."""
     if args.prompt_file is not None and args.prompt is not None:
         raise UserError("a prompt was given twice; give PROMPT or --prompt-file, not both")
     if args.prompt_file is not None:
@@ -80,7 +80,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     elif args.prompt is not None:
         text = args.prompt
     else:
-        hint = " (in front of --stop, which takes all that follows it)" if args.stop else ""
+        hint = " (in front of --stop, which takes all words that follow it)" if args.stop else ""
         raise UserError(f"no prompt was given; give a text{hint}, - or --prompt-file F")
     if not text:
         raise UserError("the prompt is empty; give at least one character")

@@ -1,7 +1,7 @@
-"""Ctrl-C, which ends a command with exit code 130 and keeps what was made so far.
+"""Ctrl-C ends a command with exit code 130 and preserves the results so far.
 
-An exception that strikes in the middle of an import, of jax or of a destructor is lost there or
-does harm; so Ctrl-C calls a function instead, which each stage of a command chooses.
+An exception raised during an import, inside jax or in a destructor gets lost or does damage. So
+Ctrl-C calls a function instead, which each stage of a command chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERRUPTED = 130
 def on_interrupt(
     act: Callable[[], object], number: signal.Signals = signal.SIGINT
 ) -> Iterator[None]:
-    """Inside, Ctrl-C, or another signal, calls `act`; a second one does what it did before."""
+    """Inside, Ctrl-C (or another signal) calls `act` once; the earlier handler is then restored."""
     before = signal.getsignal(number)
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or before in (signal.SIG_IGN, None):
@@ -39,16 +39,17 @@ def on_interrupt(
 
 
 def leave() -> None:
-    """End at once, while there is nothing to keep yet."""
+    """Exit at once, while there are no results yet."""
     if sys.stderr.isatty():
-        os.write(2, b"\r\x1b[K")  # the progress
+        os.write(2, b"\r\x1b[K")  # erase the progress line
     os._exit(INTERRUPTED)
 
 
-def close_ears() -> None:
-    """Nothing is left to interrupt: Python takes itself down, and keeps the exit code."""
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C while Python exits, so that the exit code stays."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def stop() -> None:
+    """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.progress import Progress
 
-BLOCKS = 20  # into which a text is divided by default
+BLOCKS = 20  # default number of blocks with a mean loss each
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,17 +21,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_text(
     parser: argparse.ArgumentParser, max_tokens: int | None = None, blocks: int = BLOCKS
 ) -> None:
-    """Which text, and how it is read."""
-    told = "the whole file" if max_tokens is None else max_tokens
+    """The flags of a text to score."""
+    default = "the whole file" if max_tokens is None else max_tokens
     parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text; - is stdin")
     parser.add_argument(
         "--max-tokens", type=flags.whole(2), default=max_tokens, metavar="N",
-        help=f"the first N tokens, a BOS in front among them (default: {told})",
+        help=f"the first N tokens, including a BOS (default: {default})",
     )  # fmt: skip
     parser.add_argument(
         "--chunk", type=flags.whole(1), metavar="C",
-        help="tokens read at a time; but for h2o it changes nothing but the speed (default: as "
-        "suits the policy)",
+        help="tokens per chunk; affects only the speed, except for h2o (default: chosen by policy)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]
-    with Progress("reading", len(tokens) - 1) as progress:
+    with Progress("scoring", len(tokens) - 1) as progress:
         found = score(llm, tokens, args.policy, args.chunk, args.seed, progress.at)
     result = {
         "perplexity": found.perplexity,

@@ -1,4 +1,4 @@
-"""`jaxkv policies`: every cache policy with its fields, memory and source, or one in words."""
+"""`jaxkv policies`: list the cache policies with fields, memory and source, or describe one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxkv.errors import UserError
 
 NOTE = """\
 A policy is written name or name:field=value,...; by layer 0=full;*=streaming:sinks=4,window=252.
-Memory is in bytes a row and layer: K kv heads, G query heads that share one, H head dim, itemsize
-of the dtype."""
-MORE = "`jaxkv policies NAME` says in words what a policy does, and its fields."
-WIDTH = 88  # of prose
+Memory is in bytes per sequence and layer: K KV heads, G query heads per KV head, H head dim,
+itemsize of the dtype."""
+MORE = "`jaxkv policies NAME` describes a policy and its fields."
+WIDTH = 88  # columns of prose
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them, told in words")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a policy to describe")
     flags.add_json(parser)
 
 
@@ -51,6 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def about(kind: type) -> str:
-    """What the class says of itself, in lines as they suit a terminal."""
+    """The docstring of the policy class, wrapped for a terminal."""
     paragraphs = inspect.getdoc(kind).split("\n\n")
     return "\n\n".join(textwrap.fill(p, WIDTH, break_on_hyphens=False) for p in paragraphs)

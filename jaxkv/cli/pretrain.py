@@ -15,23 +15,23 @@ from jaxkv.errors import UserError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", required=True,
-        help="the recipe to begin from: tiny, default, small or 160m (models/recipes.py)",
+        help="the recipe to start from: tiny, default, small or 160m (models/recipes.py)",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="one field of the recipe, may be repeated: sinks=none|zero|token|two_tokens|logit, "
         "steps, lr, ... (models/recipes.py lists them)",
     )  # fmt: skip
-    parser.add_argument("--data", required=True, metavar="DIR", help="as `jaxkv data` made it")
+    parser.add_argument("--data", required=True, metavar="DIR", help="the output of `jaxkv data`")
     parser.add_argument(
         "--out", required=True, metavar="DIR",
-        help="for this run alone; the same command again goes on with it",
+        help="a folder for this run alone; the same command again resumes it",
     )  # fmt: skip
     parser.add_argument("--mesh", help="devices to split samples and weights over, as data=8")
     parser.add_argument(
         "--distributed", nargs="?", const="", metavar="HOST:PORT,PROCESSES,NUMBER",
-        help="this is one process of several: where the first of them listens, how many they are, "
-        "which one this is (default: as a cluster's launcher says)",
+        help="this is one process of several: the address of the first, their number, the index of "
+        "this one (default: from the cluster's launcher)",
     )  # fmt: skip
     parser.add_argument(
         "--tensorboard", action="store_true", help="also write OUT/tensorboard (tensorboardX)"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         tokens = data.read(Path(args.data))
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         if jax.process_index() == 0:
             print(line, file=sys.stderr, flush=True)
 
@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
     def stop() -> None:
         pressed.append(True)
-        # Not print: Ctrl-C may come in the middle of one.
-        os.write(2, b"\nstopping when this step is done and kept; Ctrl-C again leaves at once\n")
+        # Not print: Ctrl-C may interrupt another print.
+        os.write(2, b"\nstopping once this step is done and saved; Ctrl-C again exits at once\n")
 
     with on_interrupt(stop):
         model = pretrain(
-            recipe, tokens, Path(args.out), mesh, tell, lambda: bool(pressed), args.tensorboard
+            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard
         )
     if model is None:
         return INTERRUPTED
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _join(text: str) -> None:
-    """Become one process of several."""
+    """Join the processes of a distributed run."""
     import jax
 
     address, *numbers = text.split(",")
@@ -90,5 +90,5 @@ def _join(text: str) -> None:
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes of this run did not find each other: {str(error).splitlines()[0]}; "
-            "start all of them, with one address and numbers from 0 on"
+            "start all of them, with one address and indices from 0 on"
         ) from None

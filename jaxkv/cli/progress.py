@@ -1,4 +1,4 @@
-"""How far long work has come, on standard error: what is done, the rate, and the time left."""
+"""Progress of long work on standard error: the share done, the rate, and the time left."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import sys
 import threading
 import time
 
-PATIENCE = 0.5  # seconds before anything is shown
-REDRAW, REPEAT = 0.2, 5.0  # seconds between pictures in a terminal, between lines elsewhere
+DELAY = 0.5  # seconds before the first display
+REDRAW, REPEAT = 0.2, 5.0  # seconds between redraws in a terminal, between lines elsewhere
 
 
 class Progress:
-    """One line that is redrawn in a terminal and goes away at the end.
+    """One line that is redrawn in a terminal and erased at the end.
 
-    Elsewhere a line every five seconds, and only where the total is known: a log needs no clock.
+    Elsewhere it prints a line every five seconds, and only if the total is known.
     """
 
-    def __init__(self, what: str, total: int | None = None, unit: str = "tokens"):
-        self._what, self._total, self._unit, self.done = what, total, unit, 0
-        self._begun = self._told = time.monotonic()
+    def __init__(self, label: str, total: int | None = None, unit: str = "tokens"):
+        self._label, self._total, self._unit, self.done = label, total, unit, 0
+        self._begun = self._printed = time.monotonic()
         self._first: tuple[float, int] | None = None
         self._terminal = sys.stderr.isatty()
         self._over = threading.Event()
@@ -35,18 +35,18 @@ class Progress:
             self._thread.join()
 
     def at(self, done: int, total: int | None = None) -> None:
-        """Say how much is done."""
+        """Report how much is done."""
         self.done, self._total = done, total or self._total
         now = time.monotonic()
         self._first = self._first or (now, done)
         log = not self._terminal and self._total and done < self._total
-        if log and now - self._told > REPEAT:
-            self._told = now
+        if log and now - self._printed > REPEAT:
+            self._printed = now
             print(self._line(), file=sys.stderr, flush=True)
 
     def _redraw(self) -> None:
-        """A thread of its own: compiling says nothing for seconds on end."""
-        if self._over.wait(PATIENCE):
+        """Redraw in a separate thread: compiling reports nothing for many seconds."""
+        if self._over.wait(DELAY):
             return
         while not self._over.wait(REDRAW):
             print(f"\r\x1b[K{self._line()}", end="", file=sys.stderr, flush=True)
@@ -54,20 +54,20 @@ class Progress:
 
     def _line(self) -> str:
         now = time.monotonic()
-        # The rate counts from the first report: before it, most of the time went into compiling.
+        # The rate counts from the first report: the time before it is mostly compilation.
         since, before = self._first or (now, 0)
         if self.done == before or not self._total:
-            return f"{self._what} ... {now - self._begun:.0f} s"
+            return f"{self._label} ... {now - self._begun:.0f} s"
         rate = (self.done - before) / max(now - since, 1e-9)
         left = (self._total - self.done) / rate
         return (
-            f"{self._what}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
+            f"{self._label}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
             f"{_time(left)} left"
         )
 
 
 def _short(count: float) -> str:
-    """Three digits and a unit."""
+    """A count with three digits and a unit prefix."""
     for unit in ("", "k", "M"):
         if count < 1000:
             return f"{count:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""`jaxkv serve`: a model over HTTP, many answers at a time, as OpenAI's clients ask for them."""
+"""`jaxkv serve`: a model over HTTP, with concurrent requests of OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -30,36 +30,35 @@ KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
 # Group, flag, type, default, metavar, help.
 FLAGS = (
-    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; by default nobody but this "
-     "machine reaches it"),
-    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free one, and says which"),
-    ("callers", "name", str, None, "NAME", "what clients call the model; by default as its folder"),
-    ("callers", "api-key-file", str, None, "F", "a line for each caller: KEY, or KEY SALT where "
-     "some share prefixes; without it nobody needs a key"),
-    ("callers", "per-key", COUNT, None, "N", "answers of one key at a time; by default no limit"),
-    ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
-    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "tokens of a prompt and its "
-     "answer; they take memory where the policy's cache grows with them"),
-    ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
-     "prefixes are shared"),
-    ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
-    ("engine", "queue-tokens", COUNT, 2**20, "N", "tokens of prompts that may wait"),
-    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "chunks or states of prompts that are "
-     "kept for others that begin alike; 0 keeps none"),
-    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "chunks or states in the memory of "
-     "the host besides"),
-    ("prefixes", "prefix-order", str, "linked", "O", "in which chunks of a cache that grows are "
-     "given up: linked (the least recently used), nested (among those of one time the deepest) or "
-     "frequency (the least often used)"),
-    ("prefixes", "prefix-where", str, "last+junction", "W", "which states are kept: last, "
-     "junction, every=N (chunks), joined by +"),
+    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; the default is reachable "
+     "from this machine only"),
+    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free port and prints it"),
+    ("callers", "name", str, None, "NAME", "the model name for clients (default: its folder name)"),
+    ("callers", "api-key-file", str, None, "F", "one line per API key: KEY, or KEY SALT; keys with "
+     "the same salt share prefixes; without the file no key is needed"),
+    ("callers", "per-key", COUNT, None, "N", "concurrent answers of one key (default: no limit)"),
+    ("engine", "slots", COUNT, 16, "N", "sequences decoded concurrently"),
+    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "most tokens of a prompt and "
+     "its answer; they take memory where the policy's cache grows"),
+    ("engine", "chunk", COUNT, 128, "N", "tokens per prefill chunk; prefixes are shared in "
+     "multiples of it"),
+    ("engine", "queue", COUNT, 256, "N", "requests that may wait for a slot; more are rejected"),
+    ("engine", "queue-tokens", COUNT, 2**20, "N", "prompt tokens that may wait"),
+    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "cached chunks or states of prompts, "
+     "for later prompts with the same prefix; 0 caches none"),
+    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "further chunks or states, in host "
+     "memory"),
+    ("prefixes", "prefix-order", str, "linked", "O", "the eviction order of chunks of growing "
+     "caches: linked (LRU), nested (LRU, deepest first) or frequency (LFU)"),
+    ("prefixes", "prefix-where", str, "last+junction", "W", "which states are cached: last, "
+     "junction (branch points), every=N (chunks), joined by +"),
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"API keys may also stand in the environment, as lines of {KEYS}; on the command line "
-        "others would see them. Ctrl-C lets answers end for some seconds."
+        f"API keys may also be lines of the environment variable {KEYS}; on the command line other "
+        "users would see them. Ctrl-C waits some seconds for answers in progress."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -70,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
     groups["prefixes"].add_argument(
         "--no-cached-tokens", action="store_true",
-        help="do not tell how much of a prompt was kept: it tells what others asked",
+        help="do not report cached prompt tokens: the count reveals others' prompts",
     )  # fmt: skip
     flags.add_model(parser)
 
@@ -78,27 +77,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
-    keys, kept = read_keys(args.api_key_file), prefixes_of(args)
+    keys, prefixes = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.read_keys(*keys) if keys else ()
     if args.name is not None:
         check_name(args.name)
     if args.per_key is not None and not tenants:
-        raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
-    # At once: a port in use is not found out after minutes of loading.
+        raise UserError("--per-key limits each API key; give --api-key-file")
+    # Bind before minutes of loading, so that a port in use is reported at once.
     listener = server.bind(args.host, args.port, server.Terms.write_seconds)
     with listener:
         if not (tenants or is_loopback(listener)):
             warnings.warn(
-                "whoever reaches this machine may ask; give --api-key-file, or no --host",
+                "whoever reaches this machine may send requests; give --api-key-file, or no --host",
                 stacklevel=2,
             )
         llm = flags.load_model(args, args.policy)
-        engine = make(args, llm, kept)
+        engine = make(args, llm, prefixes)
         from jaxkv.models.language import Language
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
         app = server.application(engine, language, tenants, terms_of(args, llm))
-        server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
+        server.begin_listening(listener)  # only now: before, a probe must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
         engine.start()
         try:
-            # The server hears both by itself, and passes them on when it has ended.
+            # The server handles both signals itself, and passes them on when it has ended.
             with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
                 running.run(sockets=[listener])
         finally:
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_keys(path: str | None) -> tuple[str, str] | None:
-    """The lines of keys, and where they are from; None where there are no keys at all."""
+    """The lines of keys and their source; None where there are no keys."""
     content = os.environ.get(KEYS)
     if path is not None and content is not None:
         raise UserError(f"keys are given twice, by --api-key-file and {KEYS}; give them once")
@@ -138,7 +137,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name, where clients can send it."""
+    """The name, if clients can send it; raises UserError otherwise."""
     from jaxkv.engine.request import is_unicode
     from jaxkv.server.fields import TEXT
 
@@ -150,49 +149,49 @@ def check_name(name: str) -> str:
 
 
 def name_of(args: argparse.Namespace, llm: Llm) -> str:
-    """A Hub id as it is, a folder by its name alone."""
+    """The default model name: a Hub id unchanged, or the name of the folder."""
     if args.model is None or Path(args.model).is_dir():
         return llm.folder.resolve().name
     return args.model
 
 
 def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
-    """What is kept of prompts; checked before a model is loaded."""
+    """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import Prefixes
 
     if not args.prefix_slots:
         if args.prefix_host_slots:
             raise UserError(
-                f"--prefix-host-slots are behind others, got {args.prefix_host_slots} behind none; "
-                "give --prefix-slots too"
+                f"--prefix-host-slots extend --prefix-slots, got {args.prefix_host_slots} and "
+                "none; give --prefix-slots too"
             )
         return None
-    how = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
+    fields = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
     try:
-        return Prefixes(*how)
-    except UserError as error:  # it begins with the name of a field
+        return Prefixes(*fields)
+    except UserError as error:  # its message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:
+def make(args: argparse.Namespace, llm: Llm, prefixes: Prefixes | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
         from jaxkv.models.serving import engine_of
 
         return engine_of(
             llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefixes=kept, seed=args.seed,
+            queue=args.queue, queue_tokens=args.queue_tokens, prefixes=prefixes, seed=args.seed,
         )  # fmt: skip
 
 
 def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
     from jaxkv import server
 
-    decides = [
+    settings = [
         llm.folder.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
         flags.versions(),
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.Terms(
         in_hand=args.slots + args.queue,
         each=args.per_key,

@@ -1,7 +1,7 @@
 """A trained model as a Hugging Face folder: `models.load` reads it, and transformers does.
 
-A model with sink logits has an architecture name of its own, so that no other library loads it
-and leaves them out in silence.
+A model with sink logits has its own architecture name, so that no other library loads it without
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def export(
     front: Sequence[int] = (),
     dtype: str = "float32",
 ) -> Path:
-    """Write the folder, all of it or nothing; the folder.
+    """Write the folder completely or not at all; returns it.
 
     weights: by our names. tokenizer: the tokenizer.json that the model was trained with. front:
     sink tokens, which the written tokenizer then puts before every text.
@@ -49,11 +49,11 @@ def export(
     }
     coder = Tokenizer.from_file(str(tokenizer))
     tokens = [coder.id_to_token(i) for i in front]
-    # Also where nothing is to stand in front: a tokenizer taken from elsewhere may put a BOS there.
+    # Also without sink tokens: a tokenizer from elsewhere may put a BOS before a text.
     special = list(zip(tokens, front, strict=True))
     coder.post_processor = TemplateProcessing(" ".join([*tokens, "$A"]), special_tokens=special)
     begin = {"bos_token": tokens[0]} if tokens else {}
-    told = {
+    descriptions = {
         "config.json": description,
         "generation_config.json": ids,
         "tokenizer_config.json": {
@@ -64,7 +64,9 @@ def export(
             **begin,
         },
     }
-    contents = {name: (json.dumps(value, indent=1) + "\n").encode() for name, value in told.items()}
+    contents = {
+        name: (json.dumps(value, indent=1) + "\n").encode() for name, value in descriptions.items()
+    }
     contents["tokenizer.json"] = coder.to_str(pretty=True).encode()
     contents["model.safetensors"] = save(tensors, metadata={"format": "pt"})
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,7 @@ def export(
 def described(config: Config, dtype: str) -> dict[str, Any]:
     """config.json of a Llama without biases or scaled positions, in the dialect all versions read.
 
-    What `models.config.read_config` makes of it is the same description again.
+    `models.config.read_config` reads it back as the same description.
     Raises UserError for any other model.
     """
     plain = dataclasses.replace(

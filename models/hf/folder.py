@@ -1,4 +1,4 @@
-"""Where a model lies: a folder as it is, or a Hub id; and the reading of its JSON files."""
+"""Finds the folder of a model, local or from the Hub, and reads its JSON files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find(folder_or_id: str | Path) -> Path:
     try:
         path = Path(folder_or_id).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError) as error:  # no such user, a name too long, not ours to look into
+    except (OSError, RuntimeError) as error:  # no such user, a name too long, no permission
         raise UserError(f"no such folder: {text}: {error}; name a model folder") from None
     if is_folder:
         return path
@@ -62,7 +62,7 @@ def _download(hub_id: str) -> Path:
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """The object in a JSON file; {} where there is no such file. remedy: for one that is broken."""
+    """The object in a JSON file; {} if the file is missing. remedy: for a broken file."""
     if not path.is_file():
         return {}
     try:
@@ -70,7 +70,7 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); {remedy}") from None
     except RecursionError:
-        raise UserError(f"{path} is nested without end; {remedy}") from None
+        raise UserError(f"{path} is nested too deeply; {remedy}") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}; {remedy}"

@@ -53,13 +53,13 @@ def shapes(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
         "K": config.kv_heads,
         "H": config.head_dim,
     }
-    rows = list(OUTER)
+    entries = list(OUTER)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        rows += [(ours + a, theirs + b, shape, given) for a, b, shape, given in LAYER]
+        entries += [(ours + a, theirs + b, shape, given) for a, b, shape, given in LAYER]
     return {
         ours: (theirs, tuple(prod(sizes[letter] for letter in word) for word in shape.split()))
-        for ours, theirs, shape, given in rows
+        for ours, theirs, shape, given in entries
         if not given or getattr(config, given)
     }
 

@@ -1,7 +1,7 @@
-"""Weights from safetensors files, streamed to their final dtype and place.
+"""Weights from safetensors files, streamed to their final dtype and device.
 
-Everything that headers can tell is checked before a byte of weights is read. Then each tensor
-is read straight into its final host buffer (through a 16 MB window where the dtype changes) and
+The headers are checked completely before any weights are read. Then each tensor is read straight
+into its final host buffer (through a 16 MB window where the dtype changes) and
 handed to JAX, which on CPU adopts the buffer. The format is read here rather than mapped by the
 safetensors package: mapped pages count as resident memory until the file is closed, which would
 double the peak, and NumPy has no bfloat16 of its own.
@@ -28,7 +28,7 @@ from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LFS = b"version https://git-lfs"  # how the stand-in for a large file in a clone begins
+LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 PIECE = 16 << 20  # bytes read at once where the dtype changes
 ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
 
@@ -38,7 +38,7 @@ Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies: name as in the file, `start` in bytes from the file's beginning."""
+    """The place of a tensor: its name in the file; `start` in bytes from the file's beginning."""
 
     file: Path
     name: str
@@ -57,8 +57,8 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.
 
-    dtype: what they become. sharding: one for all, or a function (our name, shape) -> one;
-    None is JAX's default device. progress: called with (bytes done, bytes in all).
+    dtype: of the returned weights. sharding: one for all, or a function (our name, shape) -> one;
+    None is JAX's default device. progress: called with (bytes done, all bytes).
     """
     tensors = _match(tensors_in(folder), config, folder)
     dtype = jnp.dtype(dtype)
@@ -155,7 +155,7 @@ def _fill(stream: BinaryIO, array: np.ndarray, tensor: Tensor) -> None:
 def _place(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(host)
-    # Each process hands over only the parts that its own devices hold.
+    # Each process passes on only the parts of its own devices.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
@@ -227,13 +227,13 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
             f"weights must be one of {', '.join(DTYPES)}; in {folder} {_some(dtypes)}; "
             "use an unquantized version of the model"
         )
-    # Largest first: what is held twice for a moment is then small beside what is already there.
+    # Largest first: the tensor in memory twice is then small beside the finished ones.
     pairs = [(ours, by_name[theirs]) for ours, (theirs, _) in expected.items()]
     return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold other bytes, read through a window."""
+    """Whether the bytes of two tensors differ, read through a window."""
     if a is b:
         return False
     if (a.shape, a.dtype) != (b.shape, b.dtype):

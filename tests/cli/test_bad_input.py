@@ -34,7 +34,7 @@ FLAGS = {
     "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),
     "layer without policy": ("--policy 0=full", "layer 1 has no policy", "add *=POLICY"),
     "window beyond memory": (
-        "--policy window:window=1000000000000", "1 row(s)", "TiB", "is free", "smaller window",
+        "--policy window:window=1000000000000", "1 sequence(s)", "TiB", "is free", "smaller window",
     ),
     "sinks beyond memory": ("--policy streaming:sinks=1000000000000", "TiB", "is free"),
     "a policy twice": ("--policy full --policy window", "--policy is given twice", "give it once"),
@@ -62,7 +62,7 @@ FLAGS = {
         "--policy 0=full;16=full;*=magicpig:K=4", "layer 16 does not exist", "layers 0 to 1",
     ),
     "tables beyond memory": (
-        "--policy magicpig:start=1000000000", "1 row(s)", "iB", "is free",
+        "--policy magicpig:start=1000000000", "1 sequence(s)", "iB", "is free",
     ),
     "no share": ("--policy topk:share=0", "share must be above 0", "got 0.0", "try share=0.1"),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
@@ -262,7 +262,7 @@ def test_texts(run, model, tmp_path, command):
     refused(read(file), "no such text", str(file), "give the path")
     refused(read(tmp_path), "is a folder", "name a file in it")
     file.write_bytes(b"")
-    refused(read(file), "is empty", "must hold some text")
+    refused(read(file), "is empty", "must contain some text")
     file.write_bytes(b"ab\xff")
     refused(read(file), str(file), "not UTF-8", "byte 2", "convert it")
     refused(run(command, "--model", model), "--text", "--help")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxkv.evals.compare import defaults
+from jaxkv.models.compare import defaults
 
 POLICIES = ("full", "window:window=16", "recompute:window=16")
 

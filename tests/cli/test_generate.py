@@ -78,7 +78,10 @@ def test_a_prompt_too_short_to_be_thinned_is_told_once(run, model):
     ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
     (line,) = ran.err.splitlines()
     assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
-    assert "wants prompts of 68 tokens or more, and one has 6: it is kept whole" in line
+    assert (
+        "wants prompts of 68 tokens or more, and one has 6: all its tokens stay in the cache"
+        in line
+    )
 
 
 def test_a_mesh_gives_the_same_tokens(run, model):

@@ -42,7 +42,7 @@ def test_from_texts_to_text(run, folder, tmp_path):
     assert "step 6/6" in ran.err and "tokens/s" in ran.err and "min left" in ran.err
     assert "attention on the first token" in ran.err
     again = pretrain(run, folder, out, "sinks=logit", "steps=6")
-    assert again.code == 0 and "going on from step 6\nall steps are done" in again.err
+    assert again.code == 0 and "resuming from step 6\nall steps are done" in again.err
     assert json.loads((out / "hf" / "config.json").read_text())["sink_logit"] == "learned"
     flags = ("--max-new-tokens", 40, "--policy", "streaming:sinks=1,window=15", "--json")
     told = run("generate", "the cat", "--model", out / "hf", *flags).json

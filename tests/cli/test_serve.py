@@ -70,7 +70,7 @@ def test_an_address_for_all_without_keys(run):
     """It is said, and the model is looked for next."""
     ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
     warning, error = ran.err.splitlines()
-    assert "whoever reaches this machine may ask" in warning and "nowhere" in error
+    assert "whoever reaches this machine may send requests" in warning and "nowhere" in error
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 from jaxkv.errors import UserError
-from jaxkv.evals import notebooks, pictures, runtime
+from jaxkv.evals import notebooks, runtime
 from jaxkv.evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
+from jaxkv.models import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'

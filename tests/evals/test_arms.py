@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals import arms, backcopy, compare, runtime
+from jaxkv.evals import arms, backcopy, runtime
+from jaxkv.models import compare
 
 
 @pytest.fixture(scope="module")

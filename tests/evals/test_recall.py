@@ -68,7 +68,7 @@ def llm(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*it is kept whole")
+@pytest.mark.filterwarnings("ignore:.*all its tokens stay in the cache")
 def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
     """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
     asked = [streams.question(60, (16, 5), (0, row)) for row in range(24)]
@@ -90,8 +90,8 @@ def test_prompts_are_thinned_to_as_many_tokens(llm):
     prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
     for name, text in recall.THINNED.items():
         stream = models.Stream(llm, text)
-        stream.read([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
-        stream.seal()
+        stream.prefill([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
+        stream.finish_prefill()
         held = zip(stream.policies, stream.decoding.states, strict=True)
         kept = [np.asarray(one.kept(llm.spec, state).log_weight) > -np.inf for one, state in held]
         assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name

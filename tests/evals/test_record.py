@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxkv.evals import record
-from jaxkv.evals.record import Record, plain, portable, spread
+from jaxkv.evals.record import Record, plain, spread
+from jaxkv.models import run_metadata
+from jaxkv.models.run_metadata import portable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +49,7 @@ def test_a_record_is_written_whole_or_not_at_all(results):
 
 
 def test_a_record_has_a_commit(results, monkeypatch):
-    monkeypatch.setattr(record, "_git", lambda *words: "")
+    monkeypatch.setattr(run_metadata, "_git", lambda *words: "")
     assert Record("trial").about["commit"] == "0" * 40
     monkeypatch.delenv("JAXKV_COMMIT")
     with pytest.raises(SystemExit, match="JAXKV_COMMIT"):

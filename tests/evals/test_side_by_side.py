@@ -28,10 +28,10 @@ def met(llm, name, prompt, more=0):
     """What the setting of the short prompt meets behind so many tokens and some more."""
     ids = runtime.passage(llm, prompt + more)
     stream = models.Stream(llm, side_by_side.settings(SHORT)[name], tokens=len(ids))
-    stream.read([ids[:prompt]])
-    stream.seal()
+    stream.prefill([ids[:prompt]])
+    stream.finish_prefill()
     if more:
-        stream.read([ids[prompt:]])
+        stream.prefill([ids[prompt:]])
     return side_by_side.met(stream)
 
 

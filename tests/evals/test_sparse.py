@@ -148,8 +148,8 @@ def test_tables_are_held_beside_every_key(text):
     assert found["full"]["tokens_of_full"] == 72
     assert found["magicpig"]["over_full"] > 1 > found["snapkv, 1/2"]["over_full"]
     stream = models.Stream(text.llm, policies["magicpig"], tokens=72)
-    stream.read([text.stretches[0][:72]], 72)
-    stream.seal()
+    stream.prefill([text.stretches[0][:72]], 72)
+    stream.finish_prefill()
     assert 2 * stream.state_bytes == found["magicpig"]["state_bytes"]
 
 

@@ -44,7 +44,7 @@ def test_arguments_of_the_wrong_kind(tiny, unchecked, fields):
 
 def test_a_stream_and_a_conversation_check_when_called(tiny):
     with pytest.raises(UserError, match="chunk must be at least 1, got -5"):
-        models.Stream(tiny).read([[3, 4]], chunk=-5)
+        models.Stream(tiny).prefill([[3, 4]], chunk=-5)
     with pytest.raises(UserError, match="start must be a whole number"):
         models.Stream(tiny, start=2**32)
     talk = models.Conversation(tiny, "streaming:sinks=2,window=30")
@@ -94,5 +94,5 @@ def test_as_many_tokens_at_a_time_as_suit_the_policy(tiny, policy, tokens):
 
 def test_a_chunk_longer_than_the_text_is_not_padded_to_its_length(tiny):
     stream = models.Stream(tiny, "window:window=8")
-    stream.read([[3] * 600], chunk=10**12)
+    stream.prefill([[3] * 600], chunk=10**12)
     assert int(stream.decoding.position[0]) == 600

@@ -65,7 +65,7 @@ def test_turns_add_up_to_the_whole_rendering(name):
     between = " " if name == "llama2" else ""
     messages, held = [SYSTEM], ""
     for user, answer in (("Hello", "Hi!"), ("How are you?", "a"), ("Hi!", "Well, a [/INST] b.")):
-        held += chat.turn(messages, user)
+        held += chat.render_next(messages, user)
         assert held == chat.render([*messages, {"role": "user", "content": user}])
         held += between + answer
         messages += [{"role": "user", "content": user}, said(answer)]
@@ -74,15 +74,17 @@ def test_turns_add_up_to_the_whole_rendering(name):
 def test_turn_starts_behind_the_answer():
     chat = Chat(CHATML, TOKENS)
     delta = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.turn([HELLO, said("I am")], "Hello") == delta
-    assert chat.turn([HELLO, said("")], "Hello") == delta
+    assert chat.render_next([HELLO, said("I am")], "Hello") == delta
+    assert chat.render_next([HELLO, said("")], "Hello") == delta
 
 
 def test_turn_where_the_template_rewrites_answers():
     thought = said("<think>\nhm\n</think>\n\nHi!  ")
     chat = Chat(THINKING, TOKENS)
     assert "hm" not in chat.render([HELLO, thought, HELLO])
-    assert chat.turn([HELLO, thought], "Go on") == Chat(CHATML).turn([HELLO, said("x")], "Go on")
+    assert chat.render_next([HELLO, thought], "Go on") == Chat(CHATML).render_next(
+        [HELLO, said("x")], "Go on"
+    )
 
 
 def test_turn_where_the_template_hides_answers():
@@ -90,12 +92,12 @@ def test_turn_where_the_template_hides_answers():
         "{{ bos_token }}{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
     )
     chat = Chat(hides, TOKENS)
-    assert chat.turn([HELLO, said("Hi")], "Go on") == "[Go on]"
+    assert chat.render_next([HELLO, said("Hi")], "Go on") == "[Go on]"
 
 
 def test_first_turn_holds_everything():
-    assert Chat(LLAMA2, TOKENS).turn([], "Hello") == "<s>[INST] Hello [/INST]"
-    assert ANSWER not in Chat(CHATML).turn([SYSTEM, HELLO, said("Hi")], "Go on")
+    assert Chat(LLAMA2, TOKENS).render_next([], "Hello") == "<s>[INST] Hello [/INST]"
+    assert ANSWER not in Chat(CHATML).render_next([SYSTEM, HELLO, said("Hi")], "Go on")
 
 
 def test_the_environment_of_transformers(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models import compilation
-from jaxkv.models.compilation import VARIABLE, Clock, clock, keep_compilations
+from jaxkv.models.compilation import VARIABLE, Clock, clock, enable_compilation_cache
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
 def test_where_they_are_kept(config, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "chosen"))
-    keep_compilations()
+    enable_compilation_cache()
     assert config.jax_compilation_cache_dir == str(tmp_path / "chosen")
     assert (tmp_path / "chosen").is_dir()
     # JAX's own thresholds would keep none of our small programs.
@@ -99,21 +99,21 @@ def test_the_users_cache_folder(platform, variable, inside, config, tmp_path, mo
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compilation.sys, "platform", platform)
     monkeypatch.setenv(variable, str(tmp_path))
-    keep_compilations()
+    enable_compilation_cache()
     assert config.jax_compilation_cache_dir == str(tmp_path / inside)
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "false"])
 def test_off(word, config, monkeypatch):
     monkeypatch.setenv(VARIABLE, word)
-    keep_compilations()
+    enable_compilation_cache()
     assert config.jax_compilation_cache_dir is None
 
 
 def test_what_the_user_has_set_up_stays(config, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
     config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-    keep_compilations()
+    enable_compilation_cache()
     assert config.jax_compilation_cache_dir == str(tmp_path / "theirs")
     assert not list(tmp_path.iterdir())
 
@@ -121,10 +121,10 @@ def test_what_the_user_has_set_up_stays(config, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_made_is_told(config, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
-    keep_compilations()
+    enable_compilation_cache()
     assert config.jax_compilation_cache_dir is None
     told = capsys.readouterr()
-    assert told.err.startswith("jaxkv: compilations are not kept: ") and told.out == ""
+    assert told.err.startswith("jaxkv: no compilation cache: ") and told.out == ""
 
 
 def test_the_clock_counts_compiling_and_nothing_else():

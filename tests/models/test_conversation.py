@@ -28,10 +28,10 @@ def llm(tmp_path_factory):
 def holds(talk: models.Conversation, ids: list[int]) -> None:
     """The cache goes on like that of a stream that read these tokens."""
     fresh = Stream(talk.llm, POLICY)
-    fresh.read([ids])
+    fresh.prefill([ids])
     assert int(talk.stream.decoding.position[0]) == len(ids)
-    fresh.read([[40]])
-    talk.stream.read([[40]])
+    fresh.prefill([[40]])
+    talk.stream.prefill([[40]])
     np.testing.assert_allclose(talk.stream.decoding.logits, fresh.decoding.logits, atol=1e-4)
 
 
@@ -42,10 +42,10 @@ def plain(llm, text: str) -> list[int]:
 def test_plain_lines(llm):
     talk = models.Conversation(llm, POLICY, system="Be brief.")
     first = "".join(talk.say("Hello", max_new_tokens=9))
-    held = llm.tokenizer.encode("Be brief.\nHello\n") + talk.row.tokens
-    assert talk.row.reason == "length" and first == talk.row.text
+    held = llm.tokenizer.encode("Be brief.\nHello\n") + talk.output.tokens
+    assert talk.output.reason == "length" and first == talk.output.text
     "".join(talk.say("And?", max_new_tokens=9))
-    holds(talk, held + plain(llm, "\nAnd?\n") + talk.row.tokens)
+    holds(talk, held + plain(llm, "\nAnd?\n") + talk.output.tokens)
     assert [m["role"] for m in talk.messages] == [
         "system", "user", "assistant", "user", "assistant"
     ]  # fmt: skip
@@ -55,9 +55,9 @@ def test_a_template(llm):
     chat = Chat(TEMPLATE, (("bos_token", BEGIN), ("eos_token", END)))
     talk = models.Conversation(dataclasses.replace(llm, chat=chat), POLICY, system="Hm")
     "".join(talk.say("Hello", max_new_tokens=9))
-    held = [0, *plain(llm, "[system Hm][user Hello]"), *talk.row.tokens]
+    held = [0, *plain(llm, "[system Hm][user Hello]"), *talk.output.tokens]
     "".join(talk.say("And?", max_new_tokens=9))
-    holds(talk, [*held, 1, *plain(llm, "[user And?]"), *talk.row.tokens])
+    holds(talk, [*held, 1, *plain(llm, "[user And?]"), *talk.output.tokens])
 
 
 def test_a_stop_string_leaves_the_cache_too(llm):
@@ -68,24 +68,24 @@ def test_a_stop_string_leaves_the_cache_too(llm):
     at = next(i for i in places if text.find(text[i : i + 2]) == i)
     talk = models.Conversation(llm, POLICY)
     shown = "".join(talk.say("Hello", max_new_tokens=30, stop=[text[at : at + 2]]))
-    assert (shown, talk.row.reason) == (text[:at], "stop")
-    tokens = talk.row.tokens
+    assert (shown, talk.output.reason) == (text[:at], "stop")
+    tokens = talk.output.tokens
     kept = next(n for n in range(30) if llm.tokenizer.decode(tokens[:n], start=False) == shown)
     held = llm.tokenizer.encode("Hello\n") + tokens[:kept]
     "".join(talk.say("And?", max_new_tokens=5))
-    holds(talk, held + plain(llm, "\nAnd?\n") + talk.row.tokens)
+    holds(talk, held + plain(llm, "\nAnd?\n") + talk.output.tokens)
 
 
 def test_the_end_token_is_not_held(llm):
     """An answer that the model ends itself; which token that is, is chosen to fit."""
     draft = models.Conversation(llm, POLICY)
     "".join(draft.say("Hello", max_new_tokens=9))
-    end = draft.row.tokens[4]
+    end = draft.output.tokens[4]
     config = dataclasses.replace(llm.config, eos=(end,))
     talk = models.Conversation(dataclasses.replace(llm, config=config), POLICY)
     "".join(talk.say("Hello", max_new_tokens=9))
-    assert talk.row.reason == "eos" and talk.row.tokens[-1] == end
-    holds(talk, llm.tokenizer.encode("Hello\n") + talk.row.tokens[:-1])
+    assert talk.output.reason == "eos" and talk.output.tokens[-1] == end
+    holds(talk, llm.tokenizer.encode("Hello\n") + talk.output.tokens[:-1])
 
 
 def test_interrupt(llm):
@@ -93,8 +93,8 @@ def test_interrupt(llm):
     for piece in talk.say("Hello", max_new_tokens=10**9, ignore_eos=True):
         assert piece
         talk.interrupt()
-    assert talk.row.reason == "interrupted"
-    holds(talk, llm.tokenizer.encode("Hello\n") + talk.row.tokens)
+    assert talk.output.reason == "interrupted"
+    holds(talk, llm.tokenizer.encode("Hello\n") + talk.output.tokens)
 
 
 def test_a_growing_cache_counts_what_it_holds(llm):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxkv.models import cross_entropy as ours
+from jaxkv.models import xla_cpu
 from jaxkv.models.cross_entropy import cross_entropy
 
 VOCAB, DEPTH, ROWS, TOKENS = 37, 12, 4, 23
@@ -36,7 +36,7 @@ def plain(head, hidden, targets, share):
 @pytest.mark.parametrize("logits_at_once", [1, VOCAB * ROWS * 5, VOCAB * ROWS * 8, 2**30])
 def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logits_at_once):
     """One token, five (which leaves three), eight (seven) and all of a row at a time."""
-    monkeypatch.setattr(ours, "_LOGITS", {"cpu": logits_at_once})
+    monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     head, hidden, *rest = arrays()
     of = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
     cost, found = of(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
@@ -52,7 +52,7 @@ def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logit
 @pytest.mark.parametrize("logits_at_once", [VOCAB * 5, 2**30])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_over_a_mesh(monkeypatch, size, logits_at_once):
-    monkeypatch.setattr(ours, "_LOGITS", {"cpu": logits_at_once})
+    monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
     given = arrays()
     of = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)  # noqa: E731
@@ -63,7 +63,7 @@ def test_over_a_mesh(monkeypatch, size, logits_at_once):
 
 def test_logits_of_a_batch_never_stand(monkeypatch):
     def sizes(at_once):
-        monkeypatch.setattr(ours, "_LOGITS", {"cpu": at_once})
+        monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": at_once})
         step = jax.value_and_grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
         text = jax.jit(lambda *a: step(*a)).lower(*arrays()).compile().as_text()
         shapes = re.findall(r"f32\[([\d,]+)\]", text)

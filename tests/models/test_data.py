@@ -155,7 +155,7 @@ def test_what_is_to_be_removed_is_in_no_text(tmp_path):
     ids = made.run("train", 0, made.count("train"))
     assert read_tokenizer(made.folder).decode(ids[:-1]) == "A word alone.\n\nNo more.\n" * 20
     assert made.manifest["removed"] == MARKS
-    with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; mend it"):
+    with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; correct it"):
         corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove="(")
 
 
@@ -183,14 +183,14 @@ DAMAGE = {
         change("valid-00000.npy", lambda raw: raw[:-2] + b"\0\1"), "valid-00000.npy must be",
     ),
     "foreign tokenizer": (change("tokenizer.json", lambda raw: raw + b" "), "tokenizer.json must"),
-    "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is another or not there"),
+    "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is missing or another"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no data folder"),
     "edited manifest": (
         change("manifest.json", lambda raw: raw.replace(b'"vocab": 300', b'"vocab": 301')),
-        "manifest.json must be as it was written, and is not; make the folder again",
+        "manifest.json must be as it was written, and is not; create the folder again",
     ),
     "half a manifest": (
-        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; make the folder again",
+        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; create the folder again",
     ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
@@ -224,7 +224,13 @@ def test_nothing_to_train_on_is_refused(tmp_path, tokens):
     refused(r"not UTF-8 \(byte 3\)", [tmp_path / "latin.txt"], out, VOCAB, valid=[texts])
     refused("valid has no document", [texts], out, VOCAB, share=0.0)
     refused("at least 259 tokens, got 100", [texts], out, 100, valid=[texts / "0.txt"])
-    refused("ask for fewer, or give more text", [texts], out, 5000, valid=[texts / "0.txt"])
+    refused(
+        "choose a smaller vocabulary, or give more text",
+        [texts],
+        out,
+        5000,
+        valid=[texts / "0.txt"],
+    )
     valid = [texts / "0.txt"]
     refused("is no tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
     with pytest.raises(UserError, match=r"batch of 8 samples of 4096 tokens needs .*train has"):

@@ -12,7 +12,7 @@ import pytest
 from jaxkv.evals.hlo import copies_in_loops
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
-from jaxkv.models.decoding import BLOCK, Decoding, Static, writer
+from jaxkv.models.decoding import BLOCK, Decoding, Static, compiled_decode_block
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.streams import Stream
 from jaxkv.policy_spec import by_layer
@@ -57,11 +57,11 @@ def lowered(config: Config, policy: str, rows: int):
         position=arg((rows,), jnp.uint32),
         done=arg((rows,), jnp.bool_),
         seen=arg((rows, config.vocab), jnp.bool_),
-        keys=arg((rows, 2), jnp.uint32),
+        rng=arg((rows, 2), jnp.uint32),
     )
     static, settings = Static(config, policies, None), Sampling()
     args = (static, settings.filters, (1,), weights, decoding, settings.knobs, np.int32(1))
-    return writer().lower(*args), states
+    return compiled_decode_block().lower(*args), states
 
 
 def begun(policy, spec, rows):
@@ -100,19 +100,19 @@ def test_the_loop_copies_no_cache(size, rows, policy, tmp_path):
 
 def test_one_compilation(tiny):
     """Whatever the limits, the positions, the seeds and the settings' values."""
-    before = writer()._cache_size()
+    before = compiled_decode_block()._cache_size()
     static = Stream(tiny, "streaming:sinks=1,window=9")
-    static.read([[65] * 8])
-    static.write(WARM, 3, (1,))
-    assert writer()._cache_size() == before + 1
+    static.prefill([[65] * 8])
+    static.decode(WARM, 3, (1,))
+    assert compiled_decode_block()._cache_size() == before + 1
     with Compiles() as compiles:
         for limit in (1, 7, BLOCK, BLOCK, 100):
-            static.write(WARM, limit, (1,))
-        static.write(Sampling(temperature=2.0, top_k=3), 20, (1,))
+            static.decode(WARM, limit, (1,))
+        static.decode(Sampling(temperature=2.0, top_k=3), 20, (1,))
         again = Stream(tiny, "streaming:sinks=1,window=9", seed=5)
-        again.read([[70] * 11])
-        again.write(WARM, 300, (1,))
-    assert compiles.count == 0 and writer()._cache_size() == before + 1
+        again.prefill([[70] * 11])
+        again.decode(WARM, 300, (1,))
+    assert compiles.count == 0 and compiled_decode_block()._cache_size() == before + 1
     with Compiles() as compiles:
         jax.jit(lambda x: x * 3)(np.ones(3, np.float32))
     assert compiles.count == 1, "a compilation would have been counted"
@@ -120,7 +120,7 @@ def test_one_compilation(tiny):
 
 def test_states_are_donated(tiny):
     stream = Stream(tiny, SMALL)
-    for move in (lambda: stream.read([[65] * 9], 16), lambda: stream.write(WARM, 20, ())):
+    for move in (lambda: stream.prefill([[65] * 9], 16), lambda: stream.decode(WARM, 20, ())):
         old = [leaf for state in stream.decoding.states for leaf in (state.k, state.v)]
         places = [leaf.unsafe_buffer_pointer() for leaf in old]
         move()
@@ -130,12 +130,12 @@ def test_states_are_donated(tiny):
 
 
 def test_a_row_that_is_done_is_untouched(tiny):
-    stream = Stream(tiny, SMALL, rows=2)
-    stream.read([[65] * 9, [66] * 30], 16)
-    stream.write(WARM, 30, ())
+    stream = Stream(tiny, SMALL, batch=2)
+    stream.prefill([[65] * 9, [66] * 30], 16)
+    stream.decode(WARM, 30, ())
     for move in (
-        lambda: stream.read([[67] * 20, []], 16),
-        lambda: stream.write(WARM, 30, ()),
+        lambda: stream.prefill([[67] * 20, []], 16),
+        lambda: stream.decode(WARM, 30, ()),
     ):
         before = jax.device_get(stream.decoding)
         block = move()
@@ -153,10 +153,10 @@ def test_a_row_that_is_done_is_untouched(tiny):
 
 def test_twenty_thousand_tokens_in_the_same_memory(tiny):
     stream = Stream(tiny, SMALL)
-    stream.read([[65] * 9], 16)
+    stream.prefill([[65] * 9], 16)
     held = []
     for _ in range(20_000 // BLOCK + 1):
-        stream.write(WARM, BLOCK, ())
+        stream.decode(WARM, BLOCK, ())
         held.append((sorted(a.nbytes for a in jax.live_arrays()), stream.state_bytes))
     assert int(stream.decoding.position[0]) > 20_000
     assert held[-1] == held[0]
@@ -169,6 +169,6 @@ def test_across_the_wrap_of_positions(tiny):
     for start in (0, 2**32 - 40, 2**32 - 9):
         stream = Stream(tiny, SMALL)
         stream.decoding = stream.decoding._replace(position=jnp.asarray([start], jnp.uint32))
-        stream.read([[65, 70, 80, 90] * 5], 16)
-        texts.append(stream.write(Sampling(), 100, ())[0].tolist())
+        stream.prefill([[65, 70, 80, 90] * 5], 16)
+        texts.append(stream.decode(Sampling(), 100, ())[0].tolist())
     assert texts[0] == texts[1] == texts[2]

@@ -11,10 +11,11 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals import default_model
-from jaxkv.evals.record import read, sha256
+from jaxkv.evals.record import read
 from jaxkv.models.llm import DEFAULT
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import PRESETS
+from jaxkv.models.run_metadata import sha256
 from tests.models.training_data import small, write_texts
 
 MOST = 10_000_000  # bytes of its weights

@@ -15,7 +15,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.streams import Stream
-from jaxkv.models.text import Row, Run
+from jaxkv.models.text import OutputText, Run
 from jaxkv.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
@@ -90,10 +90,10 @@ def test_a_stream_is_an_answer(llm, sampling):
 @pytest.mark.parametrize("limit", [1, 7, BLOCK])
 def test_blocks_do_not_matter(llm, alone, limit):
     stream = Stream(llm, SMALL, seed=1)
-    stream.read([llm.tokenizer.encode(PROMPTS[1])], chunk=16)
+    stream.prefill([llm.tokenizer.encode(PROMPTS[1])], chunk=16)
     found = []
     while len(found) < 60:
-        block, done = stream.write(WARM, min(limit, 60 - len(found)), ())
+        block, done = stream.decode(WARM, min(limit, 60 - len(found)), ())
         assert block.shape[1] <= limit and not done.any()
         found += block[0].tolist()
     assert found == alone[1].tokens
@@ -117,12 +117,12 @@ def test_a_second_turn_reads_on(llm):
     """Reading, writing and reading again leaves what one reading of it all would have left."""
     first, second = llm.tokenizer.encode("Hello there. "), llm.tokenizer.encode(" And then?")
     stream = Stream(llm, SMALL, seed=2)
-    stream.read([first])
-    said = stream.write(WARM, 20, ())[0][0].tolist()
-    stream.read([second])
+    stream.prefill([first])
+    said = stream.decode(WARM, 20, ())[0][0].tolist()
+    stream.prefill([second])
     whole = Stream(llm, SMALL, seed=2)
-    whole.read([first + said + second])
-    assert stream.write(WARM, 20, ())[0].tolist() == whole.write(WARM, 20, ())[0].tolist()
+    whole.prefill([first + said + second])
+    assert stream.decode(WARM, 20, ())[0].tolist() == whole.decode(WARM, 20, ())[0].tolist()
 
 
 # Where a row ends
@@ -146,13 +146,13 @@ def test_ends(llm):
     assert met == set(EOS), "both were to be met"
 
 
-def letters(text: str, *, eos: str = "", stops=()) -> tuple[Row, list[str]]:
+def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:
     """A row fed one letter a token."""
 
     class Tokenizer:
         table, special, strip = tuple(bytes([i]) for i in range(128)), frozenset(), 0
 
-    row = Row(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
+    row = OutputText(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
     return row, [row.push(ord(letter)) for letter in text]
 
 
@@ -177,7 +177,7 @@ def test_half_a_character_comes_out_at_the_end():
     class Tokenizer:
         table, special, strip = ("é".encode()[:1], b"x"), frozenset(), 0
 
-    row = Row(SimpleNamespace(tokenizer=Tokenizer), [], [])
+    row = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], [])
     assert row.push(0) == "" and row.end("length") == "\ufffd"
 
 
@@ -190,7 +190,7 @@ def test_stop_strings_against_a_search(stops, rng):
         table, special, strip = tuple(v.encode() for v in vocabulary), frozenset(), 0
 
     for _ in range(200):
-        row, whole, wanted = Row(SimpleNamespace(tokenizer=Tokenizer), [], stops), "", None
+        row, whole, wanted = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops), "", None
         pieces = []
         for token in rng.integers(0, len(vocabulary), 6):
             pieces.append(row.push(int(token)))
@@ -228,9 +228,9 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
         stream.reserve(tokens)
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
-    monkeypatch.setattr("jaxkv.models.streams.read_chunk", None)  # nothing may run
+    monkeypatch.setattr("jaxkv.models.streams.prefill_chunk", None)  # nothing may run
     with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise max"):
-        stream.read([[65]])
+        stream.prefill([[65]])
     with pytest.raises(UserError, match=r"at most 80 tokens and 105 are needed"):
         models.generate(llm, "abcd", "full:max=80,start=16", 100)
     with pytest.raises(UserError, match=r"at most 80 tokens and 105 are needed"):
@@ -241,17 +241,17 @@ def test_rows_that_end_early_leave_room(llm):
     """A row counts the tokens it holds, not those it was allowed to write."""
     stream = Stream(llm, SMALL)
     for _ in range(5):
-        stream.read([[65, 66]], chunk=16)
-        block, done = stream.write(WARM, 50, eos=tuple(range(VOCAB)))
+        stream.prefill([[65, 66]], chunk=16)
+        block, done = stream.decode(WARM, 50, eos=tuple(range(VOCAB)))
         assert block.shape == (1, 1) and done.all()
     assert stream.lengths.max() <= 15
 
 
 def test_past_the_trained_context(llm):
     stream = Stream(llm, SMALL)
-    stream.read([[65] * 10], chunk=16)
+    stream.prefill([[65] * 10], chunk=16)
     for _ in range(4 * CONTEXT // BLOCK + 1):
-        stream.write(WARM, BLOCK, ())
+        stream.decode(WARM, BLOCK, ())
     assert int(stream.decoding.position[0]) > 3 * CONTEXT
     leaves = jax.tree.leaves((stream.decoding.states, stream.decoding.logits))
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves)
@@ -270,13 +270,13 @@ def test_a_reach_beyond_the_trained_context_is_told(llm, policy, reach):
 def test_half_precision(llm, dtype):
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     half = models.load(llm.folder, dtype=dtype)
-    wide, near = (Stream(one, SMALL, rows=5) for one in (llm, half))
+    wide, near = (Stream(one, SMALL, batch=5) for one in (llm, half))
     for stream in (wide, near):
-        stream.read(prompts, chunk=16)
+        stream.prefill(prompts, chunk=16)
     assert {str(state.k.dtype) for state in near.decoding.states} == {dtype}
     difference = np.abs(np.asarray(near.decoding.logits - wide.decoding.logits)).max()
     assert 0 < difference < (0.2 if dtype == "bfloat16" else 0.03)
-    block, _ = near.write(WARM, 20, ())
+    block, _ = near.decode(WARM, 20, ())
     assert block.shape == (5, 20) and np.isfinite(np.asarray(near.decoding.logits)).all()
 
 
@@ -287,11 +287,11 @@ def test_a_policy_that_seals(shallow):
     """Exact until the prompt is complete, halved behind it; rows stay themselves."""
     halving = "uniform:sinks=2,window=4,rounds=1,start=8"
     prompts = [[65 + i % 20 for i in range(30)], [70 + i % 9 for i in range(11)]]
-    run = Stream(shallow, halving, rows=2)
-    run.read(prompts, chunk=16)
-    assert run.decoding.states[0].dense.positions.shape == (2, 32)
-    run.seal()
-    assert run.decoding.states[0].dense.positions.shape == (2, 7)
+    run = Stream(shallow, halving, batch=2)
+    run.prefill(prompts, chunk=16)
+    assert run.decoding.states[0].exact.positions.shape == (2, 32)
+    run.finish_prefill()
+    assert run.decoding.states[0].exact.positions.shape == (2, 7)
     assert run.decoding.states[0].sample.positions.shape[2] == 13
     together = models.generate(shallow, prompts, halving, 12, **COMMON)
     alone = models.generate(shallow, prompts[0], halving, 12, **COMMON)
@@ -354,38 +354,38 @@ def test_a_text_without_tokens_is_refused(llm):
 def test_a_model_that_gives_no_numbers_is_told(shallow, eos):
     spoilt = replace(shallow, weights=shallow.weights | {"norm": shallow.weights["norm"] * np.nan})
     stream = Stream(spoilt, SMALL)
-    stream.read([[65, 66]])
+    stream.prefill([[65, 66]])
     with pytest.raises(UserError, match=r"logits that are not finite .* check the weights"):
-        stream.write(Sampling(), 5, eos)
+        stream.decode(Sampling(), 5, eos)
 
 
 def test_a_number_that_is_none_for_one_token_is_told(shallow):
     """Nor does it count as an end, though the first NaN stands where an eos may be."""
     embed = np.array(shallow.weights["embed"])
     stream = Stream(shallow, SMALL)
-    stream.read([[65, 66]])
+    stream.prefill([[65, 66]])
     first = int(np.argmax(stream.decoding.logits[0]))
     embed[first] = np.nan  # the first new token spoils what comes after it
     spoilt = replace(shallow, weights=shallow.weights | {"embed": jnp.asarray(embed)})
     stream = Stream(spoilt, SMALL)
-    stream.read([[65, 66]])
+    stream.prefill([[65, 66]])
     with pytest.raises(UserError, match="not finite numbers"):
-        stream.write(Sampling(), 5, (0,))
+        stream.decode(Sampling(), 5, (0,))
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.5, top_k=3), Sampling(1.0, top_p=0.5)])
 def test_one_logit_that_is_no_number_is_told_however_tokens_are_drawn(shallow, sampling):
     stream = Stream(shallow, SMALL)
-    stream.read([[65, 66]])
+    stream.prefill([[65, 66]])
     spoilt = stream.decoding.logits.at[0, 5].set(jnp.nan)
     stream.decoding = stream.decoding._replace(logits=spoilt)
     with pytest.raises(UserError, match="not finite numbers"):
-        stream.write(sampling, 2, ())
+        stream.decode(sampling, 2, ())
 
 
 def test_reading_says_how_far_it_has_come(shallow):
     seen: list[tuple[int, int]] = []
-    Stream(shallow, SMALL, rows=2).read(
+    Stream(shallow, SMALL, batch=2).prefill(
         [[65] * 20, [66] * 45], chunk=16, progress=lambda *at: seen.append(at)
     )
     assert seen == [(16, 45), (32, 45), (45, 45)]

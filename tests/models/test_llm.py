@@ -54,7 +54,7 @@ def test_the_module_is_the_model(tiny):
 
     logits, states = own_loop(ids, states)
     stream = models.Stream(tiny, "full:start=8")
-    stream.read([ids[0].tolist()], 16)
+    stream.prefill([ids[0].tolist()], 16)
     np.testing.assert_allclose(logits, stream.decoding.logits[0], atol=1e-5)
     assert int(states[1].count[0]) == 4
     leaves = jax.tree.leaves(nnx.state(tiny.decoder, nnx.Param))
@@ -143,8 +143,8 @@ def test_weights_of_another_head(tiny):
     turned = replace(tiny, weights=tiny.weights | {"head": -tiny.weights["head"]})
     streams = [models.Stream(llm, "window:window=8") for llm in (tiny, turned)]
     for stream in streams:
-        stream.read([[65, 66, 67]])
+        stream.prefill([[65, 66, 67]])
     one, other = (np.asarray(stream.decoding.logits) for stream in streams)
     np.testing.assert_allclose(one, -other, atol=1e-6)
-    assert streams[0].write(Sampling(), 1, ())[0][0, 0] == one.argmax() == (-other).argmax()
+    assert streams[0].decode(Sampling(), 1, ())[0][0, 0] == one.argmax() == (-other).argmax()
     assert jnp.dtype(one.dtype) == jnp.float32

@@ -118,7 +118,7 @@ def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     llm, theirs = untokenized(folder), reference(folder)
     random = np.random.default_rng(7)
     rows = [random.integers(0, llm.config.vocab, n).tolist() for n in (150, 61)]
-    stream = Stream(llm, FULL, rows=2)
+    stream = Stream(llm, FULL, batch=2)
     ours = read(stream, rows)
     worst = 0.0
     for row, ids in enumerate(rows):
@@ -144,8 +144,8 @@ def test_stories(stories, shared, record_property):
     record_property("largest_logit_difference", worst)
     assert worst < LIMIT
     prompts = [ids[:n] for n in (210, 5, 77)]
-    stream = Stream(llm, FULL, rows=3)
-    stream.read(prompts, chunk=64)
+    stream = Stream(llm, FULL, batch=3)
+    stream.prefill(prompts, chunk=64)
     for prompt, tokens in zip(prompts, greedy(stream, NEW), strict=True):
         assert tokens == reference_greedy(theirs, prompt, NEW)
     record_property("equal_greedy_tokens", NEW * len(prompts))

@@ -163,7 +163,7 @@ def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and "the same command goes on" in err
+    assert process.returncode == 130 and "the same command resumes" in err
     (kept,) = (out / "last").iterdir()
     assert int(kept.name) == lines(out)[-1]["step"]
 
@@ -221,12 +221,12 @@ def test_what_one_process_finds_wrong_ends_both(start, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run(tokens, tmp_path):
     """It says at which step, and the last good checkpoint stays."""
-    with pytest.raises(UserError, match="no number at step") as told:
+    with pytest.raises(UserError, match="not finite at step") as told:
         run_here(tokens, tmp_path / "run", "lr=1e30", "clip=1e30", "warmup=0.5", "save_every=1")
     failed, kept = map(int, re.findall(r" step (\d+)", str(told.value)))
     assert kept == failed - 1 == max(int(p.name) for p in (tmp_path / "run" / "last").iterdir())
     assert not (tmp_path / "run" / "hf").exists()
-    with pytest.raises(UserError, match="no number at step 1; there is no checkpoint yet"):
+    with pytest.raises(UserError, match="not finite at step 1; there is no checkpoint yet"):
         run_here(tokens, tmp_path / "other", "z_loss=1e38")
 
 
@@ -333,7 +333,7 @@ def test_tensorboard(tokens, tmp_path, monkeypatch):
     run_here(tokens, tmp_path / "run", "steps=2", tensorboard=True)
     assert told[0] == 1 and ("loss", 2) in told and ("valid_loss", 2) in told
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UserError, match="pip install tensorboardX, or leave"):
+    with pytest.raises(UserError, match="pip install tensorboardX, or omit"):
         run_here(tokens, tmp_path / "other", "steps=2", tensorboard=True)
     assert not (tmp_path / "other").exists()
 

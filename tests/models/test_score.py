@@ -123,6 +123,6 @@ def test_what_is_refused(tiny):
     with pytest.raises(UserError, match=r"from 0 to 257, got 5\.\.300"):
         models.losses(tiny, [5, 300])
     with pytest.raises(UserError, match="from 0 to 257"):
-        models.Stream(tiny).read([[5, 300]])
+        models.Stream(tiny).prefill([[5, 300]])
     with pytest.raises(UserError, match="chunk must be at least 1, got 0"):
         models.losses(tiny, [0, 5], chunk=0)

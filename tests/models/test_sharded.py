@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.decoding import read_chunk, writer
+from jaxkv.models.decoding import compiled_decode_block, prefill_chunk
 from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state.sharding import mesh_of
@@ -27,9 +27,9 @@ COLLECTIVE = re.compile(
 
 def begin(llm: models.Llm, policy: str = SMALL, read: bool = True) -> Stream:
     """Eight rows that have read their prompts, or that begin with any token at all."""
-    stream = Stream(llm, policy, rows=8, seed=range(8))
+    stream = Stream(llm, policy, batch=8, seed=range(8))
     if read:
-        stream.read(PROMPTS, chunk=16)
+        stream.prefill(PROMPTS, chunk=16)
     else:
         stream.decoding = stream.decoding._replace(done=~stream.decoding.done)
     return stream
@@ -42,14 +42,16 @@ def test_the_same_tokens(tiny, tiny_folder, mesh):
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
     rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
     stream = begin(llm, read=read)
-    before = writer()._cache_size()
-    np.testing.assert_array_equal(stream.write(WARM, 60, ())[0], alone[:, :60])
-    np.testing.assert_array_equal(stream.write(WARM, 40, ())[0], alone[:, 60:])
-    assert writer()._cache_size() == before + 1
+    before = compiled_decode_block()._cache_size()
+    np.testing.assert_array_equal(stream.decode(WARM, 60, ())[0], alone[:, :60])
+    np.testing.assert_array_equal(stream.decode(WARM, 40, ())[0], alone[:, 60:])
+    assert compiled_decode_block()._cache_size() == before + 1
     if read:
-        before = read_chunk._cache_size()
-        stream.read(PROMPTS, chunk=16)
-        assert read_chunk._cache_size() == before, "what a call gives back, the next takes as it is"
+        before = prefill_chunk._cache_size()
+        stream.prefill(PROMPTS, chunk=16)
+        assert prefill_chunk._cache_size() == before, (
+            "what a call gives back, the next takes as it is"
+        )
 
     # Each device holds its rows and heads of every cache, and its part of the projections.
     for state in stream.decoding.states:
@@ -67,7 +69,7 @@ def test_nothing_but_sums_travels(tiny_folder, mesh):
     """Between devices: the sums of two projections a layer, and whether all rows are done."""
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
     stream = begin(llm, read=mesh == MESHES[0])
-    program = writer().lower(
+    program = compiled_decode_block().lower(
         stream._static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
     )
     found = [
@@ -89,7 +91,7 @@ def test_stories(stories, record_property):
     texts = []
     for mesh in (None, mesh_of("model=2"), mesh_of("data=2,model=4")):
         stream = begin(models.load(stories, mesh=mesh), "streaming:sinks=4,window=60")
-        texts.append(stream.write(Sampling(), 200, ())[0])
+        texts.append(stream.decode(Sampling(), 200, ())[0])
     for text in texts[1:]:
         np.testing.assert_array_equal(text, texts[0])
     assert len(jax.devices()) == 8
@@ -99,5 +101,5 @@ def test_stories(stories, record_property):
 def test_what_does_not_divide_is_told(tiny_folder):
     with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
         Stream(models.load(tiny_folder, mesh=mesh_of("model=8")), SMALL)
-    with pytest.raises(UserError, match="must divide the sequences: 3 sequences over 2 places"):
-        Stream(models.load(tiny_folder, mesh=mesh_of("data=2")), SMALL, rows=3)
+    with pytest.raises(UserError, match="must divide the rows: 3 rows over 2 places"):
+        Stream(models.load(tiny_folder, mesh=mesh_of("data=2")), SMALL, batch=3)

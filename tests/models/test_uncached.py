@@ -61,7 +61,9 @@ def test_numpy_agrees(rng, case, tokens):
     spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
     out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink=sink)[0])(q, k, v)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
-    out, told = jax.jit(lambda *a: uncached.look(window, spec, None, *a, sink=sink))(q, k, v)
+    out, told = jax.jit(
+        lambda *a: uncached.attend_with_probabilities(window, spec, None, *a, sink=sink)
+    )(q, k, v)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
     np.testing.assert_allclose(told, seen, atol=2e-6)
 
@@ -88,7 +90,9 @@ def test_gradients(rng, case, tokens):
             *arrays,
         )
 
-    for ours, theirs in zip(of(uncached.attend), of(uncached.look), strict=True):
+    for ours, theirs in zip(
+        of(uncached.attend), of(uncached.attend_with_probabilities), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 

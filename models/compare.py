@@ -1,7 +1,7 @@
-"""Several policies on one text: what each keeps, how fast it is, and the loss by position.
+"""Compares policies on one text: state size, speed, and loss by position.
 
-The picture is StreamingLLM's Figure 3: full attention fails beyond the trained context, a plain
-window once its first tokens are gone, sinks with a window do not.
+The picture is StreamingLLM's Figure 3: full attention fails beyond the trained context, and a plain
+window fails once it evicts the first tokens; sinks with a window do not fail.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxkv.contract import Policy
-from jaxkv.evals import palette, pictures, recompute
+from jaxkv.models import palette, pictures, recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import Score, check_scorable, gather, score
 from jaxkv.policy_spec import format_policy, state_bytes
 from jaxkv.state import memory
 
-BUDGET = 256  # tokens kept, where policies are chosen for the user
-# Shows progress while a policy runs: given its name, it yields what is called with tokens done.
+BUDGET = 256  # cached tokens of the default policies
+# Shows progress while a policy runs: takes its name, yields a function of the tokens done.
 Watch = Callable[[str], AbstractContextManager[Callable[[int], None]]]
 
 
 def defaults(context: int) -> list[str]:
-    """Full attention, and a window and a streaming cache that keep equally many tokens."""
+    """Full attention, and a window and a streaming cache with the same KV budget."""
     budget = min(BUDGET, context)
     return ["full", f"window:window={budget}", f"streaming:sinks=4,window={budget - 4}"]
 
@@ -36,7 +36,7 @@ def compare(
     seed: int,
     watch: Watch,
 ) -> dict[str, Score]:
-    """The score of every policy; raises UserError before the first runs if any cannot."""
+    """The score of every policy; raises UserError before the first run if any cannot run."""
     for policy in policies:
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
@@ -57,11 +57,11 @@ def compare(
 def result(
     llm: Llm, policy: str, found: Score, block: int, own: Policy | None = None
 ) -> dict[str, Any]:
-    """One policy's figures as they stand in compare.json; own: one that has no string."""
-    again = recompute.window_of(policy) is not None
+    """The entry of one policy in compare.json; own: a policy value that has no string."""
+    is_recompute = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "spelled": policy if again else format_policy(llm.policies(own or policy)),
+        "spelled": policy if is_recompute else spell(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
         "predictions": len(found.losses),
@@ -75,7 +75,7 @@ def result(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The figures in columns."""
+    """The results as a text table."""
     rows = [["policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"]]
     rows += [
         [
@@ -109,7 +109,7 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int
     for number, (row, look) in enumerate(zip(results, looks, strict=True)):
         at = [(block["start"] + block["end"] - 1) / 2 for block in row["blocks"]]
         label = f"{row['policy']}   {row['perplexity']:.2f}, {_state(row)}"
-        width = 1.4 + 0.9 * min(3, len(results) - 1 - number)  # what lies below shows beside it
+        width = 1.4 + 0.9 * min(3, len(results) - 1 - number)  # lines below stay visible
         axes.plot(at, [block["loss"] for block in row["blocks"]], lw=width, label=label, **look)
     end = results[0]["blocks"][-1]["end"]
     if context < end:

@@ -1,4 +1,4 @@
-"""How all pictures here look: axes, caption, bytes. What a colour stands for is in palette.py."""
+"""The common style of all pictures: axes, caption, PNG. The colours are in palette.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#404040"  # of captions and marks
-RULE = "#e6e6e6"  # of the lines behind a plot
+RULE = "#e6e6e6"  # of grid lines
 
 
 def begin(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes, side by side; without a window, whatever the backend.
+    """A figure with `columns` axes side by side; never opens a window, whatever the backend.
 
-    width and height in inches: so narrow that letters can be read on a telephone.
+    width and height in inches; the default is narrow, so that text is legible on a telephone.
     """
     from matplotlib.figure import Figure
 
@@ -28,21 +28,23 @@ def begin(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Fi
     return figure, made[0] if columns == 1 else made
 
 
-def mark(axes: Any, position: float, says: str) -> None:
-    """A dashed line across a plot, and what happens there."""
+def mark(axes: Any, position: float, label: str) -> None:
+    """Draw a dashed vertical line with a label."""
     axes.axvline(position, color=INK, lw=0.8, ls=(0, (4, 4)), zorder=0)
-    axes.annotate(says, (position, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
+    axes.annotate(label, (position, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
                   textcoords="offset points", va="top", fontsize=8, color=INK)  # fmt: skip
 
 
 def legend(figure: Figure, columns: int) -> None:
-    """Names of lines above the plots."""
+    """Draw the legend above the plots."""
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns)
 
 
 def finish(figure: Figure, caption: str, dpi: int = 90) -> bytes:
-    """The figure with its caption below, as a PNG without software version or date: the same
-    record gives the same bytes."""
+    """The figure with its caption, as a PNG.
+
+    It contains no software version or date: the same record gives the same bytes.
+    """
     figure.supxlabel(caption, fontsize=8, color=INK, wrap=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=dpi, format="png", metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""One colour a policy or arm, the same in every figure; full attention is grey."""
+"""One colour per policy or training variant, in every figure; full attention is grey."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ COLOURS = {
     "balance-stream": "#56b4e9",
     "stratified": "#cc79a7",
     "h2o": "#000000",
-    # Of a finished prompt; never in one picture with those above but full and streaming.
+    # Prompt compression; of those above, only full and streaming share a picture with these.
     "balance": "#56b4e9",
     "uniform": "#e69f00",
     "snapkv": "#009e73",
     "pyramidkv": "#000000",
-    # Of what a query reads; never in one picture with those above but full and uniform.
+    # Sparse attention; of those above, only full and uniform share a picture with these.
     "magicpig": "#d55e00",
     "topk": "#0072b2",
     "topp": "#cc79a7",
@@ -25,14 +25,14 @@ COLOURS = {
     "quest": "#009e73",
     "vattention": "#56b4e9",
 }
-ARMS = {  # of training; plain softmax is what the others are held against
+VARIANTS = {  # of training; plain softmax is the baseline
     "none": "#000000",
     "zero": "#e69f00",
     "logit": "#cc79a7",
     "token": "#0072b2",
     "two_tokens": "#56b4e9",
 }
-THINNED = {  # what is made of a prompt, in evals.single_layer
+COMPRESSION = {  # methods of prompt compression, in evals.single_layer
     "balance, walk": {"color": COLOURS["balance"]},
     "balance, pairs": {"color": COLOURS["balance"], "linestyle": "dashed"},
     "balance, walk at temperature 1": {"color": "#000000"},
@@ -43,7 +43,7 @@ THINNED = {  # what is made of a prompt, in evals.single_layer
     "snapkv": {"color": COLOURS["snapkv"]},
     "ends alone": {"color": "#d55e00", "linestyle": "dotted"},
 }
-OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without one of their own
+OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without an own colour
 LINES = ("solid", "dashed", "dotted", "dashdot")  # for one policy with several settings
 
 

@@ -1,8 +1,7 @@
 """The baseline "sliding window with re-computation": no cache, every prediction from scratch.
 
-The token behind position t is predicted by a fresh forward over the last W tokens up to t, at
-positions 0 to W - 1. It is the best that W tokens of context can do, and takes O(T W) work: the
-quality that a bounded cache is measured against, at a price that it need not pay.
+A fresh forward over the last W tokens up to t, at positions 0 to W - 1, predicts token t + 1. The
+quality is that of a context of W tokens; the cost is O(T W). Bounded caches are compared with it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from jaxkv.models.decoder import Weights
 from jaxkv.typing import Array, Float32, Int32
 
 NAME = "recompute"
-TOKENS = 8192  # tokens in one forward: as many windows as fit are its rows
+TOKENS = 8192  # tokens in one forward; its batch is as many windows as fit
 
 
 def window_of(policy: str) -> int | None:
     """W where the string is `recompute:window=W`, None for every other policy.
 
-    Raises UserError where it is written wrongly.
+    Raises UserError for a malformed `recompute` string.
     """
     name, _, field = policy.strip().partition(":")
     if name != NAME:
@@ -42,18 +41,18 @@ def window_of(policy: str) -> int | None:
 
 
 def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.ndarray, " N"]]:
-    """Natural-log losses of tokens 1..N-1, some at a time."""
+    """Yield the natural-log losses of tokens 1..N-1, batch by batch."""
     ids = np.asarray(tokens, np.int32)
-    # The first W predictions have all tokens before them in view: one forward gives them all.
+    # The first W predictions see all tokens before them: one forward computes them all.
     window = min(window, len(ids) - 1)
     yield np.asarray(_losses(llm.config, llm.weights, ids[None, : window + 1]))[0]
     if window == len(ids) - 1:
         return
     texts = np.lib.stride_tricks.sliding_window_view(ids[1:], window + 1)
-    rows = max(1, TOKENS // window)
-    for start in range(0, len(texts), rows):
-        some = texts[start : start + rows]
-        padded = np.pad(some, ((0, min(rows, len(texts)) - len(some)), (0, 0)))
+    batch = max(1, TOKENS // window)
+    for start in range(0, len(texts), batch):
+        some = texts[start : start + batch]
+        padded = np.pad(some, ((0, min(batch, len(texts)) - len(some)), (0, 0)))
         yield np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(some), 0]
 
 
@@ -61,7 +60,7 @@ def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.
 def _losses(
     config: Config, weights: Weights, texts: Int32[Array, "B T"], last: int = 0
 ) -> Float32[Array, "B M"]:
-    """Losses of tokens 1..T-1 of each row, a text of its own; of the `last` ones, if given."""
+    """Losses of tokens 1..T-1 of each text, or of the `last` ones if given."""
     tokens, targets = texts[:, :-1], texts[:, 1:]
     decoder, hidden, _ = uncached.forward(config, weights, tokens)
     logits = decoder.logits(hidden[:, :, -last:])

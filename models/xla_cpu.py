@@ -1,0 +1,172 @@
+"""Workarounds for XLA:CPU, the CPU backend of XLA, each with the measurement that justifies it.
+
+Every function here computes what its plain form computes. Other platforms compile the plain form,
+except where the docstring says that the form is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.typing import Array, Float
+
+_PARTS = 8  # of the product of one token with a weight of at least _LARGE elements
+_LARGE = 2**18
+
+
+def decode_compiler_options() -> dict[str, object]:
+    """Compiler options of a loop of many small operations: a sequential scheduler on a CPU.
+
+    By default XLA:CPU hands independent operations to other threads. In a step of a small model
+    each operation takes well under a microsecond, less than the handover.
+    Measured: with a sequential scheduler a decode step of a 260 K model is a third faster; that of
+    a large model is unchanged.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    if jax.__version_info__ >= (0, 10):
+        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
+
+def matmul(
+    weight: Float[Array, "O I"],
+    x: Float[Array, "I B T"],
+    dtype: jnp.dtype | None,
+    plain: Callable[[Array, Array], Array],
+) -> Float[Array, "O B T"]:
+    """`plain(weight, x)`; on a CPU, one token's float32 product with a large weight in eight parts.
+
+    Decoding is limited by memory bandwidth, and XLA:CPU splits such a product so that some cores
+    read less of the weight than others.
+    No recorded measurement.
+    """
+    one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
+    if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
+        return plain(weight, x)
+    in_parts = partial(_matmul_in_parts, dtype=dtype)
+    return jax.lax.platform_dependent(weight, x, cpu=in_parts, default=plain)
+
+
+def _matmul_in_parts(
+    weight: Float[Array, "O I"], x: Float[Array, "I 1 1"], dtype: jnp.dtype | None
+) -> Float[Array, "O 1 1"]:
+    inputs = jnp.broadcast_to(x[:, 0, 0], (_PARTS, weight.shape[1]))
+    y = jax.lax.dot_general(
+        weight.reshape(_PARTS, -1, weight.shape[1]),
+        inputs,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return y.reshape(-1, 1, 1).astype(dtype or weight.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
+    """The product over one axis of each, the first or the last, accumulated in float32.
+
+    The gradient rule is the same on all platforms: gradients have the axis order of their arrays,
+    so nothing is transposed. JAX's own rule transposes activations, which takes XLA:CPU longer than
+    the product itself.
+    No recorded measurement.
+    """
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    y = jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return y.astype(dtype or a.dtype)
+
+
+def _dot_forward(
+    a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return dot(a, b, contract, dtype), (a, b)
+
+
+def _dot_backward(
+    contract: tuple[int, int], _: jnp.dtype | None, arrays: tuple[Array, Array], ct: Array
+) -> tuple[Array, Array]:
+    # As matrices: the contracted axis, and all others as one.
+    a, b = (
+        x.reshape(x.shape[0], -1) if axis == 0 else x.reshape(-1, x.shape[-1])
+        for x, axis in zip(arrays, contract, strict=True)
+    )
+    ct = ct.astype(a.dtype).reshape(a.size // arrays[0].shape[contract[0]], -1)
+
+    def gradient(of: int, other: Array, other_free: int) -> Array:
+        first, second = (other, other_free), (ct, 1 - of)
+        if contract[of] != 0:
+            first, second = second, first
+        found = dot(first[0], second[0], (first[1], second[1]))
+        return found.reshape(arrays[of].shape)
+
+    return gradient(0, b, int(contract[1] == 0)), gradient(1, a, int(contract[0] == 0))
+
+
+dot.defvjp(_dot_forward, _dot_backward)
+
+
+def has_head_last_product(x: Array, tokens: int) -> bool:
+    """Whether projections of `x` are computed as [B,T,N,H], which attention wants untransposed.
+
+    The answer is the same on all platforms: true for several tokens in float32. In half precision
+    jax 0.7 has no such product on a CPU.
+    No recorded measurement.
+    """
+    return tokens > 1 and x.dtype == jnp.float32
+
+
+def keep_transpose_apart(product: Array) -> Array:
+    """Keep XLA from folding a following transpose into this product; the same on all platforms.
+
+    XLA:CPU fails on the folded product in bfloat16. A failure, so there is no measurement.
+    """
+    return jax.lax.optimization_barrier(product)
+
+
+# Logits of the training loss in memory at a time: as many as a CPU's cache holds, and more
+# elsewhere. No recorded measurement.
+LOGITS_AT_ONCE = {"cpu": 2**21}
+LOGITS_AT_ONCE_ELSEWHERE = 2**27
+
+
+def logits_at_once() -> int:
+    """How many logits of the training loss are computed at a time on this backend."""
+    return LOGITS_AT_ONCE.get(jax.default_backend(), LOGITS_AT_ONCE_ELSEWHERE)
+
+
+def query_block() -> int:
+    """Queries per block of training attention; small blocks skip more of the causal mask.
+
+    No recorded measurement.
+    """
+    return 128 if jax.default_backend() == "cpu" else 512
+
+
+def query_block_edges(tokens: int) -> list[int]:
+    """The edges of query blocks of equal size, up to one token; the same on all platforms.
+
+    With blocks of 128 and a rest of one query, jax 0.7.2 drops the last block on a CPU and writes
+    to wrong addresses. A wrong result, so there is no measurement.
+    """
+    count = -(-tokens // query_block())
+    return [tokens * i // count for i in range(count + 1)]
+
+
+def map_samples(one: Callable, *arrays: Array) -> tuple[Array, ...]:
+    """`one` of every sample: one after another on a CPU, whose cache holds the logits of one.
+
+    No recorded measurement.
+    """
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda sample: one(*sample), arrays)
+    return jax.vmap(one)(*arrays)
