@@ -22,9 +22,9 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.engine import Engine, Prefixes
+    from jaxkv.engine import Engine, PrefixConfig
     from jaxkv.models import Llm
-    from jaxkv.server import Terms
+    from jaxkv.server import ServerConfig
 
 KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
@@ -48,11 +48,11 @@ FLAGS = (
      "kept for others that begin alike; 0 keeps none"),
     ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "chunks or states in the memory of "
      "the host besides"),
-    ("prefixes", "prefix-order", str, "linked", "O", "in which chunks of a cache that grows are "
-     "given up: linked (the least recently used), nested (among those of one time the deepest) or "
-     "frequency (the least often used)"),
-    ("prefixes", "prefix-where", str, "last+junction", "W", "which states are kept: last, "
-     "junction, every=N (chunks), joined by +"),
+    ("prefixes", "prefix-order", str, "lru", "O", "eviction order of the chunks of append-only "
+     "caches: lru (least recently used), lru-deepest-first (and among those of one request the "
+     "deepest) or lfu (least often used)"),
+    ("prefixes", "prefix-where", str, "last+branch", "W", "chunk boundaries at which the states of "
+     "evicting caches are stored: last, branch (where prompts part), every=N; joined by +"),
 )  # fmt: skip
 
 
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
     keys, kept = read_keys(args.api_key_file), prefixes_of(args)
-    tenants = server.read_keys(*keys) if keys else ()
+    tenants = server.parse_api_keys(*keys) if keys else ()
     if args.name is not None:
         check_name(args.name)
     if args.per_key is not None and not tenants:
         raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
     # At once: a port in use is not found out after minutes of loading.
-    listener = server.bind(args.host, args.port, server.Terms.write_seconds)
+    listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
     with listener:
         if not (tenants or is_loopback(listener)):
             warnings.warn(
@@ -97,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.models.language import Language
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
-        app = server.application(engine, language, tenants, terms_of(args, llm))
+        app = server.application(engine, language, tenants, server_config(args, llm))
         server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.server_of(app)
+        pressed, running = threading.Event(), server.make_server(app)
 
         def leave() -> None:
             running.should_exit = True
@@ -156,9 +156,9 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
     return args.model
 
 
-def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
+def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """What is kept of prompts; checked before a model is loaded."""
-    from jaxkv.engine import Prefixes
+    from jaxkv.engine import PrefixConfig
 
     if not args.prefix_slots:
         if args.prefix_host_slots:
@@ -169,23 +169,23 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
         return None
     how = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
     try:
-        return Prefixes(*how)
+        return PrefixConfig(*how)
     except UserError as error:  # it begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, kept: Prefixes | None) -> Engine:
+def make(args: argparse.Namespace, llm: Llm, kept: PrefixConfig | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
-        from jaxkv.models.serving import engine_of
+        from jaxkv.models.serving import make_engine
 
-        return engine_of(
-            llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefixes=kept, seed=args.seed,
+        return make_engine(
+            llm, args.policy, max_batch=args.slots, max_len=args.max_len, chunk=args.chunk,
+            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=kept, seed=args.seed,
         )  # fmt: skip
 
 
-def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
+def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
     from jaxkv import server
 
     decides = [
@@ -193,12 +193,12 @@ def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
         flags.versions(),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-    return server.Terms(
-        in_hand=args.slots + args.queue,
-        each=args.per_key,
-        answers=args.slots + args.queue,
-        slots=args.slots,
-        tokens=args.queue_tokens,
-        tell_cached=not args.no_cached_tokens,
+    return server.ServerConfig(
+        max_in_flight=args.slots + args.queue,
+        max_per_key=args.per_key,
+        max_answers=args.slots + args.queue,
+        max_batch=args.slots,
+        max_waiting_tokens=args.queue_tokens,
+        report_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",
     )
