@@ -70,7 +70,7 @@ conversations.draw_hits(hits, slots)
 # %%
 from functools import partial
 
-from jaxkv.engine import Prefixes
+from jaxkv.engine import PrefixConfig
 
 users, turns = runtime.size((6, 6), (3, 3))
 said = conversations.say(llm, users, turns)
@@ -78,7 +78,7 @@ SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # as many bytes of pag
 served = {
     policy: conversations.serve(
         llm, policy, partial(conversations.converse, said=said), conversations.room(said),
-        Prefixes(slots), chunk=64, rounds=runtime.size(3, 1),
+        PrefixConfig(slots), chunk=64, rounds=runtime.size(3, 1),
     )
     for policy, slots in SLOTS.items()
 }  # fmt: skip
@@ -132,7 +132,7 @@ longest = max(len(request.tokens) + request.max_new_tokens for request in load.r
 POLICY = "streaming:sinks=4,window=124"
 asked = conversations.serve(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
-    Prefixes(runtime.size(512, 128)), load.chunk, rounds=1,
+    PrefixConfig(runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
 runtime.Text(conversations.table({POLICY: asked}))
 

@@ -19,14 +19,13 @@ import jax
 import jaxkv
 from jaxkv import models
 from jaxkv.engine import pool
-from jaxkv.engine.store import page_names
+from jaxkv.engine.store import page_ids
 from jaxkv.evals import prefix_traces
 from jaxkv.evals.prefix_traces import Asked
 from jaxkv.evals.record import Record
 from jaxkv.models import Llm
-from jaxkv.policy_spec import by_layer, state_bytes
-from jaxkv.prefix import BlockPool, Snapshots, root
-from jaxkv.state import batch
+from jaxkv.prefix import BlockPool, Snapshots, root_hash
+from jaxkv.stack import by_layer, state_bytes
 
 TRACE = (Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip
@@ -68,10 +67,10 @@ def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
     """Tokens saved and the bytes that it takes, by an index of each kind."""
     full = BlockPool(CHUNK, mode="full")
     for turn in turns:
-        lease = full.admit(full.read(turn.keys, root()))
+        lease = full.admit(full.hash_prompt(turn.keys, root_hash()))
         full.publish(lease)
         full.release(lease)
-    saved, tokens = full.counts.first.tokens_hit, sum(turn.tokens for turn in turns)
+    saved, tokens = full.counts.lookups.tokens_hit, sum(turn.tokens for turn in turns)
     policies = by_layer("full:start=128", llm.config.layers)
     results: dict[str, Any] = {
         "turns": len(turns), "tokens": tokens, "chunk": CHUNK,
@@ -93,17 +92,17 @@ def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
-    settles = pool.pages_of(layers[0]) if pool.settling(layers).most else None
+    settles = layers[0] if pool.snapshot_layout(layers).max_pages else None
     named: dict[int, set] = {}
     most = saved = pages = 0
     for turn in turns:
-        visit = index.visit(index.read(turn.keys, root()))
-        index.leave(visit)
-        saved += visit.at
-        for boundary in visit.save:
-            snapshot = index.claim(visit.prompt, boundary)
+        plan = index.plan_prefill(index.hash_prompt(turn.keys, root_hash()))
+        index.release(plan)
+        saved += plan.start
+        for boundary in plan.save:
+            snapshot = index.claim(plan.prompt, boundary)
             index.publish(snapshot)
-            named[snapshot.slot] = set(page_names(settles, CHUNK, visit.prompt, boundary))
+            named[snapshot.index] = set(page_ids(settles, CHUNK, plan.prompt, boundary))
         held = len(set().union(*named.values()))
         if index.taken * record + held * page > most:
             most, pages = index.taken * record + held * page, held
@@ -116,8 +115,8 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
     states = jax.eval_shape(
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )
-    kept = jax.eval_shape(lambda: pool.empty(pool.settling(layers), states, 1, 1))
-    return batch.nbytes(kept.records), batch.nbytes(kept.pages)
+    kept = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
+    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.engine import Collected, Engine, Prefixes, Request, answer
-from jaxkv.evals import prefix_report, prefix_traces, runtime
+from jaxkv.engine import Collected, Engine, PrefixConfig, Request, answer
+from jaxkv.evals import pictures, prefix_report, prefix_traces, runtime
 from jaxkv.evals.figures import draw_spreads
 from jaxkv.evals.prefix_figures import MODES
 from jaxkv.evals.record import spread
 from jaxkv.memory import show
 from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
-from jaxkv.models.palette import COLOURS
-from jaxkv.models.serving import engine_of
-from jaxkv.prefix import Chain, root
-from jaxkv.state.memory import show
+from jaxkv.models.serving import make_engine
+from jaxkv.prefix import Chain, root_hash
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
 ANEW, KEPT = "read anew", "kept"
@@ -60,12 +58,13 @@ class Served(NamedTuple):
     @property
     def read(self) -> np.ndarray:
         """How many are."""
-        return np.array([one.outcome.read_tokens for one in self.rounds[0]])
+        return np.array([one.outcome.computed_tokens for one in self.rounds[0]])
 
     @property
     def first(self) -> np.ndarray:
         """By round and request the milliseconds from where a slot was there to the first token."""
-        times = [[one.outcome.first - one.outcome.begun for one in each] for each in self.rounds]
+        outcomes = [[one.outcome for one in each] for each in self.rounds]
+        times = [[o.first_token_seconds - o.queue_seconds for o in each] for each in outcomes]
         return 1e3 * np.array(times)
 
 
@@ -94,15 +93,15 @@ def converse(engine: Engine, said: Said) -> list[Collected]:
 
 
 def serve(
-    llm: Llm, policy: str, talk: Talk, room: int, prefixes: Prefixes, chunk: int, rounds: int
+    llm: Llm, policy: str, talk: Talk, room: int, prefixes: PrefixConfig, chunk: int, rounds: int
 ) -> dict[str, Served]:
     """The same requests to an engine that keeps nothing and to one that keeps prefixes, in turn.
 
     room: tokens of the longest prompt with its answer. Every round begins with nothing kept.
     """
     engines = {
-        name: engine_of(llm, policy, slots=4, room=room, chunk=chunk, queue=1024,
-                        queue_tokens=2**24, prefixes=kept)
+        name: make_engine(llm, policy, max_batch=4, max_len=room, chunk=chunk, queue=1024,
+                        queue_tokens=2**24, prefix_cache=kept)
         for name, kept in ((ANEW, None), (KEPT, prefixes))
     }  # fmt: skip
     told: dict[str, list[list[Collected]]] = {name: [] for name in engines}
@@ -110,9 +109,9 @@ def serve(
         answer(engine, [Request((1, 2, 3), 2)])
     for number in range(rounds):
         for name in list(engines)[:: 1 if number % 2 else -1]:
-            engines[name].forget()
+            engines[name].reset_prefix_cache()
             told[name].append(talk(engines[name]))
-    return {name: Served(told[name], engines[name].bytes_of_prefixes) for name in engines}
+    return {name: Served(told[name], engines[name].prefix_bytes) for name in engines}
 
 
 def room(said: Said) -> int:
@@ -123,7 +122,7 @@ def room(said: Said) -> int:
 
 def keys(ids: Sequence[int], block: int = 16) -> list[str]:
     """The first digits of what each block of a prompt is known by."""
-    return [key.hex()[:6] for key in Chain(block).read(ids, root(model="any")).keys]
+    return [hash.hex()[:6] for hash in Chain(block).hash_prompt(ids, root_hash(model="any")).hashes]
 
 
 def hits(slots: Sequence[int], requests: int, seeds: int) -> dict[str, list[dict[str, float]]]:

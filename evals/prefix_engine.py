@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals import prefix_report, prefix_traces
 from jaxkv.evals.prefix_traces import MOONCAKE_BLOCK, Trace
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.timing import ratio, rounds
 from jaxkv.models import Llm
-from jaxkv.models.serving import engine_of
+from jaxkv.models.serving import make_engine
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 FILES = {
@@ -148,14 +148,14 @@ def run(
     """
     longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
     engines = {
-        name: engine_of(llm, policy, slots=slots, room=longest, chunk=load.chunk,
-                        queue=len(load.requests), queue_tokens=2**31 - 1, prefixes=prefixes)
-        for name, prefixes in (("none", None), ("kept", Prefixes(kept)))
+        name: make_engine(llm, policy, max_batch=slots, max_len=longest, chunk=load.chunk,
+                        queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
+        for name, prefixes in (("none", None), ("kept", PrefixConfig(kept)))
     }  # fmt: skip
     told: dict[str, list] = {}
 
     def all_of_them(name: str) -> float:
-        engines[name].forget()
+        engines[name].reset_prefix_cache()
         begun = perf_counter()
         told[name] = answer(engines[name], load.requests)
         return perf_counter() - begun
@@ -177,7 +177,7 @@ def summary(
         "prompt_tokens": sum(len(one.tokens) for one in load.requests),
         "new_tokens": sum(one.max_new_tokens for one in load.requests),
         "hit_rate_tokens": cached / sum(len(one.tokens) for one in load.requests),
-        "bytes_of_prefixes": engine.bytes_of_prefixes,
+        "bytes_of_prefixes": engine.prefix_bytes,
         "items_per_second": {
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
         },
@@ -188,7 +188,7 @@ def summary(
 
 def first_tokens(answers: Iterable) -> dict[str, float]:
     """Seconds from a request's turn to its first token."""
-    found = [one.outcome.first - one.outcome.begun for one in answers]
+    found = [one.outcome.first_token_seconds - one.outcome.queue_seconds for one in answers]
     return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
 
 

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals import prefix_report, prefix_traces
-from jaxkv.prefix import Chain, root
+from jaxkv.prefix import Chain, root_hash
 from jaxkv.prefix.blocks import MODES
-from jaxkv.prefix.orders import ORDERS
+from jaxkv.prefix.eviction import ORDERS
 
 PROGRAM = "python -m jaxkv.evals.prefix_replay"
 FAST = 300_000  # block look-ups a second, at least
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     )
     ask.add_argument("--mode", choices=MODES, help="what is found of a prompt's tail (default: "
                      "alias, of the report rekey)")  # fmt: skip
-    ask.add_argument("--order", choices=ORDERS, help="of eviction (default: linked)")
+    ask.add_argument("--order", choices=ORDERS, help="of eviction (default: lru)")
     ask.add_argument("--cap", action="store_true", help="leave the last token to be computed")
     ask.add_argument("--keys", choices=("ids", "tokens"), help="of Mooncake's files (default: ids)")
     report = ask.add_argument_group("of the report")
@@ -152,7 +152,7 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     """One run of the report's experiment."""
     setting, seed = setting_of(given), given.seed or 0
     counts, seconds = prefix_report.simulate(setting, seed)
-    found = counts.first
+    found = counts.lookups
     rates = prefix_traces.Found(
         found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
         found.requests_hit, counts.evictions, found.missed, seconds,
@@ -173,7 +173,7 @@ def replay_file(given: argparse.Namespace) -> dict[str, Any]:
     if given.keys and trace.kind != "mooncake":
         raise UserError(f"--keys is for traces of Mooncake, got one of {trace.kind}; leave it out")
     by_ids = trace.kind == "mooncake" and given.keys != "tokens"
-    order = given.order or "linked"
+    order = given.order or "lru"
     if by_ids and (given.block or given.mode):
         raise UserError(
             "--block and --mode must be left out where ids are looked up as they stand, got "
@@ -315,10 +315,13 @@ def speed(trace: prefix_traces.Trace, count: int = 5) -> dict[str, Any]:
         found = prefix_traces.replay(trace, capacity, block, mode, prepare=prepare)
         return found.blocks / found.seconds
 
-    prompt, name = list(range(4096)), root()
+    prompt, name = list(range(4096)), root_hash()
     read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
     hashing = rounds(
-        {how: timed(lambda chain=chain: chain.read(prompt, name)) for how, chain in read.items()},
+        {
+            how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))
+            for how, chain in read.items()
+        },
         21, "hashing",
     )  # fmt: skip
     return {

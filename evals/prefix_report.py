@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.prefix import BlockPool, Counts, Lease, root
+from jaxkv.prefix import BlockPool, Counts, Lease, root_hash
 
 VOCABULARY = 32_000
 SHARES = tuple(round(0.1 * n, 1) for n in range(1, 11))
@@ -69,7 +69,7 @@ class Setting:
     outputs: tuple[int, int] = (32, 192)
     greedy: bool = False
     capacity: int | None = None
-    order: str = "linked"
+    order: str = "lru"
     hashing: str = "chained"
     cap: bool = False
 
@@ -93,7 +93,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
         hashing=setting.hashing, cap=setting.cap,
     )  # fmt: skip
     queue = zip(prompts, outputs.tolist(), strict=True)
-    name, running, fresh = root(), [], VOCABULARY
+    name, running, fresh = root_hash(), [], VOCABULARY
     waiting, seconds = True, 0.0
     while waiting or running:
         while waiting and len(running) < setting.slots:
@@ -102,7 +102,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
                 waiting = False
                 break
             begun = perf_counter()
-            lease = pool.admit(pool.read(request[0], name))
+            lease = pool.admit(pool.hash_prompt(request[0], name))
             pool.publish(lease)
             seconds += perf_counter() - begun
             running.append(Running(lease, request[1]))
@@ -134,7 +134,7 @@ def draw_prompts(
 @cache
 def hits(setting: Setting, seed: int) -> float:
     """Blocks found, in percent of those looked up."""
-    found = simulate(setting, seed)[0].first
+    found = simulate(setting, seed)[0].lookups
     return 100 * found.blocks_hit / found.blocks
 
 

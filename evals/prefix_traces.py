@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.errors import UserError, is_whole
-from jaxkv.prefix import BlockPool, Snapshots, root
+from jaxkv.prefix import BlockPool, Snapshots, root_hash
 
 MOONCAKE_BLOCK = 512  # tokens that an id of its traces stands for
 IDS = 2**32 // MOONCAKE_BLOCK  # of which the tokens have room in 32 bits
@@ -28,7 +28,7 @@ SNAPSHOTS = {  # hits of tokens in our reference, by slots
     "every=1": (0.040, 0.043, 0.046, 0.097, 0.373),
     "every=16+last": (0.044, 0.067, 0.228, 0.349, 0.362),
     "last": (0.048, 0.133, 0.281, 0.344, 0.350),
-    "last+junction": (0.046, 0.108, 0.276, 0.352, 0.359),
+    "last+branch": (0.046, 0.108, 0.276, 0.352, 0.359),
 }
 
 
@@ -179,7 +179,7 @@ def replay(
     capacity: int | None,
     block: int = 1,
     mode: str = "full",
-    order: str = "linked",
+    order: str = "lru",
     cap: bool = False,
     prepare: Callable[[Asked], Asked] = same,
 ) -> Found:
@@ -188,16 +188,16 @@ def replay(
     block: keys in one. prepare: what is done to a request before it is looked up, and not timed.
     """
     pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
-    name, seconds, hit_tokens = root(), 0.0, 0
+    name, seconds, hit_tokens = root_hash(), 0.0, 0
     for one in trace.asked:
         one = prepare(one)
         begun = perf_counter()
-        lease = pool.admit(pool.read(one.keys, name))
+        lease = pool.admit(pool.hash_prompt(one.keys, name))
         pool.publish(lease)
         pool.release(lease)
         seconds += perf_counter() - begun
         hit_tokens += min(lease.cached * one.piece, one.tokens)
-    found = pool.counts.first
+    found = pool.counts.lookups
     return Found(
         found.blocks, found.blocks_hit, sum(one.tokens for one in trace.asked), hit_tokens,
         found.requests, found.requests_hit, pool.counts.evictions,
@@ -212,13 +212,13 @@ def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
     ones afterwards, so that what was used may make room for them.
     """
     index = Snapshots(slots, 1, where)
-    name, hit = root(), 0
+    name, hit = root_hash(), 0
     for one in trace.asked:
-        visit = index.visit(index.read(one.keys, name))
-        index.leave(visit)
-        hit += visit.at * one.piece
-        for boundary in visit.save:
-            snapshot = index.claim(visit.prompt, boundary)
+        plan = index.plan_prefill(index.hash_prompt(one.keys, name))
+        index.release(plan)
+        hit += plan.start * one.piece
+        for boundary in plan.save:
+            snapshot = index.claim(plan.prompt, boundary)
             if snapshot is not None:
                 index.publish(snapshot)
     return hit / sum(one.tokens for one in trace.asked)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.record import Record, spread
 from jaxkv.evals.timing import bar, ratio, rounds, timed
 from jaxkv.models import Llm
-from jaxkv.models.serving import engine_of
+from jaxkv.models.serving import make_engine
 
 BOOKS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "books" / "valid"
 PARTS = ("throughput", "first", "cost")
@@ -80,7 +80,7 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
     slots = 16 if quick else AT_ONCE
     asked = drawn(texts, 4 * slots, 0)
     alone = asked[: len(asked) // 8]
-    many, one = (engine_of(llm, slots=each) for each in (slots, 1))
+    many, one = (make_engine(llm, max_batch=each) for each in (slots, 1))
 
     def one_by_one(engine: Engine) -> None:
         for request in alone:
@@ -120,7 +120,9 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
     size = 512 if quick else LONG
     results: dict[str, Any] = {"prompt_tokens": size, "policies": {}, "bars": []}
     for policy in POLICIES:
-        engine = engine_of(llm, policy, slots=2, room=2 * LONG, prefixes=Prefixes(256))
+        engine = make_engine(
+            llm, policy, max_batch=2, max_len=2 * LONG, prefix_cache=PrefixConfig(256)
+        )
         new, held = passages(texts, 1), next(passages(texts, 2))[:size]
         answer(engine, [Request(held, 1)])
 
@@ -146,7 +148,7 @@ def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
     (got,) = answer(engine, [Request(tokens, 1)])
     if got.outcome.cached_tokens != cached:
         raise RuntimeError(f"{cached} tokens were to be cached, {got.outcome.cached_tokens} were")
-    return got.outcome.first
+    return got.outcome.first_token_seconds
 
 
 def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
@@ -154,8 +156,8 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
     results: dict[str, Any] = {"policies": {}, "bars": []}
     for policy in POLICIES:
         engines = {
-            name: engine_of(llm, policy, slots=2, room=LONG, prefixes=prefixes)
-            for name, prefixes in (("none", None), ("kept", Prefixes(64)))
+            name: make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
+            for name, prefixes in (("none", None), ("kept", PrefixConfig(64)))
         }
         size = 512 if quick else LONG // 2
         new = {name: passages(texts, 3) for name in engines}

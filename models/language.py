@@ -50,11 +50,11 @@ class Language:
         pieces = Pieces(self.llm.tokenizer)
         return [pieces.push(token) for token in ids]
 
-    def spell(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """One token alone, a special one written out; none for ids beyond the vocabulary."""
         table = self.llm.tokenizer.table
         return table[token] if token < len(table) else b""
 
-    def row(self, stops: Sequence[str], eos: Sequence[int]) -> OutputText:
-        """The empty output of a new answer."""
-        return OutputText(self.llm, eos, stops, keep=False)
+    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> Row:
+        """The text of a new answer."""
+        return Row(self.llm, eos, stops, keep=False)

@@ -1,4 +1,4 @@
-"""A model of this package as the engine runs it."""
+"""Run a model of this package in the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Policy, State
-from jaxkv.engine import Engine, Model, Prefixes
+from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.llm import Llm
@@ -17,13 +17,15 @@ from jaxkv.models.text import warn_beyond_context
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
-def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
-    """The engine's view of a loaded model under a cache policy.
+def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
+    """Wrap a loaded model and a cache policy for the engine.
 
-    Raises UserError for a model over a mesh.
+    Raises UserError for a model that is sharded over a mesh.
     """
     if llm.mesh is not None:
-        raise UserError("the engine runs on one device, got a model over a mesh; load it without")
+        raise UserError(
+            "the engine runs on one device, got a model over a mesh; load it without mesh"
+        )
     policies = llm.policies(policy)
 
     def forward(
@@ -32,35 +34,35 @@ def model_of(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_P
         positions: UInt32[Array, "B T"],
         valid: Bool[Array, "B T"],
         states: tuple[State, ...],
-        places: Int32[Array, "B P"],
+        indices: Int32[Array, "B P"],
     ) -> tuple[Float32[Array, "B P V"], tuple[State, ...]]:
         decoder = Decoder(llm.config, weights, llm.mesh)
         hidden, states = decoder(tokens, positions, valid, policies, states)
-        asked = jnp.take_along_axis(hidden, places[None], axis=2)
-        # Unbarred, XLA folds the transpose into the product, and on a CPU fails on it in bfloat16.
-        logits = jax.lax.optimization_barrier(decoder.logits(asked))
+        selected = jnp.take_along_axis(hidden, indices[None], axis=2)
+        # Without it XLA folds the transpose into the product, which fails in bfloat16 on a CPU.
+        logits = jax.lax.optimization_barrier(decoder.logits(selected))
         return logits.transpose(1, 2, 0), states
 
     identity = f"{llm.folder.name} {llm.config} {llm.dtype}"
     return Model(forward, llm.weights, policies, llm.spec, llm.config.vocab, identity)
 
 
-def engine_of(
+def make_engine(
     llm: Llm,
     policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     *,
-    slots: int = 16,
-    room: int = 4096,
+    max_batch: int = 16,
+    max_len: int = 4096,
     chunk: int = 128,
     queue: int = 256,
     queue_tokens: int = 2**20,
-    prefixes: Prefixes | None = None,
+    prefix_cache: PrefixConfig | None = None,
     seed: int = 0,
 ) -> Engine:
-    """An engine over a loaded model, compiled and ready; the arguments are those of `Engine`."""
-    model = model_of(llm, policy)
-    warn_beyond_context(llm, model.policies, room)
+    """Compile an engine for a loaded model; the arguments are those of `Engine`."""
+    model = make_model(llm, policy)
+    warn_beyond_context(llm, model.policies, max_len)
     return Engine(
-        model, slots, room, chunk, queue=queue, queue_tokens=queue_tokens, prefixes=prefixes,
-        seed=seed,
+        model, max_batch, max_len, chunk, queue=queue, queue_tokens=queue_tokens,
+        prefix_cache=prefix_cache, seed=seed,
     )  # fmt: skip

@@ -22,36 +22,37 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.engine import Engine, Prefixes
+    from jaxkv.engine import Engine, PrefixConfig
     from jaxkv.models import Llm
-    from jaxkv.server import Terms
+    from jaxkv.server import ServerConfig
 
 KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
 # Group, flag, type, default, metavar, help.
 FLAGS = (
-    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; the default is reachable "
-     "from this machine only"),
-    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free port and prints it"),
-    ("callers", "name", str, None, "NAME", "the model name for clients (default: its folder name)"),
-    ("callers", "api-key-file", str, None, "F", "one line per API key: KEY, or KEY SALT; keys with "
-     "the same salt share prefixes; without the file no key is needed"),
-    ("callers", "per-key", COUNT, None, "N", "concurrent answers of one key (default: no limit)"),
-    ("engine", "slots", COUNT, 16, "N", "sequences decoded concurrently"),
-    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "most tokens of a prompt and "
-     "its answer; they take memory where the policy's cache grows"),
-    ("engine", "chunk", COUNT, 128, "N", "tokens per prefill chunk; prefixes are shared in "
-     "multiples of it"),
-    ("engine", "queue", COUNT, 256, "N", "requests that may wait for a slot; more are rejected"),
-    ("engine", "queue-tokens", COUNT, 2**20, "N", "prompt tokens that may wait"),
-    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "cached chunks or states of prompts, "
-     "for later prompts with the same prefix; 0 caches none"),
-    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "further chunks or states, in host "
-     "memory"),
-    ("prefixes", "prefix-order", str, "linked", "O", "the eviction order of chunks of growing "
-     "caches: linked (LRU), nested (LRU, deepest first) or frequency (LFU)"),
-    ("prefixes", "prefix-where", str, "last+junction", "W", "which states are cached: last, "
-     "junction (branch points), every=N (chunks), joined by +"),
+    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; by default nobody but this "
+     "machine reaches it"),
+    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free one, and says which"),
+    ("callers", "name", str, None, "NAME", "what clients call the model; by default as its folder"),
+    ("callers", "api-key-file", str, None, "F", "a line for each caller: KEY, or KEY SALT where "
+     "some share prefixes; without it nobody needs a key"),
+    ("callers", "per-key", COUNT, None, "N", "answers of one key at a time; by default no limit"),
+    ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
+    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "tokens of a prompt and its "
+     "answer; they take memory where the policy's cache grows with them"),
+    ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
+     "prefixes are shared"),
+    ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
+    ("engine", "queue-tokens", COUNT, 2**20, "N", "tokens of prompts that may wait"),
+    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "chunks or states of prompts that are "
+     "kept for others that begin alike; 0 keeps none"),
+    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "chunks or states in the memory of "
+     "the host besides"),
+    ("prefixes", "prefix-order", str, "lru", "O", "eviction order of the chunks of append-only "
+     "caches: lru (least recently used), lru-deepest-first (and among those of one request the "
+     "deepest) or lfu (least often used)"),
+    ("prefixes", "prefix-where", str, "last+branch", "W", "chunk boundaries at which the states of "
+     "evicting caches are stored: last, branch (where prompts part), every=N; joined by +"),
 )  # fmt: skip
 
 
@@ -77,14 +78,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
-    keys, prefixes = read_keys(args.api_key_file), prefixes_of(args)
-    tenants = server.read_keys(*keys) if keys else ()
+    keys, kept = read_keys(args.api_key_file), prefixes_of(args)
+    tenants = server.parse_api_keys(*keys) if keys else ()
     if args.name is not None:
         check_name(args.name)
     if args.per_key is not None and not tenants:
-        raise UserError("--per-key limits each API key; give --api-key-file")
-    # Bind before minutes of loading, so that a port in use is reported at once.
-    listener = server.bind(args.host, args.port, server.Terms.write_seconds)
+        raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
+    # At once: a port in use is not found out after minutes of loading.
+    listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
     with listener:
         if not (tenants or is_loopback(listener)):
             warnings.warn(
@@ -96,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.models.language import Language
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
-        app = server.application(engine, language, tenants, terms_of(args, llm))
-        server.begin_listening(listener)  # only now: before, a probe must fail
+        app = server.application(engine, language, tenants, server_config(args, llm))
+        server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.server_of(app)
+        pressed, running = threading.Event(), server.make_server(app)
 
         def leave() -> None:
             running.should_exit = True
@@ -155,9 +156,9 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
     return args.model
 
 
-def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
-    """The prefix cache settings, checked before a model is loaded."""
-    from jaxkv.engine import Prefixes
+def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
+    """What is kept of prompts; checked before a model is loaded."""
+    from jaxkv.engine import PrefixConfig
 
     if not args.prefix_slots:
         if args.prefix_host_slots:
@@ -168,36 +169,36 @@ def prefixes_of(args: argparse.Namespace) -> Prefixes | None:
         return None
     fields = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
     try:
-        return Prefixes(*fields)
-    except UserError as error:  # its message begins with the name of a field
+        return PrefixConfig(*how)
+    except UserError as error:  # it begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, prefixes: Prefixes | None) -> Engine:
+def make(args: argparse.Namespace, llm: Llm, kept: PrefixConfig | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
-        from jaxkv.models.serving import engine_of
+        from jaxkv.models.serving import make_engine
 
-        return engine_of(
-            llm, args.policy, slots=args.slots, room=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefixes=prefixes, seed=args.seed,
+        return make_engine(
+            llm, args.policy, max_batch=args.slots, max_len=args.max_len, chunk=args.chunk,
+            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=kept, seed=args.seed,
         )  # fmt: skip
 
 
-def terms_of(args: argparse.Namespace, llm: Llm) -> Terms:
+def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
     from jaxkv import server
 
     settings = [
         llm.folder.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
         flags.versions(),
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    return server.Terms(
-        in_hand=args.slots + args.queue,
-        each=args.per_key,
-        answers=args.slots + args.queue,
-        slots=args.slots,
-        tokens=args.queue_tokens,
-        tell_cached=not args.no_cached_tokens,
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    return server.ServerConfig(
+        max_in_flight=args.slots + args.queue,
+        max_per_key=args.per_key,
+        max_answers=args.slots + args.queue,
+        max_batch=args.slots,
+        max_waiting_tokens=args.queue_tokens,
+        report_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",
     )

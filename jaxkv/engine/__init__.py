@@ -1,10 +1,11 @@
-"""Continuous batching over any forward function; no part of it knows of a model or a tokenizer."""
+"""Continuous batching over any forward function; the engine knows no model and no tokenizer."""
 
 from jaxkv.engine.collect import Collected, answer
-from jaxkv.engine.engine import Engine, Ticket
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.handle import RequestHandle
 from jaxkv.engine.programs import Model
-from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
-from jaxkv.engine.store import Prefixes
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
+from jaxkv.engine.store import PrefixConfig
 
 __all__ = [
     "Collected",
@@ -13,9 +14,9 @@ __all__ = [
     "Model",
     "Outcome",
     "Overloaded",
-    "Prefixes",
+    "PrefixConfig",
     "Request",
-    "Scored",
-    "Ticket",
+    "RequestHandle",
+    "ScoredToken",
     "answer",
 ]

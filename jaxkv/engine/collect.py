@@ -1,4 +1,4 @@
-"""Answers for whoever wants them whole."""
+"""Whole answers instead of token streams."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ import threading
 import time
 from collections.abc import Iterable
 
-from jaxkv.engine.engine import Engine, Ticket
-from jaxkv.engine.request import Outcome, Overloaded, Request, Scored
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.handle import RequestHandle
+from jaxkv.engine.request import Outcome, Overloaded, Request, ScoredToken
 
 
 class Collected:
-    """A listener that keeps all it is told. over: set once nothing follows."""
+    """A listener that stores a whole answer. finished: set at its end."""
 
     def __init__(self) -> None:
-        self.echoed: list[Scored] = []
-        self.scored: list[Scored] = []
+        self.echoed: list[ScoredToken] = []
+        self.scored: list[ScoredToken] = []
         self.outcome: Outcome | None = None
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
     @property
     def tokens(self) -> list[int]:
-        """The new ones."""
+        """The new tokens."""
         return [scored.token for scored in self.scored]
 
-    def prompt(self, scored: list[Scored]) -> None:
+    def prompt(self, scored: list[ScoredToken]) -> None:
         self.echoed = list(scored)
 
-    def token(self, scored: Scored) -> bool:
+    def token(self, scored: ScoredToken) -> bool:
         self.scored.append(scored)
         return False
 
     def done(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.over.set()
+        self.finished.set()
 
 
 def answer(engine: Engine, requests: Iterable[Request]) -> list[Collected]:
-    """All of these, answered to the end: as many at once as the engine's queue takes.
+    """Answer all requests, as many at once as the engine's queue takes.
 
-    Takes turns itself where the engine has no thread. Raises what `Engine.submit` does, but that
-    the queue is full, and then those that were submitted are cancelled.
+    Steps the engine itself if it has no thread. Raises the errors of `Engine.submit` except a full
+    queue, and then cancels the requests submitted before.
     """
-    collected, tickets = [], []
+    collected, handles = [], []
     try:
         for request in requests:
             collected.append(Collected())
-            tickets.append(_submit(engine, request, collected[-1]))
+            handles.append(_submit(engine, request, collected[-1]))
     except BaseException:
-        for ticket in tickets:
-            engine.cancel(ticket)
+        for handle in handles:
+            engine.cancel(handle)
         raise
-    while not all(one.over.is_set() for one in collected):
-        _go_on(engine)
+    while not all(one.finished.is_set() for one in collected):
+        _advance(engine)
     return collected
 
 
-def _submit(engine: Engine, request: Request, listener: Collected) -> Ticket:
+def _submit(engine: Engine, request: Request, listener: Collected) -> RequestHandle:
     while True:
         try:
             return engine.submit(request, listener)
         except Overloaded:
             if not engine.healthy:
                 raise
-            _go_on(engine)
+            _advance(engine)
 
 
-def _go_on(engine: Engine) -> None:
+def _advance(engine: Engine) -> None:
     if engine.started:
         time.sleep(0.001)
     else:

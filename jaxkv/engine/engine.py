@@ -1,8 +1,9 @@
-"""Continuous batching: answers that share slots and know nothing of each other.
+"""Continuous batching: requests share one decode batch and do not affect each other.
 
-A turn of the engine lets all rows write one token, then reads some prompt tokens of the oldest who
-wait. What a turn has sent to the device is told a turn later, so that the device need not wait for
-the host: an answer that ends by its tokens has then written one more, which is dropped.
+A step of the engine decodes one token of every running request, then prefills some prompt tokens of
+the oldest waiting request. Outputs are delivered one step after dispatch, so that the device does
+not wait for the host. A request that ends by its tokens has then decoded one token too many, which
+is dropped.
 """
 
 from __future__ import annotations
@@ -17,383 +18,381 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine.figures import Figures, of_prefixes
-from jaxkv.engine.programs import Lane, Model, Programs, Told, compilations
-from jaxkv.engine.queue import Queue
-from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
-from jaxkv.engine.store import Hit, Prefixes, Store, store_of
-from jaxkv.engine.ticket import Flight, Reading, Ticket, asked_of, check, salt_of, scored_of, widths
+from jaxkv.engine.engine_metrics import EngineMetrics, prefix_metrics
+from jaxkv.engine.handle import (
+    ActivePrefill,
+    InFlightStep,
+    RequestHandle,
+    check_request,
+    padded_widths,
+    policy_seed,
+    scored_token,
+    sequence_params,
+)
+from jaxkv.engine.programs import Model, PrefillState, Programs, StepOutput, compilations
+from jaxkv.engine.queue import RequestQueue
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
+from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
 from jaxkv.errors import whole
 from jaxkv.prefix.counts import Counts
 
-LONGEST = 4096  # tokens of a chunk: a prompt's last piece may be padded to nearly a whole one
-SMALL = 32  # tokens: what a prompt costs besides its own, so that many small ones are no free ride
+MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
+PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
 LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Slots that write, a lane that reads, and a queue.
+    """A decode batch, one prefill at a time, and a queue.
 
-    model: what runs. slots: rows that write at once. room: tokens of a row, prompt and answer; only
-    where a policy grows do they take memory. chunk: tokens of a prompt read at a
-    time, the grid on which prefixes can be taken up. turn: prompt tokens read in a turn, at least
-    a chunk. queue, queue_tokens: how many requests and tokens of prompts may wait.
-    prefixes: what is kept of prompts that were read, None for nothing. seed: of what policies draw,
-    which is the same for all requests of one salt.
-    Raises UserError for settings that are no whole numbers or do not fit into memory.
+    model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
+    prompt and answer; they take memory only under growing caches. chunk: prompt tokens per prefill
+    call; prefixes are shared at its multiples. step_tokens: prompt tokens prefilled in one step, at
+    least a chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the
+    prefix cache; None for none. seed: of the policies' random draws, which are equal for all
+    requests of one salt.
+    Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
     def __init__(
         self,
         model: Model,
-        slots: int = 16,
-        room: int = 4096,
+        max_batch: int = 16,
+        max_len: int = 4096,
         chunk: int = 128,
-        turn: int = 512,
+        step_tokens: int = 512,
         queue: int = 256,
         queue_tokens: int = 2**20,
-        prefixes: Prefixes | None = None,
+        prefix_cache: PrefixConfig | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value in (("slots", slots), ("room", room), ("turn", turn), ("queue", queue),
+        for name, value in (("max_batch", max_batch), ("max_len", max_len),
+                            ("step_tokens", step_tokens), ("queue", queue),
                             ("queue_tokens", queue_tokens)):  # fmt: skip
             whole(name, value, most=2**31 - 1)
-        whole("chunk", chunk, most=LONGEST)
+        whole("chunk", chunk, most=MAX_CHUNK)
         whole("seed", seed, 0, 2**32 - 1)
-        self.slots, self.room, self.chunk, self.vocab = slots, room, chunk, model.vocab
-        self._counts = Figures()
-        self._turn, self._seed = max(turn, chunk), seed
-        self._queue = Queue(queue, queue_tokens)
-        self._programs = Programs(model, slots, room, widths(chunk))
-        self._slots = self._programs.empty()
-        self._store: Store | None = None
-        if prefixes is not None:
-            self._store = store_of(prefixes, model, self._programs, chunk, seed)
+        self.max_batch, self.max_len = max_batch, max_len
+        self.chunk, self.vocab = chunk, model.vocab
+        self._metrics = EngineMetrics()
+        self._step_tokens, self._seed = max(step_tokens, chunk), seed
+        self._queue = RequestQueue(queue, queue_tokens)
+        self._programs = Programs(model, max_batch, max_len, padded_widths(chunk))
+        self._batch = self._programs.empty_batch()
+        self._store: PrefixStore | None = None
+        if prefix_cache is not None:
+            self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
-        self.bytes_of_prefixes = 0 if self._store is None else self._store.bytes
-        self._owners: list[Ticket | None] = [None] * slots
-        self._reading: Reading | None = None
-        self._flights: deque[Flight] = deque()
-        self._live: dict[Ticket, None] = {}  # all that are not over, wherever they are
-        self._news = threading.Condition()
+        self.prefix_bytes = 0 if self._store is None else self._store.bytes
+        self._running: list[RequestHandle | None] = [None] * max_batch
+        self._prefill: ActivePrefill | None = None
+        self._in_flight: deque[InFlightStep] = deque()
+        self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.failure = ""
 
     @property
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Whether the engine accepts requests."""
         return not self.failure and not self._stopping
 
     @property
     def compilations(self) -> int:
-        """Programs it was made with, and whatever the process compiled since: nothing, of ours."""
-        return self._programs.made + compilations()["all"] - self._compiled
+        """Programs compiled by the engine at its creation and by the process since then."""
+        return self._programs.num_compiled + compilations()["all"] - self._compiled
 
     @property
     def started(self) -> bool:
-        """Whether it takes turns by itself."""
+        """Whether a thread of the engine runs its steps."""
         return self._thread is not None
 
     @property
     def running(self) -> int:
-        """Answers that are being read for or written."""
-        return sum(owner is not None for owner in self._owners) + (self._reading is not None)
+        """Requests in prefill or decode."""
+        return sum(handle is not None for handle in self._running) + (self._prefill is not None)
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
 
-    def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Put a request into the queue; from any thread.
+    def submit(self, request: Request, listener: Listener) -> RequestHandle:
+        """Queue a request; from any thread.
 
-        Raises UserError for what no slot can hold, Overloaded where the queue is full.
+        Raises UserError for a request that exceeds max_len or the vocabulary, Overloaded if the
+        queue is full.
         """
-        check(request, self.room, self.vocab)
-        with self._news:
+        check_request(request, self.max_len, self.vocab)
+        with self._changed:
             if not self.healthy:
-                why = self.failure.splitlines()[-1] if self.failure else "it stops"
+                why = self.failure.splitlines()[-1] if self.failure else "it is stopping"
                 raise Overloaded(f"the engine does not answer: {why}", 60.0)
-            free = self.slots - self.running  # those who will take one do not wait
+            free = self.max_batch - self.running  # requests that take a free entry do not wait
             if self._queue.is_full(len(request.tokens), free):
                 waiting = self._queue.tokens
                 raise Overloaded(
                     f"{len(self._queue)} requests with {waiting} tokens wait",
-                    self._counts.seconds_for(waiting, self.slots),
+                    self._metrics.estimate_wait(waiting, self.max_batch),
                 )
-            ticket = Ticket(request, listener, time.monotonic())
-            self._queue.put(ticket)
-            self._live[ticket] = None
-            self._news.notify()
-        return ticket
+            handle = RequestHandle(request, listener, time.monotonic())
+            self._queue.put(handle)
+            self._unfinished[handle] = None
+            self._changed.notify()
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End an answer, whoever has it; from any thread, as often as one likes."""
-        with self._news:
-            ticket.cancelled = True
-            self._news.notify()
+    def cancel(self, handle: RequestHandle) -> None:
+        """Cancel a request, waiting or running; from any thread, also repeatedly."""
+        with self._changed:
+            handle.cancelled = True
+            self._changed.notify()
 
-    def figures(self) -> dict[str, Any]:
-        """What was counted so far, and how things stand; from any thread."""
+    def metrics(self) -> dict[str, Any]:
+        """Counters and current state by name; from any thread."""
         store = self._store
         return {
             "running": self.running, "waiting": self.waiting,
             "waiting_tokens": self._queue.tokens,
-            "cache_usage": sum(owner is not None for owner in self._owners) / self.slots,
-            "compilations": self.compilations, **self._counts.told(),
-            **(of_prefixes(Counts()) if store is None else store.figures()),
+            "cache_usage": sum(handle is not None for handle in self._running) / self.max_batch,
+            "compilations": self.compilations, **self._metrics.export(),
+            **(prefix_metrics(Counts()) if store is None else store.metrics()),
         }  # fmt: skip
 
-    def forget(self) -> bool:
-        """Drop all prefixes that are kept; False, and nothing is done, while one is in use.
+    def reset_prefix_cache(self) -> bool:
+        """Remove all cached prefixes; returns False, and does nothing, if one is in use.
 
-        Call it from a listener, or while the engine takes no turns by itself: it raises
-        RuntimeError where a thread of the engine's own might be in the middle of one.
+        Call it from a listener, or while no thread of the engine runs: otherwise it raises
+        RuntimeError, because that thread might be in the middle of a step.
         """
-        self._check_turn()
-        return self._store is None or self._store.reset()
-
-    def pin(self, tokens: tuple[int, ...], salt: str | None = None) -> Hit | None:
-        """Keep what there is of a prompt from being evicted, until `unpin`; its `at` is how much.
-
-        None where no prefixes are kept. Call it as `forget`, which does nothing meanwhile.
-        """
-        self._check_turn()
-        return None if self._store is None else self._store.pin(tokens, salt)
-
-    def unpin(self, hit: Hit | None) -> None:
-        """Let go of what `pin` keeps, called as it. Raises RuntimeError the second time."""
-        self._check_turn()
-        self._release(hit)
-
-    def _check_turn(self) -> None:
         if self._thread not in (None, threading.current_thread()):
             raise RuntimeError("the engine's own thread uses its prefixes; call this before start")
+        return self._store is None or self._store.reset()
 
     def start(self) -> None:
-        """Take turns in a thread of its own until `stop`. Raises RuntimeError the second time."""
+        """Run steps in a thread until `stop`. Raises RuntimeError the second time."""
         if self.started or self._stopping:
             raise RuntimeError("an engine starts once; make another one")
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End everything that is on its way as cancelled, and the thread.
+        """Cancel all requests and end the thread.
 
-        Raises RuntimeError where a listener calls it: the thread cannot wait for itself.
+        Raises RuntimeError in a listener: the thread cannot wait for itself.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("a listener cannot stop the engine that calls it; let another do so")
-        with self._news:
+        with self._changed:
             self._stopping = True
-            self._news.notify()
+            self._changed.notify()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._give_up("cancelled")
+        self._finish_all("cancelled")
 
     def _run(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._stopping or self._busy())
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._has_work())
                 if self._stopping:
                     return
             self.step()
 
-    def _busy(self) -> bool:
-        return bool(self._queue or self._flights or self._reading or any(self._owners))
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._in_flight or self._prefill or any(self._running))
 
     def step(self) -> bool:
-        """Take a turn; whether there was anything to do."""
-        if not self._busy():
+        """Run one step; returns whether there was anything to do."""
+        if not self._has_work():
             return False
         try:
-            self._leave()
-            old = len(self._flights)
-            self._counts.turn(self._write() + self._read())
-            new = len(self._flights) > old
-            for _ in range(old if new else len(self._flights)):
-                self._tell(self._flights.popleft())
+            self._finish_cancelled()
+            old = len(self._in_flight)
+            self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
+            new = len(self._in_flight) > old
+            for _ in range(old if new else len(self._in_flight)):
+                self._deliver(self._in_flight.popleft())
         except Exception:
             self.failure = traceback.format_exc()
-            self._give_up("error", self.failure.splitlines()[-1])
+            self._finish_all("error", self.failure.splitlines()[-1])
             raise
         return True
 
-    def _leave(self) -> None:
-        """Whoever cancelled is out."""
-        with self._news:
+    def _finish_cancelled(self) -> None:
+        """Finish all cancelled requests."""
+        with self._changed:
             gone = self._queue.drop_cancelled()
-        for ticket in [*gone, *self._owners, self._reading and self._reading.ticket]:
-            if ticket is not None and ticket.cancelled and not ticket.over:
-                self._end(ticket, "cancelled")
+        for handle in [*gone, *self._running, self._prefill and self._prefill.handle]:
+            if handle is not None and handle.cancelled and not handle.finished:
+                self._finish(handle, "cancelled")
 
-    def _write(self) -> int:
-        """Send one token of every row that has one more to come; how many."""
-        rows = [
-            (slot, owner) for slot, owner in enumerate(self._owners)
-            if owner is not None and owner.sent < owner.request.max_new_tokens
+    def _dispatch_decode(self) -> int:
+        """Dispatch one token of every running request that wants more; returns their number."""
+        handles = [
+            (index, handle) for index, handle in enumerate(self._running)
+            if handle is not None and handle.dispatched < handle.request.max_new_tokens
         ]  # fmt: skip
-        if not rows:
+        if not handles:
             return 0
-        active = np.zeros(self.slots, bool)
-        active[[slot for slot, _ in rows]] = True
-        scored = any(owner.request.logprobs is not None for _, owner in rows)
-        self._slots, told = self._programs.decode(
-            self._programs.weights, self._slots, active, np.bool_(scored)
+        active = np.zeros(self.max_batch, bool)
+        active[[index for index, _ in handles]] = True
+        scored = any(handle.request.logprobs is not None for _, handle in handles)
+        self._batch, output = self._programs.decode(
+            self._programs.weights, self._batch, active, np.bool_(scored)
         )
-        for _, owner in rows:
-            owner.sent += 1
-        self._flights.append(Flight(told, rows))
-        return len(rows)
+        for _, handle in handles:
+            handle.dispatched += 1
+        self._in_flight.append(InFlightStep(output, handles))
+        return len(handles)
 
-    def _read(self) -> int:
-        """Send a turn's worth of prompt tokens, of the oldest first; how many."""
-        if self._reading is not None:
-            # Not further ahead of the device than a turn, or nobody could be cancelled.
-            jax.block_until_ready(self._reading.lane.logits)
-        left, tokens = self._turn, 0
-        while left > 0 and (self._reading is not None or self._begin()):
-            count, cost = self._read_chunk(self._reading)
+    def _dispatch_prefill(self) -> int:
+        """Dispatch one step's prompt tokens, oldest request first; returns their number."""
+        if self._prefill is not None:
+            # At most one step ahead of the device, so that cancelling takes effect soon.
+            jax.block_until_ready(self._prefill.state.logits)
+        left, tokens = self._step_tokens, 0
+        while left > 0 and (self._prefill is not None or self._start_prefill()):
+            count, cost = self._prefill_chunk(self._prefill)
             tokens += count
             left -= cost
         return tokens
 
-    def _begin(self) -> bool:
-        """Take up the oldest who waits, where a slot is free."""
-        free = next((slot for slot, owner in enumerate(self._owners) if owner is None), None)
-        with self._news:
+    def _start_prefill(self) -> bool:
+        """Start the oldest waiting request if a batch entry is free."""
+        free = next((index for index, handle in enumerate(self._running) if handle is None), None)
+        with self._changed:
             if free is None or not self._queue:
                 return False
-            ticket = self._queue.take()
-        request = ticket.request
-        ticket.slot, ticket.begun = free, time.monotonic() - ticket.came
-        salt = salt_of(self._seed, request.salt)
+            handle = self._queue.take()
+        request = handle.request
+        handle.index, handle.queue_seconds = free, time.monotonic() - handle.arrival
+        seed = policy_seed(self._seed, request.salt)
         hit = None
-        if self._store is not None and not request.echo:  # which is scored from the beginning
+        if self._store is not None and not request.echo:  # an echo scores the whole prompt
             hit = self._store.find(request.tokens, request.salt)
-        ticket.cached = 0 if hit is None else hit.at
-        lane = self._store.load(hit) if ticket.cached else self._programs.begin(salt)
-        self._reading = Reading(ticket, lane, ticket.cached, hit)
+        handle.cached = 0 if hit is None else hit.cached
+        state = self._store.load(hit) if handle.cached else self._programs.init_prefill(seed)
+        self._prefill = ActivePrefill(handle, state, handle.cached, hit)
         return True
 
-    def _read_chunk(self, reading: Reading) -> tuple[int, int]:
-        """The next piece of a prompt, up to the grid; its tokens, and those it takes as long as."""
-        ticket, at = reading.ticket, reading.at
-        tokens, echo = ticket.request.tokens, ticket.request.echo
-        count = min(self.chunk, len(tokens) - at)
-        width = next(width for width in self._programs.chunks if count <= width)
+    def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int]:
+        """Dispatch the next chunk of a prompt; returns its tokens, and its cost in tokens."""
+        handle, start = prefill.handle, prefill.position
+        tokens, echo = handle.request.tokens, handle.request.echo
+        count = min(self.chunk, len(tokens) - start)
+        width = next(width for width in self._programs.widths if count <= width)
         padded = np.zeros((1, width), np.int32)
-        padded[0, :count] = tokens[at : at + count]
-        lane, told = self._programs.reads[width, echo](
-            self._programs.weights, reading.lane, padded, np.uint32(at), np.int32(count)
+        padded[0, :count] = tokens[start : start + count]
+        state, output = self._programs.prefill[width, echo](
+            self._programs.weights, prefill.state, padded, np.uint32(start), np.int32(count)
         )
         if echo:
-            self._flights.append(Flight(told, [(n, ticket) for n in range(count)], at))
-        at += count
-        ticket.read += count
-        if reading.hit is not None:
-            self._store.save(reading.hit, lane, at)
-        if at < len(tokens):
-            self._reading = Reading(ticket, lane, at, reading.hit)
+            self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
+        end = start + count
+        handle.computed += count
+        if prefill.hit is not None:
+            self._store.save(prefill.hit, state, end)
+        if end < len(tokens):
+            self._prefill = ActivePrefill(handle, state, end, prefill.hit)
             return count, width
-        self._reading = None
-        self._release(reading.hit)
-        self._place(ticket, lane)
-        return count, width + SMALL
+        self._prefill = None
+        self._release(prefill.hit)
+        self._insert(handle, state)
+        return count, width + PROMPT_COST
 
-    def _place(self, ticket: Ticket, lane: Lane) -> None:
-        request = ticket.request
+    def _insert(self, handle: RequestHandle, state: PrefillState) -> None:
+        """Move a finished prefill into the decode batch."""
+        request = handle.request
         if request.max_new_tokens == 0:
-            told = Told(*(np.zeros(1, "i4"),) * 4, sound=np.ones(1, bool))
-            self._flights.append(Flight(told, [(0, ticket)]))
+            output = StepOutput(*(np.zeros(1, "i4"),) * 4, finite=np.ones(1, bool))
+            self._in_flight.append(InFlightStep(output, [(0, handle)]))
             return
-        self._slots, told = self._programs.place(
-            self._slots, np.int32(ticket.slot), lane, asked_of(request, self.vocab)
+        self._batch, output = self._programs.insert(
+            self._batch, np.int32(handle.index), state, sequence_params(request, self.vocab)
         )
-        self._owners[ticket.slot] = ticket
-        ticket.sent = 1
-        self._flights.append(Flight(told, [(0, ticket)]))
+        self._running[handle.index] = handle
+        handle.dispatched = 1
+        self._in_flight.append(InFlightStep(output, [(0, handle)]))
 
-    def _tell(self, flight: Flight) -> None:
-        """What has come from the device, to those who asked for it."""
-        told = Told(*map(np.asarray, flight.told))
+    def _deliver(self, step: InFlightStep) -> None:
+        """Wait for a step's output and deliver it to the listeners."""
+        output = StepOutput(*map(np.asarray, step.output))
         now = time.monotonic()
-        for row, ticket in flight.tickets:
-            if ticket.over:
+        for index, handle in step.handles:
+            if handle.finished:
                 continue
-            if not told.sound[row]:
-                self._end(ticket, "error", "the model gives logits that are not finite numbers")
-            elif ticket.request.max_new_tokens == 0 and flight.prompt is None:
-                self._tell_prompt(ticket)
-                self._end(ticket, "length")
+            if not output.finite[index]:
+                self._finish(handle, "error", "the model's logits are not finite")
+            elif handle.request.max_new_tokens == 0 and step.prompt_start is None:
+                self._deliver_prompt(handle)
+                self._finish(handle, "length")
             else:
-                scored = scored_of(ticket.request, told, row)
-                if flight.prompt is not None:
-                    first = flight.prompt + row == 0
-                    ticket.scored.append(Scored(scored.token) if first else scored)
+                scored = scored_token(handle.request, output, index)
+                if step.prompt_start is not None:
+                    first = step.prompt_start + index == 0
+                    handle.prompt_scores.append(ScoredToken(scored.token) if first else scored)
                 else:
-                    self._tell_token(ticket, scored, now)
+                    self._deliver_token(handle, scored, now)
 
-    def _tell_token(self, ticket: Ticket, scored: Scored, now: float) -> None:
-        request = ticket.request
-        ticket.new += 1
-        self._counts.written += 1
-        if ticket.first is None:
-            ticket.first = now - ticket.came
-            self._tell_prompt(ticket)
-            if ticket.over:
+    def _deliver_token(self, handle: RequestHandle, scored: ScoredToken, now: float) -> None:
+        request = handle.request
+        handle.generated += 1
+        self._metrics.generated_tokens += 1
+        if handle.first_token_seconds is None:
+            handle.first_token_seconds = now - handle.arrival
+            self._deliver_prompt(handle)
+            if handle.finished:
                 return
-        stop = self._call(ticket, "token", scored)
-        if ticket.over:
+        stop = self._call(handle, "token", scored)
+        if handle.finished:
             return
         if scored.token in request.eos:
-            self._end(ticket, "eos")
+            self._finish(handle, "eos")
         elif stop:
-            self._end(ticket, "stop")
-        elif ticket.new == request.max_new_tokens:
-            self._end(ticket, "length")
+            self._finish(handle, "stop")
+        elif handle.generated == request.max_new_tokens:
+            self._finish(handle, "length")
 
-    def _tell_prompt(self, ticket: Ticket) -> None:
-        if ticket.request.echo:
-            self._call(ticket, "prompt", ticket.scored)
+    def _deliver_prompt(self, handle: RequestHandle) -> None:
+        if handle.request.echo:
+            self._call(handle, "prompt", handle.prompt_scores)
 
-    def _call(self, ticket: Ticket, name: str, what: Any) -> bool:
-        """Whether a listener says to stop; one that fails loses its answer and no other."""
+    def _call(self, handle: RequestHandle, name: str, value: Any) -> bool:
+        """Call a listener; returns its result. An exception ends its request and no other."""
         try:
-            return bool(getattr(ticket.listener, name)(what))
+            return bool(getattr(handle.listener, name)(value))
         except Exception:
             LOG.exception("a listener failed")
-            self._end(ticket, "error", traceback.format_exc().splitlines()[-1])
+            self._finish(handle, "error", traceback.format_exc().splitlines()[-1])
             return False
 
-    def _end(self, ticket: Ticket, reason: str, error: str = "") -> None:
-        """Free what an answer holds and tell that it is over, once."""
-        if ticket.over:
+    def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
+        """Free a request's resources and report its outcome, once."""
+        if handle.finished:
             return
-        ticket.over = True
-        with self._news:
-            self._live.pop(ticket, None)
-        if self._reading is not None and self._reading.ticket is ticket:
-            self._release(self._reading.hit)
-            self._reading = None
-        if ticket.slot is not None and self._owners[ticket.slot] is ticket:
-            self._owners[ticket.slot] = None
+        handle.finished = True
+        with self._changed:
+            self._unfinished.pop(handle, None)
+        if self._prefill is not None and self._prefill.handle is handle:
+            self._release(self._prefill.hit)
+            self._prefill = None
+        if handle.index is not None and self._running[handle.index] is handle:
+            self._running[handle.index] = None
         outcome = Outcome(
-            reason, len(ticket.request.tokens), ticket.cached, ticket.new, ticket.begun,
-            ticket.first, time.monotonic() - ticket.came, ticket.read, error,
+            reason, len(handle.request.tokens), handle.cached, handle.generated,
+            handle.queue_seconds, handle.first_token_seconds, time.monotonic() - handle.arrival,
+            handle.computed, error,
         )  # fmt: skip
-        self._counts.add(outcome)
-        self._call(ticket, "done", outcome)
+        self._metrics.add(outcome)
+        self._call(handle, "done", outcome)
 
-    def _release(self, hit: Hit | None) -> None:
+    def _release(self, hit: PrefixHit | None) -> None:
         if hit is not None:
             self._store.release(hit)
 
-    def _give_up(self, reason: str, error: str = "") -> None:
-        with self._news:
-            live = list(self._live)
+    def _finish_all(self, reason: str, error: str = "") -> None:
+        with self._changed:
+            unfinished = list(self._unfinished)
             self._queue.clear()
-        self._flights.clear()
-        for ticket in live:
-            self._end(ticket, reason, error)
+        self._in_flight.clear()
+        for handle in unfinished:
+            self._finish(handle, reason, error)

@@ -1,8 +1,8 @@
-"""What the engine compiles: all of it ahead, and nothing while it serves.
+"""The programs of the engine. All are compiled at its creation, none while it serves.
 
-A prompt is read alone, in a lane of one row and on one grid of chunks, so that its bits depend on
-nothing but itself; then the row is sealed and put into a slot. All slots decode together, however
-few are in use, so that a row's bits do not depend on who else is there.
+A prompt is prefilled alone and in fixed chunks, so that its state depends on nothing but its own
+tokens. The finished prefill is then inserted into the decode batch. The whole batch decodes
+together, also if few entries are active, so that no sequence affects the bits of another.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxkv.state import batch, memory
 from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
-TOP = 20  # likeliest tokens that may be asked for
+MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What the engine runs.
+    """A model that the engine can run.
 
-    forward: (weights, tokens [B,T] int32, positions [B,T] uint32, valid [B,T] bool, states, places
-    [B,P] int32) -> (float32 logits [B,P,V] of the tokens behind those places, states); states: one
-    a layer, each for the policy of that layer. identity: what weights and their arithmetic are,
-    so that caches of others are never taken for its own.
+    forward: (weights, tokens [B,T] int32, positions [B,T] uint32, valid [B,T] bool, states,
+    indices [B,P] int32) -> (float32 logits [B,P,V] of the next tokens after the tokens at those
+    indices, states). states: one per layer, of that layer's policy. vocab: V. identity: names the
+    weights and their dtype, so that a prefix cache of another model never matches.
     """
 
     forward: Callable[..., tuple[Array, tuple[State, ...]]]
@@ -45,29 +45,29 @@ class Model:
     identity: str = ""
 
 
-class Lane(NamedTuple):
-    """A prompt that is being read: one row, not sealed yet. logits: of what comes next."""
+class PrefillState(NamedTuple):
+    """The state of one prompt before the end of prefill. logits: of the next token."""
 
     states: tuple[State, ...]
     logits: Float32[Array, "1 V"]
 
 
-class Slots(NamedTuple):
-    """The rows that write, S of them. token: drawn and not yet fed; position: where it stands."""
+class DecodeBatch(NamedTuple):
+    """All sequences in decode, B of them. token: sampled but not yet fed, at `position`."""
 
     states: tuple[State, ...]
-    token: Int32[Array, " S"]
-    position: UInt32[Array, " S"]
-    keys: UInt32[Array, "S 2"]
+    token: Int32[Array, " B"]
+    position: UInt32[Array, " B"]
+    rng: UInt32[Array, "B 2"]
     knobs: Knobs
-    seen: Bool[Array, "S V"]  # tokens of the row, for the repetition penalty
-    counts: Int32[Array, "S V"]  # of those generated, for the other penalties
-    penalties: Float32[Array, "S 2"]  # presence, frequency
-    bias: Float32[Array, "S V"]
+    seen: Bool[Array, "B V"]  # tokens of the sequence, for the repetition penalty
+    counts: Int32[Array, "B V"]  # of generated tokens, for the other penalties
+    penalties: Float32[Array, "B 2"]  # presence, frequency
+    bias: Float32[Array, "B V"]
 
 
-class Asked(NamedTuple):
-    """What a row brings to its slot besides its states."""
+class SequenceParams(NamedTuple):
+    """The parameters with which a sequence enters the decode batch."""
 
     position: UInt32[Array, " 1"]
     seed: UInt32[Array, " 1"]
@@ -77,109 +77,122 @@ class Asked(NamedTuple):
     bias: Float32[Array, "1 V"]
 
 
-class Told(NamedTuple):
-    """Tokens, their log probabilities, the likeliest with theirs; whether logits were numbers."""
+class StepOutput(NamedTuple):
+    """The output of a step for M sequences, or for M prompt tokens.
 
-    token: Int32[Array, " N"]
-    logprob: Float32[Array, " N"]
-    top: Int32[Array, "N 20"]
-    top_logprobs: Float32[Array, "N 20"]
-    sound: Bool[Array, " N"]
+    token, logprob: each token and its log probability. top, top_logprobs: the likeliest tokens and
+    theirs. finite: whether the logits were finite.
+    """
+
+    token: Int32[Array, " M"]
+    logprob: Float32[Array, " M"]
+    top: Int32[Array, "M 20"]
+    top_logprobs: Float32[Array, "M 20"]
+    finite: Bool[Array, " M"]
 
 
-def begin(model: Model, room: int, salt: UInt32[Array, ""]) -> Lane:
-    """An empty lane with room for so many tokens; what policies draw follows from the salt."""
-    key = jax.random.key(salt)
+def init_prefill(model: Model, max_len: int, seed: UInt32[Array, ""]) -> PrefillState:
+    """An empty state for up to max_len tokens. seed: of the policies' random draws."""
+    rng = jax.random.key(seed)
 
     def state(layer: int, policy: Policy) -> State:
-        one = policy.init(model.spec, 1, jax.random.fold_in(key, layer))
-        return policy.reserve(model.spec, one, room)
+        one = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
+        return policy.reserve(model.spec, one, max_len) if hasattr(policy, "reserve") else one
 
     states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
-    return Lane(states, jnp.zeros((1, model.vocab), jnp.float32))
+    return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
 
 
-def read(
+def prefill(
     model: Model,
     scored: bool,
     weights: Any,
-    lane: Lane,
+    state: PrefillState,
     tokens: Int32[Array, "1 T"],
     start: UInt32[Array, ""],
     count: Int32[Array, ""],
-) -> tuple[Lane, Told | None]:
-    """Absorb the first `count` of a chunk's tokens; scored: and tell what each was given.
+) -> tuple[PrefillState, StepOutput | None]:
+    """Prefill the first `count` tokens of a chunk; scored: also return each token's scores.
 
-    The first token of a prompt was given nothing: what is told of it means nothing.
+    Nothing predicts the first token of a prompt, so its scores are meaningless.
     """
     width = tokens.shape[1]
-    place = jnp.arange(width, dtype=jnp.int32)[None]
-    positions, valid = start + place.astype(jnp.uint32), place < count
-    places = place if scored else jnp.reshape(count - 1, (1, 1))
-    logits, states = model.forward(weights, tokens, positions, valid, _shared(model, lane), places)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    positions, valid = start + index.astype(jnp.uint32), index < count
+    wanted = index if scored else jnp.reshape(count - 1, (1, 1))
+    logits, states = model.forward(weights, tokens, positions, valid, _shared(model, state), wanted)
     if not scored:
-        return Lane(states, logits[:, 0]), None
+        return PrefillState(states, logits[:, 0]), None
     last = jax.lax.dynamic_slice_in_dim(logits, count - 1, 1, axis=1)[:, 0]
-    before = jnp.concatenate([lane.logits, logits[0, :-1]])
-    return Lane(states, last), _tell(before, tokens[0], True)
+    before = jnp.concatenate([state.logits, logits[0, :-1]])
+    return PrefillState(states, last), _score(before, tokens[0], True)
 
 
-def place(
-    model: Model, room: int, slots: Slots, slot: Int32[Array, ""], lane: Lane, asked: Asked
-) -> tuple[Slots, Told]:
-    """Seal a lane, put it into a slot and draw its first token."""
-    states = tuple(_sealed(model, room, *each) for each in _each(model, lane.states))
-    key = jax.random.key(asked.seed[0])
-    row = Slots(
+def insert(
+    model: Model,
+    max_len: int,
+    batch: DecodeBatch,
+    index: Int32[Array, ""],
+    state: PrefillState,
+    params: SequenceParams,
+) -> tuple[DecodeBatch, StepOutput]:
+    """Finish a prefill, insert it as batch entry `index` and sample its first token."""
+    states = tuple(_finish_prefill(model, max_len, *each) for each in _each(model, state.states))
+    rng = jax.random.key(params.seed[0])
+    sequence = DecodeBatch(
         states=states,
         token=jnp.zeros(1, jnp.int32),
-        position=asked.position,
-        keys=jax.random.key_data(jax.random.split(key)[0])[None],
-        knobs=asked.knobs,
-        seen=asked.seen,
+        position=params.position,
+        rng=jax.random.key_data(jax.random.split(rng)[0])[None],
+        knobs=params.knobs,
+        seen=params.seen,
         counts=jnp.zeros((1, model.vocab), jnp.int32),
-        penalties=asked.penalties,
-        bias=asked.bias,
+        penalties=params.penalties,
+        bias=params.bias,
     )
-    row, told = _draw(row, lane.logits, jnp.ones(1, bool), True)
-    return jax.tree.map(lambda all, one: all.at[slot].set(one[0]), slots, row), told
+    sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
+    return jax.tree.map(lambda all, one: all.at[index].set(one[0]), batch, sequence), output
 
 
 def decode(
-    model: Model, weights: Any, slots: Slots, active: Bool[Array, " S"], scored: Bool[Array, ""]
-) -> tuple[Slots, Told]:
-    """Feed each active row its token and draw the next one; other rows stay as they are."""
+    model: Model,
+    weights: Any,
+    batch: DecodeBatch,
+    active: Bool[Array, " B"],
+    scored: Bool[Array, ""],
+) -> tuple[DecodeBatch, StepOutput]:
+    """Feed each active sequence its token and sample the next; other sequences do not change."""
     logits, states = model.forward(
         weights,
-        slots.token[:, None],
-        slots.position[:, None],
+        batch.token[:, None],
+        batch.position[:, None],
         active[:, None],
-        _shared(model, slots),
-        jnp.zeros((slots.token.shape[0], 1), jnp.int32),
+        _shared(model, batch),
+        jnp.zeros((batch.token.shape[0], 1), jnp.int32),
     )
-    fed = slots._replace(states=states, position=slots.position + active.astype(jnp.uint32))
-    return _draw(fed, logits[:, 0], active, scored)
+    fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
+    return _sample(fed, logits[:, 0], active, scored)
 
 
-def empty(model: Model, count: int, room: int) -> Slots:
-    """So many slots that nobody is in."""
+def empty_batch(model: Model, max_batch: int, max_len: int) -> DecodeBatch:
+    """A decode batch without active sequences."""
 
-    def row(_: None) -> tuple[State, ...]:
-        lane = begin(model, room, jnp.uint32(0))
-        return tuple(_sealed(model, room, *each) for each in _each(model, lane.states))
+    def sequence(_: None) -> tuple[State, ...]:
+        state = init_prefill(model, max_len, jnp.uint32(0))
+        return tuple(_finish_prefill(model, max_len, *each) for each in _each(model, state.states))
 
-    shapes = jax.eval_shape(row, None)
-    states = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape[1:]), leaf.dtype), shapes)
-    return Slots(
+    shapes = jax.eval_shape(sequence, None)
+    states = jax.tree.map(lambda leaf: jnp.zeros((max_batch, *leaf.shape[1:]), leaf.dtype), shapes)
+    return DecodeBatch(
         states=states,
-        token=jnp.zeros(count, jnp.int32),
-        position=jnp.zeros(count, jnp.uint32),
-        keys=jnp.zeros((count, 2), jnp.uint32),
-        knobs=Knobs(*(jnp.zeros(count, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
-        seen=jnp.zeros((count, model.vocab), bool),
-        counts=jnp.zeros((count, model.vocab), jnp.int32),
-        penalties=jnp.zeros((count, 2), jnp.float32),
-        bias=jnp.zeros((count, model.vocab), jnp.float32),
+        token=jnp.zeros(max_batch, jnp.int32),
+        position=jnp.zeros(max_batch, jnp.uint32),
+        rng=jnp.zeros((max_batch, 2), jnp.uint32),
+        knobs=Knobs(*(jnp.zeros(max_batch, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
+        seen=jnp.zeros((max_batch, model.vocab), bool),
+        counts=jnp.zeros((max_batch, model.vocab), jnp.int32),
+        penalties=jnp.zeros((max_batch, 2), jnp.float32),
+        bias=jnp.zeros((max_batch, model.vocab), jnp.float32),
     )
 
 
@@ -187,57 +200,58 @@ def _each(model: Model, states: Sequence[State]) -> Sequence[tuple[Policy, State
     return list(zip(model.policies, states, strict=True))
 
 
-def _sealed(model: Model, room: int, policy: Policy, state: State) -> State:
-    if policy.min_prompt is None:
-        return state
-    state = policy.finish_prefill(model.spec, state)
-    return policy.reserve(model.spec, state, room)  # which counts from here on
+def _finish_prefill(model: Model, max_len: int, policy: Policy, state: State) -> State:
+    if hasattr(policy, "seal"):
+        state = policy.seal(model.spec, state)
+        if hasattr(policy, "reserve"):  # which counts tokens from the end of prefill on
+            state = policy.reserve(model.spec, state, max_len)
+    return state
 
 
-def _shared(model: Model, of: Lane | Slots) -> tuple[State, ...]:
-    return deduplicate_shared(model.policies, of.states)
+def _shared(model: Model, of: PrefillState | DecodeBatch) -> tuple[State, ...]:
+    return share(model.policies, of.states)
 
 
-def _draw(
-    slots: Slots,
-    logits: Float32[Array, "S V"],
-    active: Bool[Array, " S"],
+def _sample(
+    batch: DecodeBatch,
+    logits: Float32[Array, "B V"],
+    active: Bool[Array, " B"],
     scored: Bool[Array, ""] | bool,
-) -> tuple[Slots, Told]:
-    """The token behind each active row, and the rows that hold it."""
-    presence, frequency = slots.penalties[:, :1], slots.penalties[:, 1:]
-    counts = slots.counts.astype(jnp.float32)
-    wanted = logits + slots.bias - jnp.where(counts > 0, presence, 0) - frequency * counts
-    # It stands at `position` once it is fed, and is drawn by where it stands.
-    token, _ = draw_each(slots.knobs, wanted, slots.seen, slots.keys, slots.position)
-    rows = jnp.arange(token.shape[0])
-    marked = slots._replace(
-        token=jnp.where(active, token, slots.token),
-        seen=slots.seen.at[rows, token].max(active),
-        counts=slots.counts.at[rows, token].add(active.astype(jnp.int32)),
+) -> tuple[DecodeBatch, StepOutput]:
+    """Sample the next token of each active sequence."""
+    presence, frequency = batch.penalties[:, :1], batch.penalties[:, 1:]
+    counts = batch.counts.astype(jnp.float32)
+    penalized = logits + batch.bias - jnp.where(counts > 0, presence, 0) - frequency * counts
+    # The draw depends on `position`, at which the token will be fed.
+    token, _ = draw_each(batch.knobs, penalized, batch.seen, batch.rng, batch.position)
+    entries = jnp.arange(token.shape[0])
+    sampled = batch._replace(
+        token=jnp.where(active, token, batch.token),
+        seen=batch.seen.at[entries, token].max(active),
+        counts=batch.counts.at[entries, token].add(active.astype(jnp.int32)),
     )
-    return marked, _tell(logits, token, scored)
+    return sampled, _score(logits, token, scored)
 
 
-def _tell(
-    logits: Float32[Array, "N V"], token: Int32[Array, " N"], scored: Bool[Array, ""] | bool
-) -> Told:
-    """What logits say of these tokens; computed only where somebody asks."""
+def _score(
+    logits: Float32[Array, "M V"], token: Int32[Array, " M"], scored: Bool[Array, ""] | bool
+) -> StepOutput:
+    """The tokens with their log probabilities, which are computed only if `scored`."""
 
-    def look() -> tuple[Array, Array, Array]:
+    def compute() -> tuple[Array, Array, Array]:
         logprobs = jax.nn.log_softmax(logits)
-        best, top = jax.lax.top_k(logprobs, min(TOP, logits.shape[1]))
+        best, top = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
         own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
         return own, top.astype(jnp.int32), best
 
-    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(look))
-    own, top, best = jax.lax.cond(scored, look, lambda: nothing)
-    return Told(token, own, top, best, jnp.isfinite(jnp.max(logits, axis=1)))
+    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(compute))
+    own, top, best = jax.lax.cond(scored, compute, lambda: nothing)
+    return StepOutput(token, own, top, best, jnp.isfinite(jnp.max(logits, axis=1)))
 
 
 @functools.cache
 def compilations() -> Counter[str]:
-    """How often this process has compiled anything since it was first asked."""
+    """The number of compilations in this process since the first call."""
     counted: Counter[str] = Counter()
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -249,46 +263,50 @@ def compilations() -> Counter[str]:
 
 
 class Programs:
-    """Every program of one engine, compiled for its shapes; what is not among them cannot run.
+    """All programs of one engine, compiled for its shapes.
 
-    room: tokens of a row, prompt and answer. chunks: widths a piece of prompt is padded to, the
-    last of them the grid. made: their number. Raises UserError where slots do not fit into memory.
+    widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
+    prefill_bytes: of a PrefillState. num_compiled: the number of programs. prefill: programs by
+    (width, scored). Raises UserError if the batch does not fit into memory.
     """
 
-    def __init__(self, model: Model, count: int, room: int, chunks: Sequence[int]) -> None:
-        self.model, self.chunks = model, tuple(chunks)
+    def __init__(self, model: Model, max_batch: int, max_len: int, widths: Sequence[int]) -> None:
+        self.model, self.widths = model, tuple(widths)
         self.weights = model.weights
         zero, one = np.int32(0), np.uint32(0)
-        lane = jax.eval_shape(lambda: begin(model, room, jnp.uint32(0)))
-        slots = jax.eval_shape(lambda: empty(model, count, room))
-        asked = Asked(
+        state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
+        batch = jax.eval_shape(lambda: empty_batch(model, max_batch, max_len))
+        params = SequenceParams(
             np.zeros(1, "u4"), np.zeros(1, "u4"),
             Knobs(*(np.zeros(1, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
             np.zeros((1, model.vocab), bool), np.zeros((1, 2), "f4"),
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
-        self.lane, self.made = lane, 0
-        self.lane_bytes = batch.nbytes(lane)
-        memory.check(  # before minutes of compiling
-            batch.nbytes(slots) + self.lane_bytes, f"{count} slots and a lane for {room} tokens"
+        self.prefill_shapes, self.num_compiled = state, 0
+        self.prefill_bytes = rows.nbytes(state)
+        memory.check(  # before minutes of compilation
+            rows.nbytes(batch) + self.prefill_bytes,
+            f"{max_batch} sequences and a prefill of {max_len} tokens",
         )
-        self.empty = self.compile(lambda: empty(model, count, room))
-        self.begin = self.compile(partial(begin, model, room), np.uint32(0))
-        self.reads = {
+        self.empty_batch = self.compile(lambda: empty_batch(model, max_batch, max_len))
+        self.init_prefill = self.compile(partial(init_prefill, model, max_len), np.uint32(0))
+        self.prefill = {
             (width, scored): self.compile(
-                partial(read, model, scored), model.weights, lane, np.zeros((1, width), "i4"),
+                partial(prefill, model, scored), model.weights, state, np.zeros((1, width), "i4"),
                 one, zero, donate=1,
             )
-            for width in self.chunks for scored in (False, True)
+            for width in self.widths for scored in (False, True)
         }  # fmt: skip
-        self.place = self.compile(partial(place, model, room), slots, zero, lane, asked, donate=0)
+        self.insert = self.compile(
+            partial(insert, model, max_len), batch, zero, state, params, donate=0
+        )
         self.decode = self.compile(
-            partial(decode, model), model.weights, slots, np.zeros(count, bool), np.bool_(False),
-            donate=1,
+            partial(decode, model), model.weights, batch, np.zeros(max_batch, bool),
+            np.bool_(False), donate=1,
         )  # fmt: skip
 
     def compile(self, function: Callable, *shapes: Any, donate: int | None = None) -> Callable:
-        """One more program, for arguments of these shapes; donate: the one that it may use up."""
-        self.made += 1
+        """Compile a program for arguments of these shapes; donate: the argument to donate."""
+        self.num_compiled += 1
         donated = () if donate is None else (donate,)
         return jax.jit(function, donate_argnums=donated).lower(*shapes).compile()

@@ -1,55 +1,58 @@
-"""Those who wait for a slot."""
+"""The queue of requests that wait for a batch entry."""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import islice
 
-from jaxkv.engine.ticket import Ticket
+from jaxkv.engine.handle import RequestHandle
 
 
-class Queue:
-    """Tickets, the oldest first. most: how many may wait, most_tokens: tokens of their prompts.
+class RequestQueue:
+    """Waiting requests, oldest first.
 
-    It has no lock: whoever calls holds that of the engine.
+    max_requests, max_tokens: how many requests, and tokens of their prompts, may wait. The queue
+    has no lock: callers hold the engine's.
     """
 
-    def __init__(self, most: int, most_tokens: int) -> None:
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.tokens = 0
-        self._most, self._most_tokens = most, most_tokens
-        self._tickets: deque[Ticket] = deque()
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._handles: deque[RequestHandle] = deque()
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._handles)
 
     def is_full(self, size: int, free: int) -> bool:
-        """Whether a prompt of so many tokens must go; free: slots that the first will take.
+        """Whether a prompt of `size` tokens is refused.
 
-        One that is larger than all that may wait can do so alone.
+        free: free batch entries, which the first requests will take. A prompt that exceeds
+        max_tokens may wait alone.
         """
         if len(self) <= free:
             return False
-        placed = sum(len(ticket.request.tokens) for ticket in islice(self._tickets, free))
-        return len(self) >= self._most + free or self.tokens - placed + size > self._most_tokens
+        placed = sum(len(handle.request.tokens) for handle in islice(self._handles, free))
+        full = len(self) >= self._max_requests + free
+        return full or self.tokens - placed + size > self._max_tokens
 
-    def put(self, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
-        self.tokens += len(ticket.request.tokens)
+    def put(self, handle: RequestHandle) -> None:
+        self._handles.append(handle)
+        self.tokens += len(handle.request.tokens)
 
-    def take(self) -> Ticket:
-        """The oldest; raises IndexError where nobody waits."""
-        ticket = self._tickets.popleft()
-        self.tokens -= len(ticket.request.tokens)
-        return ticket
+    def take(self) -> RequestHandle:
+        """Remove and return the oldest request; raises IndexError if none waits."""
+        handle = self._handles.popleft()
+        self.tokens -= len(handle.request.tokens)
+        return handle
 
-    def drop_cancelled(self) -> list[Ticket]:
-        """Those who need not wait any longer."""
-        gone = [ticket for ticket in self._tickets if ticket.cancelled]
-        for ticket in gone:
-            self._tickets.remove(ticket)
-            self.tokens -= len(ticket.request.tokens)
+    def drop_cancelled(self) -> list[RequestHandle]:
+        """Remove and return the cancelled requests."""
+        gone = [handle for handle in self._handles if handle.cancelled]
+        for handle in gone:
+            self._handles.remove(handle)
+            self.tokens -= len(handle.request.tokens)
         return gone
 
     def clear(self) -> None:
-        self._tickets.clear()
+        self._handles.clear()
         self.tokens = 0

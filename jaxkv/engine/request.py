@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it tells while it answers."""
+"""Requests to the engine, and what it reports while it answers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxkv.errors import UserError, is_whole
 from jaxkv.sampling import MOST, Sampling
 
-REASONS = ("eos", "stop", "length", "cancelled", "error")  # why an answer ended
 
+class ScoredToken(NamedTuple):
+    """One token with its log probability under the model.
 
-class Scored(NamedTuple):
-    """One token with what the model gave it.
-
-    logprob: natural log of its probability before temperature, filters and penalties; None of the
-    first token of a prompt, which nothing predicts, and where nobody asked. top: the likeliest
-    tokens with theirs, best first.
+    logprob: natural log of its probability before temperature, filters and penalties; None for the
+    first token of a prompt, which nothing predicts, and if the request wants none. top: the
+    likeliest tokens with their log probabilities, best first.
     """
 
     token: int
@@ -27,16 +25,16 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted.
+    """One prompt to answer.
 
-    tokens: the prompt. max_new_tokens: 0 only scores the prompt. sampling: how tokens are drawn,
-    by `seed` and position alone. presence_penalty, frequency_penalty: taken off the logit of a
-    token that the answer holds already, once and for each time. bias: (token, what is added to its
-    logit). eos: ids that end the answer. salt: requests of one salt share
-    prefixes and the draws of policies, those of another never do; None is a salt too. logprobs:
-    how many of the likeliest tokens to tell beside each; None tells no log probability at all.
-    echo: the prompt's tokens are scored as well, from the first on, whatever of it is cached.
-    Raises UserError for what can be no request whatever the engine.
+    tokens: the prompt. max_new_tokens: 0 only scores the prompt. sampling: how tokens are drawn;
+    a draw depends on `seed` and position alone. presence_penalty, frequency_penalty: subtracted
+    from the logit of a token in the answer, once, and for each occurrence. bias: pairs of a token
+    and a number added to its logit. eos: ids that end the answer. salt: only requests of equal
+    salt share prefixes and the policies' random draws; None is a salt too. logprobs: how many of
+    the likeliest tokens to report with each; None reports no log probabilities. echo: also score
+    the prompt's tokens, without using the prefix cache.
+    Raises UserError for a request that no engine could answer.
     """
 
     tokens: tuple[int, ...]
@@ -54,7 +52,7 @@ class Request:
     def __post_init__(self) -> None:
         _check_types(self)
         if not self.tokens:
-            raise UserError("a prompt must hold at least one token, got none; give some text")
+            raise UserError("a prompt must have at least one token, got none; give some text")
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}; give 1")
         if not 0 <= self.seed < 2**32:
@@ -69,12 +67,12 @@ class Request:
                 raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
         if self.salt == "" or not is_unicode(self.salt or ""):
             raise UserError(
-                f"a salt must be some Unicode text, got {self.salt!r:.60}; leave it out for none"
+                f"salt must be Unicode text, got {self.salt!r:.60}; leave it out for none"
             )
 
 
 def _check_types(request: Request) -> None:
-    """Raise UserError for what would otherwise fail in the engine, where others wait."""
+    """Raise UserError for types that would fail later, in the engine's thread."""
     rules = (
         ("tokens", _are_whole(request.tokens), "a tuple of whole numbers"),
         ("eos", _are_whole(request.eos), "a tuple of whole numbers"),
@@ -102,49 +100,51 @@ def _are_whole(values: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: a lone surrogate cannot."""
+    """Whether a text can be encoded as UTF-8: one with a lone surrogate cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an answer ended. read_tokens, cached_tokens: of the prompt, those that were computed and
-    those that needed not be; fewer than all where it was given up.
+    """The end of an answer.
 
-    seconds since the request came: begun (a slot was there), first (of the first token, None where
-    there was none), ended. error: what went wrong where the reason is `error`.
+    reason: eos, stop, length, cancelled or error. computed_tokens, cached_tokens: prompt tokens
+    that were computed, and taken from the prefix cache; fewer than all after a cancellation.
+    queue_seconds, first_token_seconds, total_seconds: from the arrival of the request to its start,
+    its first token and its end; None for events that did not happen. error: the message if the
+    reason is `error`.
     """
 
     reason: str
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
-    begun: float | None
-    first: float | None
-    ended: float
-    read_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    total_seconds: float
+    computed_tokens: int
     error: str = ""
 
 
 @runtime_checkable
 class Listener(Protocol):
-    """Whoever waits for an answer. All three are called by the engine's thread and must not wait.
+    """The receiver of one answer. The engine's thread calls its methods, which must not block.
 
-    An exception in one of them ends this answer with the reason `error`, and no other.
+    An exception in one of them ends this answer, and no other, with the reason `error`.
     """
 
-    def prompt(self, scored: list[Scored]) -> None:
-        """The prompt's tokens, where `echo` was asked; before the first new token."""
+    def prompt(self, scored: list[ScoredToken]) -> None:
+        """Receive the prompt's tokens if the request has `echo`; before the first new token."""
 
-    def token(self, scored: Scored) -> bool:
-        """A new token, an eos among them; True ends the answer here, with the reason `stop`."""
+    def token(self, scored: ScoredToken) -> bool:
+        """Receive a new token, also an eos; return True to end the answer with reason `stop`."""
 
     def done(self, outcome: Outcome) -> None:
-        """Nothing follows; called once, whatever happened."""
+        """Receive the outcome; always called once, last."""
 
 
 class Overloaded(Exception):
-    """The engine takes no more for now. seconds: after which it may."""
+    """The engine accepts no more requests now. seconds: after which to retry."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)

@@ -1,9 +1,8 @@
-"""Prefixes on the device: what is kept of prompts that were read, and taken up again.
+"""The prefix cache of the engine: prompts that share a prefix reuse its cache, bit-identically.
 
-Where a policy appends every token to a slot of its own, pages of a chunk are kept and shared by all
-that begin alike. Any other cache has forgotten something by then, so whole states are kept, at few
-of the places where one may go on from. Either is only ever taken up on the grid of chunks on which
-it was made: a prompt that goes on from there is computed bit for bit as it is from the beginning.
+Append-only caches share pages of one chunk each. Evicting caches have lost tokens by the end of a
+prompt, so they store snapshots of whole states at selected chunk boundaries. A prompt resumes only
+at a multiple of the chunk, so its remaining chunks are computed as in a full prefill.
 """
 
 from __future__ import annotations
@@ -20,134 +19,132 @@ import numpy as np
 
 from jaxkv.contract import Pages as SlotPages
 from jaxkv.engine import pool
-from jaxkv.engine.figures import of_prefixes
-from jaxkv.engine.host import Host, move
-from jaxkv.engine.pool import NOWHERE, Layout, Pool
-from jaxkv.engine.programs import Lane, Model, Programs
+from jaxkv.engine.engine_metrics import prefix_metrics
+from jaxkv.engine.host_tier import HostTier, transfer
+from jaxkv.engine.pool import SKIP, Layout, Pool
+from jaxkv.engine.programs import Model, PrefillState, Programs
 from jaxkv.errors import one_of, whole
-from jaxkv.policy_spec import format_policy
+from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
 from jaxkv.prefix.blocks import BlockPool
-from jaxkv.prefix.keys import TOKEN, Prompt, root
+from jaxkv.prefix.eviction import ORDERS
 from jaxkv.prefix.lease import Lease
-from jaxkv.prefix.orders import ORDERS
-from jaxkv.prefix.snapshots import Snapshots, Visit, rules
-from jaxkv.state import batch, memory
+from jaxkv.prefix.snapshots import PrefillPlan, Snapshots, parse_rules
+from jaxkv.stack import spell
 
 
 @dataclass(frozen=True)
-class Prefixes:
-    """How prefixes are kept.
+class PrefixConfig:
+    """The settings of a prefix cache.
 
-    slots: pages of one chunk each, or states, on the device. order: in which pages that nobody
-    reads are evicted: linked, nested or frequency. where: at which chunks of a prompt states are
-    kept: `last` the deepest that it could be taken up at again, `junction` the deepest up to which
-    it is like one before, `every=N`; joined by +. host_slots: pages or states in the memory of the
-    host, for what the device has no more room for.
+    num_blocks: blocks of one chunk each (append-only caches) or snapshots (all others) on the
+    device. order: in which unused blocks are evicted: lru, lru-deepest-first or lfu. where: at
+    which chunk boundaries snapshots are stored, joined by +: `last`, the deepest from which the
+    same prompt could resume; `branch`, the deepest up to which the prompt equals an earlier one;
+    `every=N`. host_blocks: blocks or snapshots in the host's memory, evicted from the device.
+    Raises UserError for bad numbers and unknown names.
     """
 
-    slots: int = 256
-    order: str = "linked"
-    where: str = "last+junction"
-    host_slots: int = 0
+    num_blocks: int = 256
+    order: str = "lru"
+    where: str = "last+branch"
+    host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        whole("slots", self.slots)
-        whole("host_slots", self.host_slots, 0)
+        whole("num_blocks", self.num_blocks)
+        whole("host_blocks", self.host_blocks, 0)
         one_of("order", self.order, ORDERS)
-        rules(self.where)
+        parse_rules(self.where)
 
 
-class Hit(NamedTuple):
-    """What was found of a prompt: its first `at` tokens need not be computed."""
+class PrefixHit(NamedTuple):
+    """The cached prefix of one prompt: its first `cached` tokens. lease: holds it."""
 
-    at: int
-    held: Lease | Visit
+    cached: int
+    lease: Lease | PrefillPlan
 
 
 @runtime_checkable
-class Store(Protocol):
-    """What the engine asks of either. bytes: on the device."""
+class PrefixStore(Protocol):
+    """The interface of both prefix stores. bytes: on the device."""
 
     bytes: int
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None: ...
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
+        """Look a prompt up and hold its cached prefix until `release`."""
 
-    def load(self, hit: Hit) -> Lane: ...
+    def load(self, hit: PrefixHit) -> PrefillState:
+        """Copy a cached prefix into a new prefill state."""
 
-    def save(self, hit: Hit, lane: Lane, at: int) -> None: ...
+    def save(self, hit: PrefixHit, state: PrefillState, at: int) -> None:
+        """Store the prefix of `at` tokens from a prefill state, if the store wants it."""
 
-    def release(self, hit: Hit) -> None: ...
+    def release(self, hit: PrefixHit) -> None: ...
 
-    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit: ...
+    def reset(self) -> bool:
+        """Remove all prefixes; returns False, and does nothing, if one is held."""
 
-    def reset(self) -> bool: ...
-
-    def figures(self) -> dict[str, Any]: ...
-
-
-def store_of(how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int) -> Store:
-    """The store that suits a model's policies.
-
-    Raises UserError where it does not fit into memory.
-    """
-    paged = pool.appends(model.policies)
-    return (Pages if paged else States)(how, model, programs, chunk, seed)
+    def metrics(self) -> dict[str, Any]: ...
 
 
-def root_of(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
-    """What the keys of a salt begin from: all that a cache depends on besides its tokens."""
-    return root(
-        policy=format_policy(model.policies), model=model.identity, spec=repr(model.spec),
-        chunk=chunk, seed=seed, salt=salt,
+def make_store(
+    config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
+) -> PrefixStore:
+    """The store for a model's policies. Raises UserError if it does not fit into memory."""
+    paged = all(hasattr(policy, "appends") for policy in model.policies)
+    return (BlockStore if paged else SnapshotStore)(config, model, programs, chunk, seed)
+
+
+def model_root(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
+    """The root hash of all settings that a cache depends on besides its tokens."""
+    return root_hash(
+        policy=spell(model.policies), model=model.identity, spec=repr(model.spec), chunk=chunk,
+        seed=seed, salt=salt,
     )  # fmt: skip
 
 
-class Pages:
-    """Pages of one chunk, and behind each what is kept beside them."""
+class BlockStore:
+    """Prefixes of append-only caches in shared blocks of one chunk, each with a record."""
 
     def __init__(
-        self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
+        self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        self.index = BlockPool(chunk, how.slots, mode="full", order=how.order, host=how.host_slots)
-        self._root = partial(root_of, model, chunk, seed)
-        self._chunk, self._slots = chunk, how.slots
-        layout = pool.appending(model.policies, programs.lane.states, chunk)
-        far = how.host_slots > 0
-        self._device = Device(layout, programs, model.vocab, how.slots, how.slots, movable=far)
+        blocks = config.num_blocks
+        self.index = BlockPool(
+            chunk, blocks, mode="full", order=config.order, host_blocks=config.host_blocks
+        )
+        self._root = partial(model_root, model, chunk, seed)
+        self._chunk = chunk
+        layout = pool.block_layout(model.policies, programs.prefill_shapes.states, chunk)
+        has_host = config.host_blocks > 0
+        self._device = DevicePool(layout, programs, model.vocab, blocks, blocks, has_host)
         self.bytes = self._device.bytes
-        self._host = Host(how.host_slots, self.bytes // how.slots)
+        self._host = HostTier(config.host_blocks, self.bytes // blocks)
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
-        """A prompt's pages, held until `release`: as many of the first as can be had."""
-        prompt = self.index.read(tokens, self._root(salt))
-        # A tail that fills no page is kept by nobody, nor what there are no pages for.
-        lease = self.index.admit(prompt, room=-(len(tokens) % self._chunk), partly=True)
-        move(self.index.moves, self._host, self._device.take, self._device.put)
-        return None if lease is None else Hit(lease.cached, lease)
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
+        """Hold blocks for a prompt until `release`, cached and new, as many as are available."""
+        prompt = self.index.hash_prompt(tokens, self._root(salt))
+        # Neither a tail that fills no block nor blocks beyond the available pages are stored.
+        lease = self.index.admit(prompt, extra_tokens=-(len(tokens) % self._chunk), partly=True)
+        transfer(self.index.transfers, self._host, self._device.take, self._device.put)
+        return None if lease is None else PrefixHit(lease.cached, lease)
 
-    def load(self, hit: Hit) -> Lane:
-        count = hit.at // self._chunk
-        return self._device.load(hit.held.pages[:count], hit.held.pages[count - 1])
+    def load(self, hit: PrefixHit) -> PrefillState:
+        count = hit.cached // self._chunk
+        return self._device.load(hit.lease.pages[:count], hit.lease.pages[count - 1])
 
-    def save(self, hit: Hit, lane: Lane, at: int) -> None:
-        """Keep the page that a lane has filled, unless another request did so first."""
-        most = min(self._device.layout.most, len(hit.held.blocks))
+    def save(self, hit: PrefixHit, state: PrefillState, at: int) -> None:
+        """Store the block that ends at token `at`, unless another request stored it first."""
+        most = min(self._device.layout.max_pages, len(hit.lease.blocks))
         if at % self._chunk or at // self._chunk > most:
             return
         number = at // self._chunk - 1
-        page = hit.held.pages[number]
-        self.index.publish(hit.held, at)
-        if hit.held.pages[number] == page:
-            self._device.save(lane, number, page, page)
+        page = hit.lease.pages[number]
+        self.index.publish(hit.lease, at)
+        if hit.lease.pages[number] == page:
+            self._device.save(state, number, page, page)
 
-    def release(self, hit: Hit) -> None:
-        self.index.release(hit.held)
-
-    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
-        """Hold what is there of a prompt on the device until `release`."""
-        lease = self.index.pin(self.index.read(tokens, self._root(salt)))
-        move(self.index.moves, self._host, self._device.take, self._device.put)
-        return Hit(lease.cached, lease)
+    def release(self, hit: PrefixHit) -> None:
+        self.index.release(hit.lease)
 
     def reset(self) -> bool:
         if not self.index.reset():
@@ -155,69 +152,63 @@ class Pages:
         self._host.clear()
         return True
 
-    def figures(self) -> dict[str, Any]:
-        index, used, host = self.index, self._slots - self.index.free, self._host.slots
-        return of_prefixes(index.counts, self._slots, used, index.active, host, index.host_taken)
+    def metrics(self) -> dict[str, Any]:
+        index, total, host = self.index, self.index.num_blocks, self._host.capacity
+        used = total - index.free
+        return prefix_metrics(index.counts, total, used, index.active, host, index.host_taken)
 
 
-class States:
-    """States at few of the boundaries that were passed, some of them in the host's memory.
+class SnapshotStore:
+    """Snapshots of states at selected chunk boundaries, on the device and on the host.
 
-    On the device they share the pages of what is rewritten seldom.
+    On the device, snapshots share equal pages of rarely rewritten leaves.
     """
 
     def __init__(
-        self, how: Prefixes, model: Model, programs: Programs, chunk: int, seed: int
+        self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        self.index = Snapshots(how.slots, chunk, how.where, how.host_slots)
-        self._root, self._slots = partial(root_of, model, chunk, seed), how.slots
-        layout = pool.settling(model.policies)
-        self._names = partial(
-            page_names, pool.pages_of(model.policies[0]) if layout.most else None, chunk
-        )
-        count = layout.most * how.slots
-        self._device = Device(layout, programs, model.vocab, count, how.slots)
-        self._pages = SharedPages(count)
-        self._host = Host(how.host_slots, programs.lane_bytes)
+        capacity = config.num_blocks
+        self.index = Snapshots(capacity, chunk, config.where, config.host_blocks)
+        self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
+        layout = pool.snapshot_layout(model.policies)
+        self._page_ids = partial(page_ids, model.policies[0] if layout.max_pages else None, chunk)
+        pages = layout.max_pages * capacity
+        self._device = DevicePool(layout, programs, model.vocab, pages, capacity)
+        self._pages = SharedPages(pages)
+        self._host = HostTier(config.host_blocks, programs.prefill_bytes)
         self.bytes = self._device.bytes
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> Hit | None:
-        visit = self.index.visit(self.index.read(tokens, self._root(salt)))
-        move(self.index.moves, self._host, self._take, self._put)
-        return Hit(visit.at, visit)
+    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
+        plan = self.index.plan_prefill(self.index.hash_prompt(tokens, self._root(salt)))
+        transfer(self.index.transfers, self._host, self._take, self._put)
+        return PrefixHit(plan.start, plan)
 
-    def load(self, hit: Hit) -> Lane:
-        return self._load(hit.held.snapshot.slot)
+    def load(self, hit: PrefixHit) -> PrefillState:
+        return self._load(hit.lease.snapshot.index)
 
-    def save(self, hit: Hit, lane: Lane, at: int) -> None:
-        """Keep a lane's state where it was planned and room can be had."""
-        if at not in hit.held.save:
+    def save(self, hit: PrefixHit, state: PrefillState, at: int) -> None:
+        """Store a snapshot of `at` tokens if it is planned and an entry is available."""
+        if at not in hit.lease.save:
             return
-        snapshot = self.index.claim(hit.held.prompt, at)
+        snapshot = self.index.claim(hit.lease.prompt, at)
         if snapshot is None:
             return
-        move(self.index.moves, self._host, self._take, self._put)
-        self._save(lane, snapshot.slot, self._names(hit.held.prompt, at))
+        transfer(self.index.transfers, self._host, self._take, self._put)
+        self._save(state, snapshot.index, self._page_ids(hit.lease.prompt, at))
         self.index.publish(snapshot)
 
-    def _load(self, slot: int) -> Lane:
-        return self._device.load(self._pages.of(slot), slot)
+    def _load(self, index: int) -> PrefillState:
+        return self._device.load(self._pages.of(index), index)
 
-    def _save(self, lane: Lane, slot: int, names: list[Hashable]) -> None:
-        """Write a state into a slot, and those of its pages that no other state has."""
-        self._pages.release(slot)
-        for number, page in self._pages.take(slot, names):
-            self._device.save(lane, number, page, NOWHERE)
-        self._device.save(lane, 0, NOWHERE, slot)
+    def _save(self, state: PrefillState, index: int, ids: list[Hashable]) -> None:
+        """Write a state into an entry, with the pages that no other snapshot has."""
+        self._pages.release(index)
+        for number, page in self._pages.take(index, ids):
+            self._device.save(state, number, page, SKIP)
+        self._device.save(state, 0, SKIP, index)
 
-    def release(self, hit: Hit) -> None:
-        self.index.leave(hit.held)
-
-    def pin(self, tokens: tuple[int, ...], salt: str | None) -> Hit:
-        """Hold the deepest state of a prompt that can be had on the device until `release`."""
-        visit = self.index.hold(self.index.read(tokens, self._root(salt)))
-        move(self.index.moves, self._host, self._take, self._put)
-        return Hit(visit.at, visit)
+    def release(self, hit: PrefixHit) -> None:
+        self.index.release(hit.lease)
 
     def reset(self) -> bool:
         if not self.index.reset():
@@ -226,33 +217,35 @@ class States:
         self._host.clear()
         return True
 
-    def figures(self) -> dict[str, Any]:
-        index, held, host = self.index, self.index.held, self._host.slots
-        return of_prefixes(index.counts, self._slots, index.taken, held, host, index.host_taken)
+    def metrics(self) -> dict[str, Any]:
+        index, total, host = self.index, self._capacity, self._host.capacity
+        return prefix_metrics(index.counts, total, index.taken, index.held, host, index.host_taken)
 
-    def _take(self, slot: int) -> tuple[pool.States, list[Hashable]]:
-        return self._load(slot).states, self._pages.names(slot)
+    def _take(self, index: int) -> tuple[pool.States, list[Hashable]]:
+        return self._load(index).states, self._pages.ids(index)
 
-    def _put(self, slot: int, states: pool.States, names: list[Hashable]) -> None:
-        self._save(Lane(states, None), slot, names)
+    def _put(self, index: int, states: pool.States, ids: list[Hashable]) -> None:
+        self._save(PrefillState(states, None), index, ids)
 
 
-def page_names(pages: SlotPages | None, chunk: int, prompt: Prompt, at: int) -> list[Hashable]:
-    """What each page of a state after `at` tokens of a prompt is known by: root and tokens up to
-    the boundary behind which it was not written, and the token with which it was. pages: None where
-    there are none."""
-    names: list[Hashable] = []
-    for number, last in enumerate(pages.last_write(at) if pages is not None else ()):
+def page_ids(policy: Policy | None, chunk: int, prompt: HashedPrompt, at: int) -> list[Hashable]:
+    """The identity of each page of a state after `at` tokens: equal ids mean equal content.
+
+    An id is the root and tokens up to the boundary after the page's last write, the token of that
+    write, and the page number. policy: None has no pages.
+    """
+    ids: list[Hashable] = []
+    for number, last in enumerate(policy.settled(at) if policy is not None else ()):
         boundary = -(-last // chunk)
-        # Not by its key, which something else may have.
-        names.append((prompt.root + prompt.data[: boundary * chunk * TOKEN], last, number))
-    return names
+        # The tokens and not their hash, which may collide.
+        ids.append((prompt.root + prompt.data[: boundary * chunk * TOKEN], last, number))
+    return ids
 
 
 class SharedPages:
-    """Which pages the state in a slot is made of: those with one name are one.
+    """The pages of each snapshot; pages with equal ids are stored once.
 
-    count: pages that there are, enough for every slot to have its own.
+    count: all pages, enough for every snapshot to have its own.
     """
 
     def __init__(self, count: int) -> None:
@@ -260,61 +253,63 @@ class SharedPages:
         self.clear()
 
     def clear(self) -> None:
-        """Give up all of them."""
+        """Free all pages."""
         self._free = list(reversed(range(self._count)))
-        self._by_name: dict[Hashable, int] = {}
+        self._by_id: dict[Hashable, int] = {}
         self._readers: Counter[Hashable] = Counter()
         self._tables: dict[int, list[Hashable]] = {}
 
     @property
     def taken(self) -> int:
-        return len(self._by_name)
+        return len(self._by_id)
 
-    def of(self, slot: int) -> list[int]:
-        """The pages of a slot, in order."""
-        return [self._by_name[name] for name in self._tables.get(slot, ())]
+    def of(self, index: int) -> list[int]:
+        """The pages of snapshot `index`, in order."""
+        return [self._by_id[id] for id in self._tables.get(index, ())]
 
-    def names(self, slot: int) -> list[Hashable]:
-        return self._tables.get(slot, [])
+    def ids(self, index: int) -> list[Hashable]:
+        return self._tables.get(index, [])
 
-    def take(self, slot: int, names: list[Hashable]) -> list[tuple[int, int]]:
-        """Make up a slot of these pages; which of them are new, as (number, page)."""
-        new = [number for number, name in enumerate(names) if name not in self._by_name]
+    def take(self, index: int, ids: list[Hashable]) -> list[tuple[int, int]]:
+        """Assign pages to snapshot `index`; returns the new ones to write, as (number, page)."""
+        new = [number for number, id in enumerate(ids) if id not in self._by_id]
         for number in new:
-            self._by_name[names[number]] = self._free.pop()
-        self._readers.update(names)
-        self._tables[slot] = names
-        return [(number, self._by_name[names[number]]) for number in new]
+            self._by_id[ids[number]] = self._free.pop()
+        self._readers.update(ids)
+        self._tables[index] = ids
+        return [(number, self._by_id[ids[number]]) for number in new]
 
-    def release(self, slot: int) -> None:
-        """Give up what a slot is made of, if it is."""
-        for name in self._tables.pop(slot, ()):
-            self._readers[name] -= 1
-            if not self._readers[name]:
-                del self._readers[name]
-                self._free.append(self._by_name.pop(name))
+    def release(self, index: int) -> None:
+        """Release the pages of snapshot `index`, if it has any."""
+        for id in self._tables.pop(index, ()):
+            self._readers[id] -= 1
+            if not self._readers[id]:
+                del self._readers[id]
+                self._free.append(self._by_id.pop(id))
 
 
-class Device:
-    """A pool with its programs: to keep something of a lane, and to make a lane of what is kept.
+class DevicePool:
+    """A pool on the device with its programs, which copy between it and prefill states.
 
-    movable: `take` and `put` are wanted, of pages and records of one number.
+    movable: compile `take` and `put`, for pages and records of one number.
     """
 
     def __init__(
         self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int,
         movable: bool = False,
     ) -> None:  # fmt: skip
-        states, zero = programs.lane.states, np.int32(0)
+        states, zero = programs.prefill_shapes.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
-        self.bytes = batch.nbytes(shape)
-        memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="of their slots")
+        self.bytes = rows.nbytes(shape)
+        memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="num_blocks")
 
-        def load(kept: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array) -> Lane:
-            made = pool.load(layout, states, kept, numbers, count, record)
-            return Lane(made, jnp.zeros((1, vocab), jnp.float32))
+        def load(
+            stored: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array
+        ) -> PrefillState:
+            made = pool.load(layout, states, stored, numbers, count, record)
+            return PrefillState(made, jnp.zeros((1, vocab), jnp.float32))
 
-        table = np.zeros(max(1, layout.most), np.int32)
+        table = np.zeros(max(1, layout.max_pages), np.int32)
         self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
         self._save = programs.compile(
             partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
@@ -326,22 +321,22 @@ class Device:
             self._put = programs.compile(pool.put, shape, piece, zero, zero, donate=0)
         self._table, self.layout = table, layout
 
-    def save(self, lane: Lane, number: int, page: int, record: int) -> None:
-        """Keep page `number` of a lane as `page`, and what lies in none as `record`."""
+    def save(self, state: PrefillState, number: int, page: int, record: int) -> None:
+        """Store page `number` of a state as `page`, and its record as `record`."""
         self._pool = self._save(
-            self._pool, lane.states, np.int32(number), np.int32(page), np.int32(record)
+            self._pool, state.states, np.int32(number), np.int32(page), np.int32(record)
         )
 
-    def load(self, pages: list[int], record: int) -> Lane:
-        """A lane of these pages and that record; the pool stays as it is."""
+    def load(self, pages: list[int], record: int) -> PrefillState:
+        """A prefill state with a copy of these pages and that record."""
         table = self._table.copy()
         table[: len(pages)] = pages
         return self._load(self._pool, table, np.int32(len(pages)), np.int32(record))
 
     def take(self, page: int) -> tuple[Pool, None]:
-        """A page and the record beside it, of the same number, for `put`."""
+        """Copy a page and the record of the same number, for `put`."""
         return self._take(self._pool, np.int32(page), np.int32(page)), None
 
     def put(self, page: int, taken: Pool, _: None = None) -> None:
-        """A page and the record beside it, as they were."""
+        """Store a page and the record of the same number."""
         self._pool = self._put(self._pool, taken, np.int32(page), np.int32(page))

@@ -1,28 +1,29 @@
-"""Which beginnings of prompts are in memory, and where: on the host, without a device.
+"""The index of cached prompt prefixes. It runs on the host and imports no JAX.
 
-`blocks` shares equal pages among requests, `snapshots` keeps whole states at boundaries.
+`blocks` shares equal blocks among requests. `snapshots` stores whole states at chunk boundaries.
 """
 
+from jaxkv.prefix.block_hash import Chain, HashedPrompt, encode, root_hash
 from jaxkv.prefix.blocks import BlockPool
-from jaxkv.prefix.counts import REASONS, Counts, Lookups
-from jaxkv.prefix.keys import Chain, Prompt, encode, root
+from jaxkv.prefix.counts import MISS_REASONS, Counts, Lookups
 from jaxkv.prefix.lease import Copy, Lease, Match
-from jaxkv.prefix.snapshots import Move, Snapshot, Snapshots, Visit
+from jaxkv.prefix.snapshots import PrefillPlan, Snapshot, Snapshots
+from jaxkv.prefix.tier import Transfer
 
 __all__ = [
-    "REASONS",
+    "MISS_REASONS",
     "BlockPool",
     "Chain",
     "Copy",
     "Counts",
+    "HashedPrompt",
     "Lease",
     "Lookups",
     "Match",
-    "Move",
-    "Prompt",
+    "PrefillPlan",
     "Snapshot",
     "Snapshots",
-    "Visit",
+    "Transfer",
     "encode",
-    "root",
+    "root_hash",
 ]

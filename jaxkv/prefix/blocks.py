@@ -1,7 +1,7 @@
-"""A pool of equal blocks that requests with one beginning share.
+"""A pool of equal blocks that requests with a common prefix share.
 
-Nothing here touches a device: pages are numbers, and `moves` says what to copy before anything is
-written. What becomes of them is in pages.py.
+The pool touches no device: pages are numbers, and `transfers` lists the copies to do before
+anything is written. allocator.py manages the pages.
 """
 
 from __future__ import annotations
@@ -9,65 +9,66 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxkv.errors import UserError, one_of, whole
+from jaxkv.prefix.allocator import PageAllocator
+from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, encode, sha256
 from jaxkv.prefix.counts import Counts
-from jaxkv.prefix.index import Index
-from jaxkv.prefix.keys import TOKEN, Chain, Hash, Prompt, Tokens, encode, sha256
-from jaxkv.prefix.lease import Block, Copy, Lease, Match, near
-from jaxkv.prefix.orders import ORDERS
-from jaxkv.prefix.pages import Pages
+from jaxkv.prefix.eviction import ORDERS
+from jaxkv.prefix.index import BlockIndex
+from jaxkv.prefix.lease import Block, Copy, Lease, Match, leading_on_device
 
 MODES = ("alias", "rekey", "full")
 
 
 class BlockPool:
-    """Blocks by what leads to them.
+    """Blocks of prompts, found by the hash of all tokens up to their end.
 
-    block: tokens in one. total: pages, None for as many as are asked for. capacity: most blocks
-    that stay when nobody uses them (the report's K), None for as many as there are pages. mode:
-    what of a prompt's tail is found: `full` nothing; `alias` its tokens as they stood in the
-    prompt, of which a reader takes a copy; `rekey` (the report) what it holds by now, so the
-    prompt's own no more once a token was written. order: of eviction, in orders.py. hashing,
-    hash: of keys, in keys.py. cap: leave at least a prompt's last token to be computed, as whoever
-    wants its logits must. clock: tells the time of a release, another one each time unless given.
-    ghosts: keys of what was evicted that are remembered, to tell why something was missed. host:
-    pages of the host's memory, behind the others; the least recently evicted leaves them first.
-    Raises UserError for a mode, order or hashing that does not exist, sizes below 1, and pages of
-    the host in a mode that shares parts of a block.
+    block_size: tokens in a block. num_blocks: pages; None for as many as are requested. capacity:
+    most unused blocks that stay cached (the report's K); None for no limit. mode: how a prompt's
+    partial last block is found. `full`: not at all. `alias`: by the prompt's tokens, and a reader
+    copies it. `rekey` (the report): by its current tokens, so no longer by the prompt once a token
+    was appended. order: of eviction, see eviction.py. hashing, hash: see block_hash.py. cap: leave
+    at least the last token of a prompt to compute, because its logits are needed. clock: returns
+    the time of a release; by default a counter. ghosts: evicted hashes that are remembered to
+    explain misses. host_blocks: pages in the host's memory for evicted blocks; the least recently
+    evicted block is lost first.
+    Raises UserError for an unknown mode, order or hashing, for sizes below 1, and for host_blocks
+    in a mode that shares partial blocks.
     """
 
     def __init__(
         self,
-        block: int,
-        total: int | None = None,
+        block_size: int,
+        num_blocks: int | None = None,
         capacity: int | None = None,
         mode: str = "alias",
-        order: str = "linked",
+        order: str = "lru",
         hashing: str = "chained",
         cap: bool = True,
         clock: Callable[[], int] | None = None,
         ghosts: int = 2**16,
         hash: Hash = sha256,
-        host: int = 0,
+        host_blocks: int = 0,
     ) -> None:
         one_of("mode", mode, MODES)
         one_of("order", order, ORDERS)
-        least = (("total", total, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
-        for name, value, at_least in (*least, ("host", host, 0)):
+        limits = (("num_blocks", num_blocks, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
+        for name, value, least in (*limits, ("host_blocks", host_blocks, 0)):
             if value is not None:
-                whole(name, value, at_least)
-        if host and mode != "full":
-            raise UserError(f"mode must be full for pages of the host, got {mode!r}; choose it")
-        self.chain = Chain(block, hashing, hash)
-        self.block, self.capacity, self.mode, self.cap = block, capacity, mode, cap
+                whole(name, value, least)
+        if host_blocks and mode != "full":
+            raise UserError(f"mode must be full with host_blocks, got {mode!r}; choose full")
+        self.chain = Chain(block_size, hashing, hash)
+        self.block_size, self.capacity, self.mode, self.cap = block_size, capacity, mode, cap
         self.counts = Counts()
-        self._index = Index(block, mode == "alias", ghosts)
-        forget = self._index.forget
-        self._pages = Pages(total, capacity, order, host, clock, self.counts, forget)
-        self.moves = self._pages.host.moves
+        self._index = BlockIndex(block_size, mode == "alias", ghosts)
+        self._pages = PageAllocator(
+            num_blocks, capacity, order, host_blocks, clock, self.counts, self._index.forget
+        )
+        self.transfers = self._pages.host.transfers
 
     @property
-    def total(self) -> int:
-        """Pages there are; where there is no end of them, those that were used yet."""
+    def num_blocks(self) -> int:
+        """All pages; in an unbounded pool, the pages that were used so far."""
         return self._pages.made
 
     @property
@@ -88,48 +89,47 @@ class BlockPool:
 
     @property
     def entries(self) -> int:
-        """Keys by which something can be found."""
+        """The hashes in the index."""
         return len(self._index)
 
-    def read(self, tokens: Tokens, root: bytes) -> Prompt:
-        """A prompt with its keys, for `match`, `admit` and `pin`."""
-        return self.chain.read(tokens, root, partial=self.mode != "full")
+    def hash_prompt(self, tokens: Tokens, root: bytes) -> HashedPrompt:
+        """Hash a prompt for `match` and `admit`. Raises UserError for no or invalid tokens."""
+        return self.chain.hash_prompt(tokens, root, partial=self.mode != "full")
 
-    def match(self, prompt: Prompt) -> Match:
-        """What is there of a prompt; nothing is changed or counted."""
+    def match(self, prompt: HashedPrompt) -> Match:
+        """Look a prompt up without changing or counting anything."""
         found, collided = self._index.walk(prompt)
         matched, usable = self._extent(prompt, found)
-        pages = [block.page for block in near(found)]
+        pages = [block.page for block in leading_on_device(found)]
         missed = self._index.missed(prompt, len(found), usable, collided)
         return Match(pages, matched, usable, missed)
 
     def admit(
-        self, prompt: Prompt, room: int = 0, resumed: bool = False, partly: bool = False
+        self, prompt: HashedPrompt, extra_tokens: int = 0, partly: bool = False
     ) -> Lease | None:
-        """Take blocks for a prompt, those that are there and new ones; None where too few are.
+        """Take cached and new blocks for a prompt; returns None, uncounted, if too few are left.
 
-        room: tokens that will be appended, for which blocks are taken now. resumed: admitted
-        before; its figures are counted apart. partly: as many of its first blocks as can be had, to
-        which nothing can be appended; never None. None counts nothing. Mind `moves` before reading
-        or writing.
+        extra_tokens: tokens that will be appended; their blocks are taken now. partly: take as
+        many of the prompt's first blocks as possible, never None; such a lease cannot be appended
+        to. Do the `transfers` before reading or writing.
         """
         found, collided = self._index.walk(prompt)
         size = len(prompt)
-        blocks = -(-(size + room) // self.block)
+        blocks = -(-(size + extra_tokens) // self.block_size)
         if partly:
-            blocks = self._pages.most(blocks, found)
+            blocks = self._pages.max_blocks(blocks, found)
             del found[blocks:]
         while True:
             usable = self._extent(prompt, found)[1]
-            full, rows = divmod(usable, self.block)
-            # The report shares a tail too, and whoever writes to it first takes a copy.
-            if rows and self.mode == "rekey" and usable == size:
-                full, rows = full + 1, 0
-            donor = found[full] if rows else None
-            far = sum(block.on_host for block in found[:full])
-            if self._pages.suffice(blocks - full + far, found[:full], donor):
+            full, tail = divmod(usable, self.block_size)
+            # The report shares a tail too; the first request that writes to it takes a copy.
+            if tail and self.mode == "rekey" and usable == size:
+                full, tail = full + 1, 0
+            donor = found[full] if tail else None
+            on_host = sum(block.on_host for block in found[:full])
+            if self._pages.can_take(blocks - full + on_host, found[:full], donor):
                 break
-            if partly and blocks:  # the last one found may be one that must be computed anew
+            if partly and blocks:  # the last block found may have to be recomputed in a new page
                 blocks -= 1
                 del found[blocks:]
             elif donor is None or donor.refs:
@@ -137,113 +137,88 @@ class BlockPool:
             else:
                 del found[full:]  # its page is needed
         missed = self._index.missed(prompt, len(found), usable, collided)
-        counts = self.counts.resumed if resumed else self.counts.first
-        counts.add(size, usable, self.block, missed)
+        self.counts.lookups.add(size, usable, self.block_size, missed)
         shared = found[:full]
         self._pages.share(shared)
         lease = Lease(
-            prompt, shared, size, usable, bytearray(prompt.data), list(prompt.keys),
-            published=min(full, size // self.block),
+            prompt, shared, size, usable, bytearray(prompt.data), list(prompt.hashes),
+            published=min(full, size // self.block_size),
         )  # fmt: skip
-        self._extend(lease, blocks, donor, rows)
+        self._extend(lease, blocks, donor, tail)
         return lease
 
     def publish(self, lease: Lease, computed: int | None = None) -> None:
-        """Make findable what the first `computed` tokens of a lease fill; None: all of them.
+        """Let lookups find the blocks of the first `computed` tokens of a lease; None: all.
 
-        Where another request published a full block first, the lease goes on with that one and
-        its own is free: `lease.pages` may have changed. Raises RuntimeError where it was given
-        back.
+        If another request published an equal block first, the lease switches to that block and
+        frees its own: `lease.pages` may change. Raises RuntimeError for a released lease.
         """
         self._check_held(lease)
         size = len(lease.prompt)
         computed = lease.length if computed is None else min(computed, lease.length)
         if self.mode == "alias" and computed >= size and not lease.tail_published:
             lease.tail_published = True
-            self._publish_full(lease, size // self.block)
-            self._publish_part(lease, size)
-        self._publish_full(lease, computed // self.block)
+            self._publish_full(lease, size // self.block_size)
+            self._publish_tail(lease, size)
+        self._publish_full(lease, computed // self.block_size)
         if self.mode == "rekey":
-            self._publish_part(lease, computed)
+            self._publish_tail(lease, computed)
 
     def append(self, lease: Lease, token: int) -> bool:
-        """Make room for one more token; False where no page is free or can be evicted.
+        """Add one token to a lease; returns False if no page is free or can be evicted.
 
-        It goes to row (length - 1) % block of the last page in use, after `lease.copies`. Raises
-        RuntimeError where the lease was given back.
+        After `lease.copies`, write it to slot (length - 1) % block_size of the last page in use.
+        Raises RuntimeError for a released lease.
         """
         self._check_held(lease)
-        number, rows = divmod(lease.length, self.block)
+        number, offset = divmod(lease.length, self.block_size)
         blocks = lease.blocks
         if number == len(blocks):
             page = self._pages.take()
             if page is None:
                 return False
             blocks.append(Block(page, number))
-        elif rows and blocks[number].refs > 1 and self.mode == "rekey":
+        elif offset and blocks[number].refs > 1 and self.mode == "rekey":
             page = self._pages.take()
             if page is None:
                 return False
             shared, blocks[number] = blocks[number], Block(page, number)
             shared.refs -= 1
-            lease.copies.append(Copy(shared.page, page, rows))
+            lease.copies.append(Copy(shared.page, page, offset))
         lease.data += encode((token,))
         lease.length += 1
         return True
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back: what is findable stays until it is evicted, tails go first.
+        """Release a lease; published blocks stay cached until eviction, tails leave first.
 
-        Raises RuntimeError where it was given back before.
+        Raises RuntimeError if it was released before.
         """
         self._check_held(lease)
         lease.released = True
-        self._pages.leave(lease.blocks)
+        self._pages.release(lease.blocks)
 
     def _check_held(self, lease: Lease) -> None:
         if lease.released:
             raise RuntimeError("this lease was released before")
 
-    def pin(self, prompt: Prompt) -> Lease:
-        """Hold what is there of a prompt, so that it is not evicted, until `release`.
-
-        It is on the device then, as far as there are pages for it: mind `moves`.
-        """
-        found, _ = self._index.walk(prompt)
-        del found[self._pages.most(len(found), found) :]
-        self._pages.share(found)
-        matched = min(len(found) * self.block, len(prompt))
-        return Lease(prompt, found, matched, matched, bytearray(), [])
-
-    def drop(self, key: bytes) -> bool:
-        """Forget a block by force, used or not; False where no such key is known.
-
-        What leads on from it cannot be found any more, and leaves in its turn.
-        """
-        block = self._index.get(key)
-        if block is None:
-            return False
-        self._index.forget(block)
-        self._pages.drop(block)
-        return True
-
     def reset(self) -> bool:
-        """Forget everything but the figures; False, and nothing is done, while blocks are held."""
+        """Remove all blocks, not the counts; returns False, and does nothing, if any is active."""
         if self.active:
             return False
         self._pages.clear()
         self._index.clear()
         return True
 
-    def _extent(self, prompt: Prompt, found: list[Block]) -> tuple[int, int]:
-        """Tokens that were found, and those of them that need not be computed."""
+    def _extent(self, prompt: HashedPrompt, found: list[Block]) -> tuple[int, int]:
+        """The matched tokens, and those of them that need not be computed."""
         size = len(prompt)
-        matched = min(len(found) * self.block, size)
+        matched = min(len(found) * self.block_size, size)
         usable = min(matched, size - 1) if self.cap else matched
-        return matched, usable - usable % self.block if self.mode == "full" else usable
+        return matched, usable - usable % self.block_size if self.mode == "full" else usable
 
-    def _extend(self, lease: Lease, blocks: int, donor: Block | None, rows: int) -> None:
-        """New blocks at the end of a table; the first with the first rows of the donor's."""
+    def _extend(self, lease: Lease, blocks: int, donor: Block | None, tail: int) -> None:
+        """Append new blocks to a table; the first starts with `tail` tokens of the donor."""
         table, take, free = lease.blocks, self._pages.take, self._pages.free
         if donor is not None:
             self._pages.hold(donor)
@@ -251,72 +226,74 @@ class BlockPool:
             Block(free.pop() if free else take(), number) for number in range(len(table), blocks)
         ]
         if donor is not None:
-            lease.copies.append(Copy(donor.page, table[donor.depth].page, rows))
-            self._pages.put_back(donor)  # those that lead to it are held by the lease
+            lease.copies.append(Copy(donor.page, table[donor.depth].page, tail))
+            self._pages.release_one(donor)  # the lease holds its ancestors
 
     def _publish_full(self, lease: Lease, stop: int) -> None:
-        """Make findable the full blocks of a lease up to number `stop`."""
+        """Publish the full blocks of a lease up to number `stop`."""
         prompt, blocks, rekey = lease.prompt, lease.blocks, self.mode == "rekey"
-        enter, size, known = self._index.enter, self.block * TOKEN, len(prompt) // self.block
+        insert, size = self._index.insert, self.block_size * TOKEN
+        known = len(prompt) // self.block_size
         parent = blocks[lease.published - 1] if lease.published else prompt.root
         for number in range(lease.published, min(stop, len(blocks))):
             if number < known:
-                key, own = prompt.keys[number], prompt.pieces[number]
+                hash, own = prompt.hashes[number], prompt.blocks[number]
             else:
                 end = (number + 1) * size
-                key, own = self._key(lease, number, end), bytes(lease.data[end - size : end])
+                hash = self._hash(lease, number, end)
+                own = bytes(lease.data[end - size : end])
             block = blocks[number]
             if rekey:
                 self._index.remove(block)
-            held = enter(block, key, parent, own)
-            if held is None:  # and what lies behind it could not be found either
+            present = insert(block, hash, parent, own)
+            if present is None:  # no lookup could reach the blocks after it either
                 return
-            if held is not block:
-                self._go_on_with(lease, number, held)
+            if present is not block:
+                self._replace(lease, number, present)
             lease.published = number + 1
-            parent = held
+            parent = present
 
-    def _go_on_with(self, lease: Lease, number: int, held: Block) -> None:
-        """Put a block that holds the same into the place of one of a lease's own."""
-        block, far = lease.blocks[number], held.on_host
-        if far:  # it went there while this one was computed, and comes back to its page
-            self._pages.return_to(block.page, held)
+    def _replace(self, lease: Lease, number: int, present: Block) -> None:
+        """Replace one of a lease's blocks by a published block with the same content."""
+        block, on_host = lease.blocks[number], present.on_host
+        if on_host:  # it was evicted to the host while this one was computed: reuse this page
+            self._pages.adopt(block.page, present)
         else:
-            self._pages.hold(held)
-        if number:  # a request uses a block no more often than those that lead to it
-            held.uses = min(held.uses, lease.blocks[number - 1].uses)
-        lease.blocks[number] = held
-        if far:
+            self._pages.hold(present)
+        if number:  # a request uses a block no more often than its ancestors
+            present.uses = min(present.uses, lease.blocks[number - 1].uses)
+        lease.blocks[number] = present
+        if on_host:
             return
         self.counts.duplicates += 1
         block.refs -= 1
         if not block.refs:
-            self._index.move(block, held)
+            self._index.redirect(block, present)
             self._pages.free.append(block.page)
 
-    def _publish_part(self, lease: Lease, end: int) -> None:
-        """Make findable what the first `end` tokens leave in a block that they do not fill."""
-        number, rows = divmod(end, self.block)
-        if not rows or number != lease.published:  # full by now, or behind a collision
+    def _publish_tail(self, lease: Lease, end: int) -> None:
+        """Publish the partial block in which the first `end` tokens end."""
+        number, tokens = divmod(end, self.block_size)
+        if not tokens or number != lease.published:  # it is full by now, or follows a collision
             return
-        block, begin = lease.blocks[number], number * self.block * TOKEN
-        key = self._key(lease, number, end * TOKEN)
-        if key in block.keys:
+        block, begin = lease.blocks[number], number * self.block_size * TOKEN
+        hash = self._hash(lease, number, end * TOKEN)
+        if hash in block.hashes:
             return
         if self.mode == "rekey":
             self._index.remove(block)
-        # Where another one has the same, this one stays private.
+        # If another block has the same content, this one stays private.
         parent = lease.blocks[number - 1] if number else lease.prompt.root
-        self._index.enter(block, key, parent, bytes(lease.data[begin : end * TOKEN]))
+        self._index.insert(block, hash, parent, bytes(lease.data[begin : end * TOKEN]))
 
-    def _key(self, lease: Lease, number: int, end: int) -> bytes:
-        """The key of a block of a lease that holds its tokens up to byte `end`."""
-        keys, block = lease.keys, self.block * TOKEN
+    def _hash(self, lease: Lease, number: int, end: int) -> bytes:
+        """The hash of block `number` of a lease with its tokens up to byte `end`."""
+        hashes, block = lease.hashes, self.block_size * TOKEN
         begin = number * block
-        if number < len(keys) and end == min(begin + block, len(lease.prompt.data)):
-            return keys[number]
-        parent = keys[number - 1] if number else lease.prompt.root
-        key = self.chain.key(lease.prompt.root, parent, lease.data, begin, end)
+        if number < len(hashes) and end == min(begin + block, len(lease.prompt.data)):
+            return hashes[number]
+        parent = hashes[number - 1] if number else lease.prompt.root
+        hash = self.chain.hash_block(lease.prompt.root, parent, lease.data, begin, end)
         if end - begin == block:
-            keys[number:] = [key]
-        return key
+            hashes[number:] = [hash]
+        return hash

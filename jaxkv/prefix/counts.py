@@ -1,26 +1,26 @@
-"""What was looked up in an index, what was found, and why the rest was not."""
+"""Lookup statistics of a prefix index: tokens found, and the reason for each token missed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Why a token of a prompt was missed. A token has one reason; of two that apply the later one.
-REASONS = (
-    "cold",  # nothing like it was seen, or its key is longer by now
-    "tail",  # it is in no full block or chunk, and nothing less is kept
-    "no_snapshot",  # its prefix was seen, and no state of it was kept
-    "evicted",  # it was there
-    "collision",  # another prefix has the same key
-    "last_token",  # it is there, but something must be computed to go on from
+# Why a prompt token was missed. Each token has one reason: the last in this order that applies.
+MISS_REASONS = (
+    "cold",  # no equal prefix was seen, or its block has grown since
+    "tail",  # it belongs to no full block or chunk, and partial ones are not stored
+    "no_snapshot",  # its prefix was seen, but no state was stored there
+    "evicted",  # it was cached before
+    "collision",  # another prefix has the same hash
+    "last_token",  # it is cached, but the last token must be computed to get logits
 )
 
 
 @dataclass(slots=True)
 class Lookups:
-    """How much was asked for and how much of it was there.
+    """Totals over all lookups.
 
-    blocks: all that a prompt touches, full_blocks: those it fills. missed: tokens by reason, which
-    with tokens_hit add up to tokens.
+    blocks: all blocks that the prompts touch. full_blocks: the blocks that they fill. missed:
+    missed tokens by reason; with tokens_hit they add up to tokens.
     """
 
     tokens: int = 0
@@ -31,10 +31,10 @@ class Lookups:
     full_blocks_hit: int = 0
     requests: int = 0
     requests_hit: int = 0
-    missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
 
     def add(self, tokens: int, hit: int, block: int, missed: dict[str, int]) -> None:
-        """One prompt of so many tokens, of which the first `hit` were there."""
+        """Count one prompt of `tokens` tokens, of which the first `hit` were cached."""
         self.tokens += tokens
         self.tokens_hit += hit
         self.blocks += -(-tokens // block)
@@ -49,16 +49,14 @@ class Lookups:
 
 @dataclass(slots=True)
 class Counts:
-    """The figures of an index since it was made.
+    """Statistics of an index since its creation.
 
-    first: the lookup with which a request was admitted, once a request. resumed: of requests that
-    were admitted before, which find what they wrote themselves. evictions: blocks or snapshots
-    that were lost. duplicates: blocks that two requests computed at once. demotions, promotions:
-    of them those that went to the host, and that came back.
+    lookups: one lookup for each admitted request. evictions: blocks or snapshots that were lost.
+    duplicates: blocks that two requests computed at the same time. demotions, promotions: blocks
+    or snapshots moved to the host's memory, and back.
     """
 
-    first: Lookups = field(default_factory=Lookups)
-    resumed: Lookups = field(default_factory=Lookups)
+    lookups: Lookups = field(default_factory=Lookups)
     evictions: int = 0
     duplicates: int = 0
     demotions: int = 0

@@ -1,39 +1,39 @@
-"""Blocks by the keys of what they hold, and what is remembered of those that are gone."""
+"""The index from block hashes to blocks, and a record of recently evicted hashes."""
 
 from __future__ import annotations
 
-from jaxkv.prefix.keys import Prompt
+from jaxkv.prefix.block_hash import HashedPrompt
 from jaxkv.prefix.lease import Block
-from jaxkv.prefix.recent import Recent
+from jaxkv.prefix.recent import RecentSet
 
 
-class Index:
-    """What can be found, one block a key.
+class BlockIndex:
+    """Published blocks by hash, one block per hash.
 
-    block: tokens in one. alias: a block is also found by fewer tokens than it has. ghosts: keys
-    of forgotten blocks that are remembered, the newest.
+    block_size: tokens in a block. alias: a block also matches a shorter run of its tokens. ghosts:
+    evicted hashes that are remembered, the newest first.
     """
 
-    def __init__(self, block: int, alias: bool, ghosts: int) -> None:
-        self._block = block
+    def __init__(self, block_size: int, alias: bool, ghosts: int) -> None:
+        self._block_size = block_size
         self._entries: dict[bytes, Block] = {}
-        self._ghosts = Recent(ghosts)
-        # Rows do not change once they are written, so a block that begins right will do.
+        self._ghosts = RecentSet(ghosts)
+        # Written tokens never change, so a block whose first tokens are equal is valid.
         self._same = bytes.startswith if alias else bytes.__eq__
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: bytes) -> Block | None:
-        return self._entries.get(key)
+    def get(self, hash: bytes) -> Block | None:
+        return self._entries.get(hash)
 
-    def walk(self, prompt: Prompt) -> tuple[list[Block], bool]:
-        """The blocks that hold a prompt's beginning; whether another prefix ended the walk."""
+    def walk(self, prompt: HashedPrompt) -> tuple[list[Block], bool]:
+        """The blocks that hold a prompt's beginning, and whether a hash collision ended them."""
         entries, same = self._entries, self._same
         found: list[Block] = []
         parent: Block | bytes = prompt.root
-        for key, tokens in zip(prompt.keys, prompt.pieces, strict=True):
-            block = entries.get(key)
+        for hash, tokens in zip(prompt.hashes, prompt.blocks, strict=True):
+            block = entries.get(hash)
             if block is None:
                 return found, False
             if block.parent != parent or not same(block.tokens, tokens):
@@ -42,22 +42,26 @@ class Index:
             parent = block
         return found, False
 
-    def missed(self, prompt: Prompt, found: int, usable: int, collided: bool) -> dict[str, int]:
-        """Tokens by the reason why they are missed, only reasons that there are.
+    def missed(
+        self, prompt: HashedPrompt, found: int, usable: int, collided: bool
+    ) -> dict[str, int]:
+        """The missed tokens by reason, without reasons that have none.
 
-        found: blocks that `walk` gave. usable: tokens of them that will be used.
+        found: blocks that `walk` returned. usable: their tokens that will be used.
         """
-        size, block, keys = len(prompt), self._block, prompt.keys
-        at, end = min(found * block, size), min(len(keys) * block, size)
+        size, block, hashes = len(prompt), self._block_size, prompt.hashes
+        at, end = min(found * block, size), min(len(hashes) * block, size)
         missed = {"last_token": at - usable} if at > usable else {}
         if end < size:
             missed["tail"] = size - end
         if collided:
             missed["collision"] = end - at
         elif at < end:
-            gone, entries = self._ghosts.among(keys[found:]), self._entries
-            # What is still in the index lay behind something that was evicted.
-            numbers = [n for n in range(found, len(keys)) if keys[n] in gone or keys[n] in entries]
+            gone, entries = self._ghosts.intersection(hashes[found:]), self._entries
+            # A block that is still in the index comes after one that was evicted.
+            numbers = [
+                n for n in range(found, len(hashes)) if hashes[n] in gone or hashes[n] in entries
+            ]
             evicted = sum(min(block, size - n * block) for n in numbers)
             if evicted:
                 missed["evicted"] = evicted
@@ -65,39 +69,42 @@ class Index:
                 missed["cold"] = end - at - evicted
         return missed
 
-    def enter(self, block: Block, key: bytes, parent: Block | bytes, tokens: bytes) -> Block | None:
-        """The block that is found by this key from now on: this one, or the first that had it.
+    def insert(
+        self, block: Block, hash: bytes, parent: Block | bytes, tokens: bytes
+    ) -> Block | None:
+        """Publish a block; returns the block that has this hash: this one, or an equal earlier one.
 
-        None where that one holds something else, which then stays.
+        Returns None if the earlier block has other content; it stays.
         """
-        held = self._entries.get(key)
-        if held is None:
-            self._entries[key] = held = block
-            block.keys = (*block.keys, key) if block.keys else (key,)
-        elif held is not block:
-            return held if held.parent == parent and self._same(held.tokens, tokens) else None
+        present = self._entries.get(hash)
+        if present is None:
+            self._entries[hash] = present = block
+            block.hashes = (*block.hashes, hash) if block.hashes else (hash,)
+        elif present is not block:
+            same = present.parent == parent and self._same(present.tokens, tokens)
+            return present if same else None
         block.parent, block.tokens = parent, tokens
-        return held
+        return present
 
     def remove(self, block: Block) -> None:
-        """Find a block no more; something else is in it."""
-        for key in block.keys:
-            del self._entries[key]
-        block.keys = ()
+        """Unpublish a block whose content changes."""
+        for hash in block.hashes:
+            del self._entries[hash]
+        block.hashes = ()
 
     def forget(self, block: Block) -> None:
-        """Find a block no more, and remember that it was there."""
-        for key in block.keys:
-            del self._entries[key]
-            self._ghosts.add(key)
-        block.keys = ()
+        """Unpublish an evicted block and remember its hashes."""
+        for hash in block.hashes:
+            del self._entries[hash]
+            self._ghosts.add(hash)
+        block.hashes = ()
 
-    def move(self, block: Block, other: Block) -> None:
-        """Find another block, which holds the same or more, where this one was found."""
-        for key in block.keys:
-            self._entries[key] = other
-        other.keys = (*other.keys, *block.keys)
-        block.keys = ()
+    def redirect(self, block: Block, other: Block) -> None:
+        """Give all hashes of a block to another block with the same content or more."""
+        for hash in block.hashes:
+            self._entries[hash] = other
+        other.hashes = (*other.hashes, *block.hashes)
+        block.hashes = ()
 
     def clear(self) -> None:
         self._entries.clear()

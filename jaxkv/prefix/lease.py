@@ -1,4 +1,4 @@
-"""What requests hold of a pool: pages with what is known of them, and tables of such."""
+"""The blocks of a pool, and the block tables through which requests hold them."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from jaxkv.prefix.keys import Prompt
+from jaxkv.prefix.block_hash import HashedPrompt
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """What is in one page, from when it is taken until it is free again.
+    """The content of one page, from allocation until the page is free again.
 
-    page: where it is, of those of the host where `on_host`. depth: blocks before it. refs: tables
-    that it stands in. uses: requests it ever served. keys: by which it is found, none until it is
-    published; two where a prompt's tail grew until it was full. parent: the block before it, or the
-    root. tokens: those that it is found by, encoded.
+    page: its page number; a page of the host if `on_host`. depth: blocks before it in its prompt.
+    refs: block tables that contain it. uses: requests that it has served. hashes: its entries in
+    the index; none before publication, two if a prompt's partial tail was filled later. parent:
+    the block before it, or the root hash. tokens: the encoded tokens that a lookup compares.
     """
 
     page: int
     depth: int
     refs: int = 1
     uses: int = 1
-    keys: tuple[bytes, ...] = ()
+    hashes: tuple[bytes, ...] = ()
     parent: Block | bytes = b""
     tokens: bytes = b""
     on_host: bool = False
 
 
 class Copy(NamedTuple):
-    """The first `rows` tokens of a page, wanted in another."""
+    """Copy the first `tokens` tokens of page `source` to page `target`."""
 
     source: int
     target: int
-    rows: int
+    tokens: int
 
 
 class Match(NamedTuple):
-    """What an index has of a prompt.
+    """The cached part of a prompt.
 
-    pages: in which its beginning is, as far as it is on the device. matched: tokens found. usable:
-    those of them that need not be computed. missed: all others, by reason.
+    pages: the pages of its first blocks, up to the first that is not on the device. matched:
+    cached tokens. usable: matched tokens that need not be computed. missed: all other tokens, by
+    reason.
     """
 
     pages: list[int]
@@ -52,20 +53,19 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The blocks of one request, its table.
+    """The block table of one request.
 
-    length: tokens that it holds. cached: those at its beginning that need not be computed. copies:
-    what must be copied before anything is written, oldest first; whoever does so clears the list.
-    published: full blocks that were made findable; no more are while another prefix has the key of
-    the next one.
+    length: tokens in the table. cached: tokens at its beginning that need not be computed. copies:
+    copies to do before any write, oldest first; the caller clears the list. published: full blocks
+    that lookups can find. It stops growing while another prefix has the hash of the next block.
     """
 
-    prompt: Prompt
+    prompt: HashedPrompt
     blocks: list[Block]
     length: int
     cached: int
     data: bytearray
-    keys: list[bytes]
+    hashes: list[bytes]
     copies: list[Copy] = field(default_factory=list)
     published: int = 0
     tail_published: bool = False
@@ -73,10 +73,10 @@ class Lease:
 
     @property
     def pages(self) -> list[int]:
-        """The block table."""
+        """The page number of each block."""
         return [block.page for block in self.blocks]
 
 
-def near(blocks: list[Block]) -> list[Block]:
-    """The first of them, as far as they are on the device."""
+def leading_on_device(blocks: list[Block]) -> list[Block]:
+    """The blocks before the first one that is in the host's memory."""
     return list(takewhile(lambda block: not block.on_host, blocks))

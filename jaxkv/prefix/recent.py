@@ -1,31 +1,31 @@
-"""Keys that were seen not long ago."""
+"""A bounded set of recently seen hashes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-class Recent:
-    """A set of at most `room` keys, two at least, which keeps the newest half of them for sure."""
+class RecentSet:
+    """A set of at most `size` hashes, at least two. The newest half always stays."""
 
-    def __init__(self, room: int) -> None:
-        self._half = room // 2
+    def __init__(self, size: int) -> None:
+        self._half = size // 2
         self._new: set[bytes] = set()
         self._old: set[bytes] = set()
 
-    def add(self, key: bytes) -> None:
-        """Put in a key, as the newest where it was in before."""
-        self._new.add(key)
+    def add(self, hash: bytes) -> None:
+        """Insert a hash as the newest, also if it is in the set already."""
+        self._new.add(hash)
         if len(self._new) == self._half:
             self._old, self._new = self._new, set()
 
     def clear(self) -> None:
         self._old, self._new = set(), set()
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._new or key in self._old
+    def __contains__(self, hash: bytes) -> bool:
+        return hash in self._new or hash in self._old
 
-    def among(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Those of some keys that are in it."""
-        keys = set(keys)
-        return (keys & self._new) | (keys & self._old)
+    def intersection(self, hashes: Iterable[bytes]) -> set[bytes]:
+        """The given hashes that are in the set."""
+        hashes = set(hashes)
+        return (hashes & self._new) | (hashes & self._old)

@@ -1,4 +1,4 @@
-"""Slots of one memory, with what is in them by when it was used, and moves between two."""
+"""The entries of one memory in order of use, and transfers between two memories."""
 
 from __future__ import annotations
 
@@ -6,52 +6,56 @@ from collections import OrderedDict
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 
-class Move(NamedTuple):
-    """Something to be copied from a slot of one memory to a slot of another."""
+class Transfer(NamedTuple):
+    """A copy from an entry of one memory to an entry of another, still to be done."""
 
     source: str
-    source_slot: int
+    source_index: int
     target: str
-    target_slot: int
+    target_index: int
 
 
 @runtime_checkable
-class Shared(Protocol):
-    """What lies in a slot. refs: readers it has now."""
+class RefCounted(Protocol):
+    """The content of an entry. refs: its current readers."""
 
     refs: int
 
 
-Item = TypeVar("Item", bound=Shared)
+Item = TypeVar("Item", bound=RefCounted)
 
 
 class Tier(Generic[Item]):
-    """name: of the memory. slots: that it has, None for as many as are asked for."""
+    """Entries of one memory by number.
 
-    def __init__(self, name: str, slots: int | None) -> None:
-        self.name, self.slots = name, slots
-        self.used: OrderedDict[Item, None] = OrderedDict()  # that can be found, oldest use first
+    name: of the memory. capacity: its entries; None for as many as are taken. used: the items
+    that lookups can find, least recently used first.
+    """
+
+    def __init__(self, name: str, capacity: int | None) -> None:
+        self.name, self.capacity = name, capacity
+        self.used: OrderedDict[Item, None] = OrderedDict()
         self._free: list[int] = []
         self._made = 0
 
     def take(self) -> int | None:
-        """A slot that nothing is in; None where there is none."""
+        """The number of an empty entry, or None if there is none."""
         if self._free:
             return self._free.pop()
-        if self._made == self.slots:
+        if self._made == self.capacity:
             return None
         self._made += 1
         return self._made - 1
 
-    def give(self, slot: int) -> None:
-        """Take back a slot."""
-        self._free.append(slot)
+    def give_back(self, index: int) -> None:
+        """Mark an entry as empty."""
+        self._free.append(index)
 
     def oldest(self) -> Item | None:
-        """What was used least recently and nobody reads; None without such."""
+        """The least recently used item without readers, or None."""
         return next((item for item in self.used if not item.refs), None)
 
     @property
     def taken(self) -> int:
-        """Slots that are not free."""
+        """The number of entries that are not empty."""
         return self._made - len(self._free)

@@ -1,8 +1,16 @@
-"""The engine over HTTP, as clients of OpenAI's API speak it."""
+"""An HTTP server with OpenAI's API in front of the engine."""
 
+from jaxkv.server.api_keys import parse_api_keys
 from jaxkv.server.app import application
-from jaxkv.server.keys import read_keys
-from jaxkv.server.listen import begin_listening, bind, server_of, url
-from jaxkv.server.work import Terms
+from jaxkv.server.job import ServerConfig
+from jaxkv.server.listen import begin_listening, bind, make_server, url
 
-__all__ = ["Terms", "application", "begin_listening", "bind", "read_keys", "server_of", "url"]
+__all__ = [
+    "ServerConfig",
+    "application",
+    "begin_listening",
+    "bind",
+    "make_server",
+    "parse_api_keys",
+    "url",
+]

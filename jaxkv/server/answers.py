@@ -1,4 +1,4 @@
-"""POST a prompt, get an answer: whole, or as a stream of server-sent events."""
+"""The routes that answer a prompt, whole or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -19,92 +19,99 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.engine.request import Overloaded, Request
 from jaxkv.errors import UserError
-from jaxkv.server import body, work
+from jaxkv.server import body, job
+from jaxkv.server.api_keys import ConcurrencyLimit
 from jaxkv.server.body import Gone
 from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
 from jaxkv.server.faults import Fault
-from jaxkv.server.keys import Door
-from jaxkv.server.language import Engine, Language
+from jaxkv.server.formats import Json, ResponseFormat, usage
+from jaxkv.server.job import Job, ServerConfig
 from jaxkv.server.metrics import Metrics
-from jaxkv.server.shapes import Json, Shape, usage
-from jaxkv.server.work import Terms, Work
+from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)
 STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # a proxy is to pass every event on as it comes
+    "x-accel-buffering": "no",  # a proxy must forward every event at once
 }
-STOPPING = "the server is stopping; ask again when it is back"
+STOPPING = "the server is stopping; try again later"
 
 
 @dataclass(frozen=True)
 class Answers:
-    """One route, an ASGI application of its own: it must hear at any moment that a client left."""
+    """One route. It is its own ASGI application, to learn of a disconnect at any moment."""
 
-    shape: Shape
-    engine: Engine
-    language: Language
-    terms: Terms
+    format: ResponseFormat
+    engine: EngineProtocol
+    language: LanguageProtocol
+    config: ServerConfig
     metrics: Metrics
-    door: Door
+    limit: ConcurrencyLimit
     readers: Executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
-        async def noted(message: Message) -> None:
+        async def tracked(message: Message) -> None:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._answer(scope, receive, noted)
+            await self._answer(scope, receive, tracked)
         except Gone:
             pass
         except (asyncio.CancelledError, Exception) as error:
             fault = fault_of(error)
-            if not begun:  # else it has been told in the stream, as far as anyone listens
+            if not begun:  # otherwise the stream has reported it
                 raise fault from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, terms = scope["state"]["tenant"], self.terms
+        tenant, config = scope["state"]["tenant"], self.config
         with contextlib.ExitStack() as inside:
-            inside.enter_context(self.door.enter(tenant))  # before anything is read
-            raw = await body.read(scope, receive, terms.body, terms.read_seconds)
-            # In a thread: a long prompt must not hold up the streams of others. Of few threads, for
-            # each may hold a hundred times what it reads.
-            asked = await asyncio.get_running_loop().run_in_executor(
-                self.readers, work.read, raw, self.shape, tenant, self.engine, self.language, terms
+            inside.enter_context(self.limit.enter(tenant))  # before reading the body
+            raw = await body.read(scope, receive, config.max_body, config.read_seconds)
+            # In a thread, because a long prompt would delay other streams. Few threads, because
+            # each may use a hundred times the memory of its body.
+            parsed = await asyncio.get_running_loop().run_in_executor(
+                self.readers,
+                job.parse_job,
+                raw,
+                self.format,
+                tenant,
+                self.engine,
+                self.language,
+                config,
             )
-            inside.enter_context(self.door.enter(tenant, len(asked.requests) - 1))
-            async with self._engaged(asked, receive) as mailbox:
-                tell = self._stream if asked.stream else self._whole
-                await tell(asked, mailbox, Writer(send, terms.write_seconds))
+            inside.enter_context(self.limit.enter(tenant, len(parsed.requests) - 1))
+            async with self._submitted(parsed, receive) as mailbox:
+                respond = self._stream if parsed.stream else self._whole
+                await respond(parsed, mailbox, Writer(send, config.write_seconds))
 
     @contextlib.asynccontextmanager
-    async def _engaged(self, asked: Work, receive: Receive) -> AsyncIterator[Mailbox]:
-        """Inside, the engine is at work and its events come; afterwards nothing of it goes on."""
-        # Of a whole answer all is kept in any case.
-        most = self.terms.unread * len(asked.requests) if asked.stream else math.inf
+    async def _submitted(self, parsed: Job, receive: Receive) -> AsyncIterator[Mailbox]:
+        """Submit all requests; cancels them at the end of the context."""
+        # A whole answer keeps all its events.
+        most = self.config.max_unread * len(parsed.requests) if parsed.stream else math.inf
         mailbox = Mailbox(float(most))
         watcher = asyncio.create_task(_watch(receive, mailbox))
-        tickets = []
+        handles = []
         try:
-            for index, request in enumerate(asked.requests):
-                row = self.language.row(asked.stops, request.eos)
-                choice = Choice(index, row, mailbox, self.metrics, asked.scored)
-                tickets.append(self._submit(request, choice))
+            for index, request in enumerate(parsed.requests):
+                detokenizer = self.language.detokenizer(parsed.stops, request.eos)
+                choice = Choice(index, detokenizer, mailbox, self.metrics, parsed.scored)
+                handles.append(self._submit(request, choice))
             yield mailbox
         finally:
             watcher.cancel()
-            for ticket in tickets:
-                self.engine.cancel(ticket)
+            for handle in handles:
+                self.engine.cancel(handle)
 
     def _submit(self, request: Request, choice: Choice) -> Any:
-        """The engine's ticket. Raises Fault where it takes no such request, or none now."""
+        """Returns the engine's handle. Raises Fault if the engine refuses the request."""
         if not self.engine.healthy:
-            raise Fault(503, "the engine does not answer; the server must be started again")
+            raise Fault(503, "the engine does not answer; restart the server")
         try:
             return self.engine.submit(request, choice)
         except UserError as error:
@@ -112,99 +119,99 @@ class Answers:
         except Overloaded as error:
             raise Fault(503, f"{error}; try again later", retry=error.seconds) from None
 
-    async def _whole(self, asked: Work, mailbox: Mailbox, writer: Writer) -> None:
-        events: list[list[Piece | End]] = [asked.opening(n) for n in range(len(asked.requests))]
-        going = len(events)
-        while going:
+    async def _whole(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
+        events: list[list[Piece | End]] = [parsed.opening(n) for n in range(len(parsed.requests))]
+        unfinished = len(events)
+        while unfinished:
             event = checked(await mailbox.get())
             events[event.index].append(event)
-            going -= isinstance(event, End)
-        content = await asyncio.to_thread(self._content, asked, events)
+            unfinished -= isinstance(event, End)
+        content = await asyncio.to_thread(self._content, parsed, events)
         await writer.begin(
             {"content-type": "application/json", "content-length": str(len(content))}
         )
         await writer.write(content, more=False)
 
-    def _content(self, asked: Work, events: Sequence[Sequence[Piece | End]]) -> bytes:
+    def _content(self, parsed: Job, events: Sequence[Sequence[Piece | End]]) -> bytes:
         """The body of a whole answer."""
         choices = []
-        for index, (reader, own) in enumerate(zip(self._readers(asked), events, strict=True)):
-            texts, told = zip(*map(reader.read, own), strict=True)
-            logprobs = self.shape.logprobs([*chain(*told)]) if asked.scored else None
+        for index, (reader, own) in enumerate(zip(self._readers(parsed), events, strict=True)):
+            texts, tokens = zip(*map(reader.read, own), strict=True)
+            logprobs = self.format.logprobs([*chain(*tokens)]) if parsed.scored else None
             reason = FINISHED[own[-1].reason]
-            choices.append(self.shape.choice(index, "".join(texts), logprobs, reason))
+            choices.append(self.format.choice(index, "".join(texts), logprobs, reason))
         outcomes = [own[-1].outcome for own in events]
         return encoded(
-            self._head(self.shape.whole)
-            | {"choices": choices, "usage": usage(outcomes, asked.n, self.terms.tell_cached)}
+            self._head(self.format.whole)
+            | {"choices": choices, "usage": usage(outcomes, parsed.n, self.config.report_cached)}
         )
 
-    async def _stream(self, asked: Work, mailbox: Mailbox, writer: Writer) -> None:
-        # What fails before the first word fails with a status of its own.
+    async def _stream(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
+        # An error before the first event gets its own status.
         first = checked(await mailbox.get())
         await writer.begin(STREAM)
         last = event_of(b"[DONE]")
         try:
-            await self._tell(asked, first, mailbox, writer)
+            await self._send_events(parsed, first, mailbox, writer)
         except Gone:
             raise
         except (asyncio.CancelledError, Exception) as error:
             last = event_of(fault_of(error).json.encode()) + last
-        # At once: a server that ends leaves no time for a second write.
+        # In one write: a server that stops leaves no time for a second.
         await writer.write(last, more=False)
 
-    async def _tell(
-        self, asked: Work, event: Piece | End, mailbox: Mailbox, writer: Writer
+    async def _send_events(
+        self, parsed: Job, event: Piece | End, mailbox: Mailbox, writer: Writer
     ) -> None:
-        """Every event as it comes, in chunks; event: the first."""
-        head = self._head(self.shape.chunk) | ({"usage": None} if asked.usage else {})
-        readers, outcomes = self._readers(asked), {}
+        """Send each event as a chunk. event: the first one."""
+        head = self._head(self.format.chunk) | ({"usage": None} if parsed.usage else {})
+        readers, outcomes = self._readers(parsed), {}
 
         async def write(choice: Json) -> None:
             await writer.write(event_of(encoded(head | {"choices": [choice]})))
 
-        async def tell(event: Piece | End) -> None:
-            text, told = readers[event.index].read(event)
+        async def send(event: Piece | End) -> None:
+            text, tokens = readers[event.index].read(event)
             reason = FINISHED[event.reason] if isinstance(event, End) else None
-            if text or told or reason:
-                logprobs = self.shape.logprobs(told) if told else None
-                await write(self.shape.delta(event.index, text, logprobs, reason))
+            if text or tokens or reason:
+                logprobs = self.format.logprobs(tokens) if tokens else None
+                await write(self.format.delta(event.index, text, logprobs, reason))
 
         for index in range(len(readers)):
-            if self.shape.opening is not None:
-                await write(self.shape.opening(index))
-            for piece in asked.opening(index):
-                await tell(piece)
+            if self.format.opening is not None:
+                await write(self.format.opening(index))
+            for piece in parsed.opening(index):
+                await send(piece)
         while True:
-            await tell(event)
+            await send(event)
             if isinstance(event, End):
                 outcomes[event.index] = event.outcome
             if len(outcomes) == len(readers):
                 break
             event = checked(await mailbox.get())
-        if asked.usage:
+        if parsed.usage:
             in_order = [outcomes[index] for index in sorted(outcomes)]
-            told = {"choices": [], "usage": usage(in_order, asked.n, self.terms.tell_cached)}
-            await writer.write(event_of(encoded(head | told)))
+            last = {"choices": [], "usage": usage(in_order, parsed.n, self.config.report_cached)}
+            await writer.write(event_of(encoded(head | last)))
 
-    def _readers(self, asked: Work) -> list[Reader]:
+    def _readers(self, parsed: Job) -> list[Reader]:
         return [
-            Reader(self.language, request.tokens, echo, asked.scored)
-            for request, echo in zip(asked.requests, asked.echoes, strict=True)
+            Reader(self.language, request.tokens, echo, parsed.scored)
+            for request, echo in zip(parsed.requests, parsed.echoes, strict=True)
         ]
 
     def _head(self, kind: str) -> Json:
         return {
-            "id": self.shape.prefix + secrets.token_hex(12),
+            "id": self.format.prefix + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
             "model": self.language.name,
-            "system_fingerprint": self.terms.fingerprint,
+            "system_fingerprint": self.config.fingerprint,
         }
 
 
 class Writer:
-    """Sends to a client that reads. seconds: without which it is given up, and Gone raised."""
+    """Writes to a client. Raises Gone if the client does not read for `seconds`."""
 
     def __init__(self, send: Send, seconds: float) -> None:
         self._put, self._seconds = send, seconds
@@ -220,8 +227,8 @@ class Writer:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._put(message)
-                # Neither writing nor reading what is there waits: let others have a turn, and the
-                # loss of the connection be known.
+                # A write to a buffer does not wait: yield, so that other tasks run and a lost
+                # connection is noticed.
                 await asyncio.sleep(0)
         except TimeoutError:
             raise Gone from None
@@ -232,36 +239,36 @@ def encoded(value: Json) -> bytes:
 
 
 def event_of(content: bytes) -> bytes:
-    """One server-sent event; JSON has no line ends of its own."""
+    """One server-sent event. `content` is JSON without line ends."""
     return b"data: %b\n\n" % content
 
 
 def checked(event: Event) -> Piece | End:
-    """The event, where the answer goes on or has ended well. Raises Gone and Fault."""
+    """The event if the answer continues or ended normally. Raises Gone or Fault otherwise."""
     if isinstance(event, Hangup):
         raise Gone
     if isinstance(event, Piece) or event.reason in FINISHED:
         return event
     if event.reason == "cancelled":
         raise Fault(503, STOPPING, retry=10.0)
-    if event.reason == "behind":
-        raise Fault(408, "the answer was read too slowly and has been ended; read it faster")
+    if event.reason == "slow":
+        raise Fault(408, "the answer was read too slowly and was ended; read it faster")
     LOG.error("the engine failed: %s", event.outcome.error)
-    raise Fault(500, "the engine failed on this answer; ask again, or see what the server says")
+    raise Fault(500, "the engine failed on this answer; ask again, or see the server's log")
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What is told of anything that went wrong."""
+    """The Fault that reports an exception to the client."""
     if isinstance(error, Fault):
         return error
     if isinstance(error, asyncio.CancelledError):
         return Fault(503, STOPPING, retry=10.0)
     LOG.error("an answer failed", exc_info=error)
-    return Fault(500, "the server failed; what it says on standard error tells us why")
+    return Fault(500, "the server failed; its standard error says why")
 
 
 async def _watch(receive: Receive, mailbox: Mailbox) -> None:
-    """Tell when the client leaves, whether or not anything is being sent to it."""
+    """Put a Hangup into the mailbox when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     mailbox.put(Hangup())

@@ -1,4 +1,4 @@
-"""The routes, and what is said where none of them answers."""
+"""The routes, and the answers to all other requests."""
 
 from __future__ import annotations
 
@@ -16,35 +16,41 @@ from starlette.routing import Route
 
 from jaxkv import __version__
 from jaxkv.server.answers import Answers
+from jaxkv.server.api_keys import APIKeyMiddleware, ConcurrencyLimit, Tenant
 from jaxkv.server.faults import Fault, shown
-from jaxkv.server.keys import Door, Guard, Tenant
-from jaxkv.server.language import Engine, Language
+from jaxkv.server.formats import CHAT, COMPLETION
+from jaxkv.server.job import ServerConfig, unknown_model
 from jaxkv.server.metrics import Metrics
-from jaxkv.server.shapes import CHAT, COMPLETION
-from jaxkv.server.work import Terms, unknown_model
+from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)
-READERS = 2  # bodies that become prompts at a time
+READERS = 2  # threads that parse and tokenize bodies
 
 
 def application(
-    engine: Engine, language: Language, tenants: Sequence[Tenant] = (), terms: Terms | None = None
+    engine: EngineProtocol,
+    language: LanguageProtocol,
+    tenants: Sequence[Tenant] = (),
+    config: ServerConfig | None = None,
 ) -> Starlette:
-    """An engine and a model's words as an ASGI application.
+    """The ASGI application for an engine and a model's tokenizer.
 
-    tenants: who may ask; without any, everybody may.
+    tenants: the owners of API keys; without any, no key is needed.
     """
-    terms = terms or Terms()
-    metrics, door = Metrics(engine.figures), Door(terms.in_hand, terms.each)
+    config = config or ServerConfig()
+    metrics, limit = (
+        Metrics(engine.metrics),
+        ConcurrencyLimit(config.max_in_flight, config.max_per_key),
+    )
     readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        shape: Answers(shape, engine, language, terms, metrics, door, readers)
-        for shape in (COMPLETION, CHAT)
+        format: Answers(format, engine, language, config, metrics, limit, readers)
+        for format in (COMPLETION, CHAT)
     }
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
-            raise Fault(503, "the engine does not answer; start the server again")
+            raise Fault(503, "the engine does not answer; restart the server")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
@@ -55,7 +61,7 @@ def application(
             raise unknown_model(request.path_params["model"], language)
         return JSONResponse(card(engine, language))
 
-    async def figures(request: Request) -> Response:
+    async def prometheus(request: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(request: Request) -> Response:
@@ -68,19 +74,19 @@ def application(
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", health),
-            Route("/metrics", figures),
+            Route("/metrics", prometheus),
             Route("/version", version),
         ],
-        middleware=[Middleware(Guard, tenants=tenants)],
+        middleware=[Middleware(APIKeyMiddleware, tenants=tenants)],
         exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
     return app
 
 
-def card(engine: Engine, language: Language) -> dict[str, object]:
-    told = {"id": language.name, "object": "model", "created": language.created}
-    return told | {"owned_by": "jaxkv", "max_model_len": engine.room}
+def card(engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:
+    about = {"id": language.name, "object": "model", "created": language.created}
+    return about | {"owned_by": "jaxkv", "max_model_len": engine.max_len}
 
 
 async def refuse(request: Request, fault: Fault) -> Response:
@@ -88,14 +94,14 @@ async def refuse(request: Request, fault: Fault) -> Response:
 
 
 async def misdirect(request: Request, error: HTTPException) -> Response:
-    """No such route, or not with this method."""
-    asked = f"{request.method} {shown(request.url.path)}"
-    fault = Fault(error.status_code, f"there is no {asked} here; POST /v1/completions, for one")
+    """Answer a request for an unknown route or method."""
+    what = f"{request.method} {shown(request.url.path)}"
+    fault = Fault(error.status_code, f"there is no {what} here; POST /v1/completions, for one")
     fault.headers.update(error.headers or {})
     return fault.response()
 
 
 async def fail(request: Request, error: Exception) -> Response:
-    """A bug of ours: it is told apart from a refusal, and in full where only the owner reads."""
+    """Answer after a bug of ours: status 500 to the client, the traceback to the log."""
     LOG.error("a request failed", exc_info=error)
-    return Fault(500, "the server failed; what it says on standard error tells us why").response()
+    return Fault(500, "the server failed; its standard error says why").response()

@@ -1,4 +1,4 @@
-"""The body of a request: read within bounds, and JSON to the letter."""
+"""Read the body of a request within limits, and parse it as strict JSON."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxkv.server.faults import Fault, shown
 
 
 class Gone(Exception):
-    """The client has hung up: there is nobody to tell anything."""
+    """The client has disconnected."""
 
 
 async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
-    most: its bytes, whatever its header claims. seconds: within which it must have come.
-    Raises Fault where it is too large, too slow, compressed or said to be no JSON, Gone where it
-    ends midway.
+    most: bytes, whatever the header claims. seconds: for the whole body.
+    Raises Fault for a body that is too large, too slow, compressed or not declared as JSON, and
+    Gone if the client disconnects.
     """
     headers = Headers(scope=scope)
-    # A browser asks before it sends JSON to another site, and gets no leave here: so a page that is
-    # open somewhere cannot use a server on this machine by its own name. One whose name is made to
-    # lead here can: against that there are keys.
+    # A browser asks for permission before it sends JSON to another site, and gets none here. So a
+    # web page cannot use a server on the user's machine. DNS rebinding still can: API keys prevent
+    # that.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")
@@ -64,8 +64,10 @@ def _too_large(most: int) -> Fault:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises Fault for anything else, and for what JSON leaves open:
-    names given twice, NaN, numbers of thousands of digits."""
+    """Parse the JSON object in a body.
+
+    Raises Fault for anything else, and for duplicate names, NaN and numbers of thousands of digits.
+    """
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse)
     except UnicodeDecodeError as error:
@@ -78,7 +80,7 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise Fault(
             400, f"the body must be JSON: {error.msg} at character {error.pos}; correct it"
         ) from None
-    except ValueError:  # of int(), from thousands of digits on
+    except ValueError:  # from int(), for thousands of digits
         raise Fault(400, "a number in the body has too many digits; give fewer") from None
     if not isinstance(value, dict):
         raise Fault(400, f"the body must be a JSON object, got {shown(value)}; send {{...}}")

@@ -1,4 +1,4 @@
-"""One answer on its way from the engine's thread to the task that tells it to a client."""
+"""One answer on its way from the engine's thread to the task that sends it to a client."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxkv.engine.request import Outcome, Scored
-from jaxkv.server.language import Language, Row
+from jaxkv.engine.request import Outcome, ScoredToken
 from jaxkv.server.metrics import Metrics
+from jaxkv.server.protocols import DetokenizerProtocol, LanguageProtocol
 
-FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # else the answer has failed
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # other reasons are failures
 
 
 class Piece(NamedTuple):
-    """More of an answer. prompt: what is scored is the prompt."""
+    """A part of an answer. prompt: `scored` are the tokens of the prompt."""
 
     index: int
     text: str
-    scored: Sequence[Scored] = ()
+    scored: Sequence[ScoredToken] = ()
     prompt: bool = False
 
 
 class End(NamedTuple):
-    """The last of an answer. reason: of the engine's, or `behind` where nobody kept up with it."""
+    """The end of an answer. reason: the engine's, or `slow` if the client read too slowly."""
 
     index: int
     text: str
@@ -33,27 +33,24 @@ class End(NamedTuple):
 
 
 class Hangup(NamedTuple):
-    """The client is gone."""
+    """The client has disconnected."""
 
 
 Event = Piece | End | Hangup
 
 
 class Mailbox:
-    """Events from any thread for one task, in order.
-
-    most: how many may lie unread; the reader of an answer that nobody takes falls behind.
-    """
+    """A queue of events from any thread to one task. most: unread events of a slow client."""
 
     def __init__(self, most: float) -> None:
         self._loop, self._most = asyncio.get_running_loop(), most
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     def put(self, event: Event) -> bool:
-        """Whether the reader keeps up."""
+        """Add an event; returns whether fewer than `most` are unread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the server has ended, before the engine
+        except RuntimeError:  # the server has stopped, before the engine
             return False
         return self._events.qsize() < self._most
 
@@ -62,44 +59,54 @@ class Mailbox:
 
 
 class Choice:
-    """Listens to the engine for one answer: tokens become text here, and stop strings end it.
+    """The engine's listener for one answer: detokenizes it and ends it at a stop string.
 
-    scored: whether each token is told with its log probabilities, and not its text alone.
+    scored: whether each token is sent with its log probabilities.
     """
 
     def __init__(
-        self, index: int, row: Row, mailbox: Mailbox, metrics: Metrics, scored: bool
+        self,
+        index: int,
+        detokenizer: DetokenizerProtocol,
+        mailbox: Mailbox,
+        metrics: Metrics,
+        scored: bool,
     ) -> None:
-        self._index, self._row, self._mailbox, self._metrics = index, row, mailbox, metrics
-        self._scored, self._behind, self._last = scored, False, 0.0
+        self._index, self._detokenizer, self._mailbox, self._metrics = (
+            index,
+            detokenizer,
+            mailbox,
+            metrics,
+        )
+        self._scored, self._slow, self._last = scored, False, 0.0
 
-    def prompt(self, scored: list[Scored]) -> None:
+    def prompt(self, scored: list[ScoredToken]) -> None:
         self._mailbox.put(Piece(self._index, "", scored, prompt=True))
 
-    def token(self, scored: Scored) -> bool:
+    def token(self, scored: ScoredToken) -> bool:
         now = time.perf_counter()
         if self._last:
             self._metrics.between_tokens.observe(now - self._last)
         self._last = now
-        text = self._row.push(scored.token)
+        text = self._detokenizer.push(scored.token)
         if text or self._scored:
             piece = Piece(self._index, text, [scored] if self._scored else ())
-            self._behind = not self._mailbox.put(piece)
-        return self._behind or self._row.reason == "stop"
+            self._slow = not self._mailbox.put(piece)
+        return self._slow or self._detokenizer.reason == "stop"
 
     def done(self, outcome: Outcome) -> None:
         text, reason = "", "error"
         try:
-            text = self._row.end(outcome.reason)
-            ended = "stop" if self._row.reason == "stop" else outcome.reason
-            reason = "behind" if self._behind else ended
-        finally:  # or its client would wait for ever
+            text = self._detokenizer.end(outcome.reason)
+            ended = "stop" if self._detokenizer.reason == "stop" else outcome.reason
+            reason = "slow" if self._slow else ended
+        finally:  # otherwise its client would wait forever
             self._mailbox.put(End(self._index, text, reason, outcome))
             self._metrics.add(outcome, FINISHED.get(reason, reason))
 
 
-class Spelled(NamedTuple):
-    """A scored token as clients see it. offset: of its text, in characters of the whole."""
+class TokenText(NamedTuple):
+    """A scored token for a client. offset: of its text in the whole text, in characters."""
 
     token: bytes
     logprob: float | None
@@ -108,39 +115,41 @@ class Spelled(NamedTuple):
 
 
 class Reader:
-    """What one answer's events say to a client.
+    """Turns the events of one answer into text and token scores for a client.
 
-    prompt: its ids; echo: its text where the answer begins with it; scored: whether tokens are told
+    prompt: its ids. echo: its text if the answer begins with it. scored: whether tokens are sent
     with their log probabilities.
     """
 
-    def __init__(self, language: Language, prompt: Sequence[int], echo: str, scored: bool) -> None:
+    def __init__(
+        self, language: LanguageProtocol, prompt: Sequence[int], echo: str, scored: bool
+    ) -> None:
         self._language, self._prompt, self._echo = language, prompt, echo
         self._offset = len(echo)
-        # What a stop string holds back or cuts off was drawn, and is told, all the same.
-        self._row = language.row((), ()) if scored else None
+        # Tokens that a stop string holds back or cuts off are reported all the same.
+        self._detokenizer = language.detokenizer((), ()) if scored else None
 
-    def read(self, event: Piece | End) -> tuple[str, list[Spelled] | None]:
-        """The text, and the tokens where they are told."""
+    def read(self, event: Piece | End) -> tuple[str, list[TokenText] | None]:
+        """The text of an event, and its tokens if they are scored."""
         text = self._echo if isinstance(event, Piece) and event.prompt else event.text
-        if self._row is None:
+        if self._detokenizer is None:
             return text, None
         if isinstance(event, End):
             return text, []
         if not event.prompt:
-            return text, [self._follow(scored, self._row) for scored in event.scored]
-        told, offset = [], 0
+            return text, [self._follow(scored, self._detokenizer) for scored in event.scored]
+        tokens, offset = [], 0
         pieces = self._language.pieces(self._prompt)
         for scored, piece in zip(event.scored, pieces, strict=True):
-            told.append(self._told(scored, offset))
+            tokens.append(self._token_text(scored, offset))
             offset += len(piece)
-        return text, told
+        return text, tokens
 
-    def _follow(self, scored: Scored, row: Row) -> Spelled:
-        told = self._told(scored, self._offset)
-        self._offset += len(row.push(scored.token))
-        return told
+    def _follow(self, scored: ScoredToken, detokenizer: DetokenizerProtocol) -> TokenText:
+        token = self._token_text(scored, self._offset)
+        self._offset += len(detokenizer.push(scored.token))
+        return token
 
-    def _told(self, scored: Scored, offset: int) -> Spelled:
-        top = [(self._language.spell(token), logprob) for token, logprob in scored.top]
-        return Spelled(self._language.spell(scored.token), scored.logprob, top, offset)
+    def _token_text(self, scored: ScoredToken, offset: int) -> TokenText:
+        top = [(self._language.token_bytes(token), logprob) for token, logprob in scored.top]
+        return TokenText(self._language.token_bytes(scored.token), scored.logprob, top, offset)

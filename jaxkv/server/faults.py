@@ -1,4 +1,4 @@
-"""What a request is refused with: an HTTP status, and the error object that clients know."""
+"""Refusals: an HTTP status with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import reprlib
 from starlette.responses import Response
 
 TYPES = {401: "authentication_error", 429: "requests"}  # other than invalid_request_error
-RETRY = 1, 60  # seconds; clients heed no longer wait
+RETRY = 1, 60  # seconds; clients ignore longer waits
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
 class Fault(Exception):
-    """A refusal. code: for programs; param: the field at fault; retry: seconds to wait first."""
+    """A refusal. code: for programs. param: the wrong field. retry: seconds to wait first."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class Fault(Exception):
 
     @property
     def json(self) -> str:
-        """The error object. ASCII: what it quotes may be no valid text."""
+        """The error object, in ASCII because it may quote invalid text."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        told = {"message": str(self), "type": TYPES.get(self.status, kind)}
-        return json.dumps({"error": told | {"param": self.param, "code": self.code}})
+        error = {"message": str(self), "type": TYPES.get(self.status, kind)}
+        return json.dumps({"error": error | {"param": self.param, "code": self.code}})
 
     def response(self) -> Response:
         return Response(self.json, self.status, self.headers, "application/json")
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: on one line, short, however long or deep it is."""
+    """A short one-line quotation of a value, however long or deep it is."""
     return _short.repr(value)

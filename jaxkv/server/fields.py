@@ -1,8 +1,6 @@
-"""The fields of a request: a table with the type, range and default of each, and nothing else is
-taken.
+"""The fields of a request: a table with the type, range and default of each.
 
-A field that is unknown, or a value that the engine cannot honour, is refused: to ignore it would be
-to answer another question than was asked.
+Unknown fields and unsupported values are refused, because ignoring them would change the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Field:
-    """check: returns the value as it is used, or raises Fault. default: where absent or null."""
+    """check: returns the parsed value or raises Fault. default: for absent and null."""
 
     check: Check
     default: Any = None
@@ -70,19 +68,19 @@ def text(name: str, value: Any, most: int = TEXT) -> str:
 
 
 def salt(name: str, value: Any) -> str:
-    """A text that can be hashed, as one with half a letter cannot."""
-    return spelled(name, text(name, value))
+    """A text that can be hashed: valid Unicode."""
+    return valid_unicode(name, text(name, value))
 
 
-def spelled(name: str, value: str) -> str:
-    """A text without half a letter."""
+def valid_unicode(name: str, value: str) -> str:
+    """A text without lone surrogates."""
     if not is_unicode(value):
         raise wrong(name, "valid Unicode without lone surrogates", value)
     return value
 
 
 def only(value: Any) -> Check:
-    """What we know, and can do in one way alone."""
+    """A known field of which only one value is supported."""
 
     def check(name: str, given: Any) -> Any:
         if type(given) is not type(value) or given != value:
@@ -111,14 +109,14 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def stream_options(name: str, value: Any) -> bool:
-    """Whether the usage is wanted."""
+    """Whether to send the usage."""
     if type(value) is not dict or value.keys() - {"include_usage"}:
         raise wrong(name, 'an object with nothing but "include_usage"', value)
     return flag(f"{name}.include_usage", value.get("include_usage", False))
 
 
 def prompt(name: str, value: Any) -> list[str | list[int]]:
-    """Always several: texts or lists of ids."""
+    """A list of texts or of lists of ids, also for one prompt."""
     rule = "a text, a list of token ids, or a list of either"
     several = value if type(value) is list and not _is_ids(value) else [value]
     if not several or not (
@@ -126,7 +124,7 @@ def prompt(name: str, value: Any) -> list[str | list[int]]:
         or all(type(one) is list and _is_ids(one) for one in several)
     ):
         raise wrong(name, rule, value)
-    return [spelled(name, one) if type(one) is str else one for one in several]
+    return [valid_unicode(name, one) if type(one) is str else one for one in several]
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -138,14 +136,14 @@ ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer":
 
 
 def messages(name: str, value: Any) -> list[dict[str, str]]:
-    """Role and content of each; a content in parts is joined."""
+    """Role and content of each message; parts of a content are joined."""
     if type(value) is not list or not value:
         raise wrong(name, "a list of at least one message", value)
     return [_message(f"{name}[{at}]", one) for at, one in enumerate(value)]
 
 
 def _message(name: str, value: Any) -> dict[str, str]:
-    # An answer's message may be sent back as it came: what it holds besides is null.
+    # A client may send an answer's message back; its other fields are null.
     extra = type(value) is dict and any(value[key] is not None for key in value.keys() - MESSAGE)
     if type(value) is not dict or extra or not value.keys() >= MESSAGE:
         raise wrong(name, 'an object with "role" and "content" and nothing else', value)
@@ -155,7 +153,7 @@ def _message(name: str, value: Any) -> dict[str, str]:
     parts = [{"type": "text", "text": content}] if type(content) is str else content
     if type(parts) is not list or not all(map(_is_text_part, parts)):
         raise wrong(f"{name}.content", "a text, or a list of parts of type text", content)
-    joined = spelled(f"{name}.content", "".join(part["text"] for part in parts))
+    joined = valid_unicode(f"{name}.content", "".join(part["text"] for part in parts))
     return {"role": ROLES[role], "content": joined}
 
 
@@ -185,7 +183,7 @@ SHARED = {
     "stream": Field(flag, False),
     "stream_options": Field(stream_options),
     "cache_salt": Field(salt),
-    "user": Field(text),  # for the provider's records, which we keep none of
+    "user": Field(text),  # for the provider's records; jaxkv keeps none
 }
 FIELDS: dict[str, dict[str, Field]] = {
     "completions": SHARED
@@ -211,7 +209,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 
 
 def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of a request with its value; kind: a key of FIELDS. Raises Fault."""
+    """The value of every field of a request. kind: a key of FIELDS. Raises Fault."""
     table = FIELDS[kind]
     unknown = next((name for name in body if name not in table), None)
     if unknown is not None:

@@ -1,4 +1,4 @@
-"""A socket, and uvicorn behind it."""
+"""A listening socket and a uvicorn server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 
 from jaxkv.errors import UserError
 
-GRACE = 5  # seconds that answers have to end when the server does
-IDLE = 75  # seconds that a connection is kept: longer than clients keep theirs, who so close first
+GRACE = 5  # seconds for answers to end when the server stops
+IDLE = 75  # seconds of an idle connection: longer than clients wait, so that they close first
 REMEDIES = {
     errno.EADDRINUSE: "is in use; choose another --port, or 0 for a free one",
     errno.EACCES: "needs more rights; choose a --port from 1024 on",
@@ -22,22 +22,21 @@ REMEDIES = {
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:
-    """A socket for `begin_listening`; who comes before that is refused. port: 0 takes a free one.
+    """Bind a socket, which refuses clients until `begin_listening`. port: 0 takes a free one.
 
-    write_seconds: after which the connection of a client that stopped reading is dropped, where
-    the system can do that.
-    Raises UserError where the address is not to be had.
+    write_seconds: after which the system drops a client that stopped reading, if it supports that.
+    Raises UserError if the address is unavailable.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, UnicodeError) as error:  # a name may be none to begin with
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a host name at all
         why = error.strerror if isinstance(error, OSError) else "no such name can be"
         raise UserError(f"--host {host!r:.60} is unknown: {why}; try 127.0.0.1") from None
     listener = socket.socket(family, kind)
     with contextlib.suppress(AttributeError, OSError):
-        # Else what such a client never read would be kept for as long as it likes.
+        # Otherwise the system would keep unread data as long as the client likes.
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(write_seconds * 1000)
         )
@@ -52,7 +51,7 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
 
 
 def begin_listening(listener: socket.socket) -> None:
-    """From now on whoever comes waits for the server. Raises UserError where another one does."""
+    """Accept clients, which wait for the server. Raises UserError if the port is taken."""
     try:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
@@ -60,7 +59,7 @@ def begin_listening(listener: socket.socket) -> None:
 
 
 def _taken(host: str, port: int, error: OSError) -> UserError:
-    what = REMEDIES.get(error.errno, f"cannot be had: {error.strerror}; choose another")
+    what = REMEDIES.get(error.errno, f"is unavailable: {error.strerror}; choose another")
     return UserError(f"{host} port {port} {what}")
 
 
@@ -69,18 +68,18 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server_of(app: Starlette) -> uvicorn.Server:
-    """A server for `run(sockets=[...])`, which ends at Ctrl-C or when `should_exit` is set."""
+def make_server(app: Starlette) -> uvicorn.Server:
+    """A server for `run(sockets=[...])`; it ends at Ctrl-C or when `should_exit` is set."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            # What the tests run is what is served, whatever else is installed.
+            # Fixed, so that production uses what the tests use, whatever else is installed.
             loop="asyncio",
             http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # the application says what went wrong
+            log_level="critical",  # the application logs errors
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -1,4 +1,4 @@
-"""What /metrics tells, as Prometheus reads it: the names are vLLM's, behind `jaxkv:`."""
+"""The Prometheus metrics of /metrics. Their names are vLLM's with the prefix `jaxkv:`."""
 
 from __future__ import annotations
 
@@ -18,62 +18,69 @@ from jaxkv.engine.request import Outcome
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 TOKENS = tuple(4.0**power for power in range(11))
 
-# Name here, name among the engine's figures, what it is.
+# Name of the metric, name in the engine's metrics, description.
 GAUGES = (
-    ("num_requests_running", "running", "Answers that a slot is at work on"),
-    ("num_requests_waiting", "waiting", "Answers that wait for a slot"),
-    ("num_tokens_waiting", "waiting_tokens", "Tokens of the prompts that wait"),
-    ("kv_cache_usage_perc", "cache_usage", "Share of the cache that is in use, from 0 to 1"),
-    ("prefix_snapshot_slots", "snapshot_slots", "Places for snapshots of prefixes"),
-    ("prefix_snapshot_slots_used", "snapshot_slots_used", "Those that hold one"),
-    ("prefix_snapshot_slots_held", "snapshot_slots_held", "Those that an answer is reading"),
-    ("prefix_host_slots", "host_slots", "Places for them in the memory of the host"),
-    ("prefix_host_slots_used", "host_slots_used", "Those that hold one"),
+    ("num_requests_running", "running", "Requests in prefill or decode"),
+    ("num_requests_waiting", "waiting", "Requests that wait in the queue"),
+    ("num_tokens_waiting", "waiting_tokens", "Prompt tokens of waiting requests"),
+    ("kv_cache_usage_perc", "cache_usage", "Fraction of the decode batch in use, from 0 to 1"),
+    (
+        "prefix_snapshot_slots",
+        "snapshot_slots",
+        "Blocks or snapshots that fit on the device",
+    ),
+    ("prefix_snapshot_slots_used", "snapshot_slots_used", "Blocks or snapshots stored"),
+    (
+        "prefix_snapshot_slots_held",
+        "snapshot_slots_held",
+        "Blocks or snapshots in use",
+    ),
+    ("prefix_host_slots", "host_slots", "Blocks or snapshots that fit on the host"),
+    ("prefix_host_slots_used", "host_slots_used", "Blocks or snapshots on the host"),
 )
 COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens that were looked up"),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens that were found"),
-    ("prefix_cache_evictions", "evictions", "Snapshots given up for others"),
-    ("prefix_cache_demotions", "demotions", "Snapshots that went to the memory of the host"),
-    ("prefix_cache_promotions", "promotions", "Snapshots that came back from there"),
-    ("generation_tokens", "generation_tokens", "Tokens of answers"),
-    ("num_preemptions", "preemptions", "Answers that gave up their slot for a time"),
-    ("compilations", "compilations", "Programs compiled, warming up included"),
+    ("prefix_cache_evictions", "evictions", "Blocks or snapshots evicted"),
+    ("prefix_cache_demotions", "demotions", "Blocks or snapshots moved to the host"),
+    ("prefix_cache_promotions", "promotions", "Blocks or snapshots moved back"),
+    ("generation_tokens", "generation_tokens", "Generated tokens"),
+    ("compilations", "compilations", "Programs compiled, also at the start"),
 )
 PHASES = {
-    "time_to_first_token_seconds": lambda o: o.first,
-    "e2e_request_latency_seconds": lambda o: o.ended,
-    "request_queue_time_seconds": lambda o: o.begun,
-    "request_prefill_time_seconds": lambda o: _between(o.begun, o.first),
-    "request_decode_time_seconds": lambda o: _between(o.first, o.ended),
+    "time_to_first_token_seconds": lambda o: o.first_token_seconds,
+    "e2e_request_latency_seconds": lambda o: o.total_seconds,
+    "request_queue_time_seconds": lambda o: o.queue_seconds,
+    "request_prefill_time_seconds": lambda o: _between(o.queue_seconds, o.first_token_seconds),
+    "request_decode_time_seconds": lambda o: _between(o.first_token_seconds, o.total_seconds),
 }
 
 
-def _between(begun: float | None, ended: float | None) -> float | None:
-    return None if begun is None or ended is None else ended - begun
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 class Metrics:
-    """Counts what one server answers. figures: the engine's own, asked at every scrape."""
+    """The metrics of one server. engine_metrics: called at every scrape."""
 
-    def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        self._figures, self._registry = figures, CollectorRegistry()
+    def __init__(self, engine_metrics: Callable[[], Mapping[str, Any]]) -> None:
+        self._engine_metrics, self._registry = engine_metrics, CollectorRegistry()
         self._registry.register(self)
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts")
         self._sources = self._counter(
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"
         )
-        self._ended = self._counter("request_success", "Answers that are over", "finished_reason")
+        self._ended = self._counter("request_success", "Finished requests", "finished_reason")
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
         self.between_tokens = self._histogram("inter_token_latency_seconds", SECONDS)
 
     def add(self, outcome: Outcome, reason: str) -> None:
-        """Count an answer that has ended; from any thread."""
-        if outcome.begun is not None:  # and not given up while it waited
-            self._prompts.inc(outcome.read_tokens + outcome.cached_tokens)
-            self._sources.labels("local_compute").inc(outcome.read_tokens)
+        """Count a finished answer; from any thread."""
+        if outcome.queue_seconds is not None:  # it did not end while waiting
+            self._prompts.inc(outcome.computed_tokens + outcome.cached_tokens)
+            self._sources.labels("local_compute").inc(outcome.computed_tokens)
             self._sources.labels("local_cache_hit").inc(outcome.cached_tokens)
         self._ended.labels(reason).inc()
         self._sizes.observe(outcome.prompt_tokens)
@@ -86,25 +93,25 @@ class Metrics:
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Names for the registry to compare; those of the engine are nobody else's."""
+        """No names to compare: the engine's metrics are unique."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's figures as they are now."""
-        figures = self._figures()
+        """The engine's current metrics."""
+        values = self._engine_metrics()
         for name, key, what in GAUGES:
-            yield GaugeMetricFamily(f"jaxkv:{name}", what, figures[key])
+            yield GaugeMetricFamily(f"jaxkv:{name}", what, values[key])
         for name, key, what in COUNTERS:
-            yield CounterMetricFamily(f"jaxkv:{name}", what, figures[key])
+            yield CounterMetricFamily(f"jaxkv:{name}", what, values[key])
         misses = CounterMetricFamily(
             "jaxkv:prefix_cache_misses", "Prompt tokens not found", labels=["reason"]
         )
-        for reason, tokens in figures["misses"].items():
+        for reason, tokens in values["misses"].items():
             misses.add_metric([reason], tokens)
         yield misses
         yield HistogramMetricFamily(
-            "jaxkv:iteration_tokens_total", "Tokens read and written in one step of the engine",
-            figures["step_sizes"], figures["step_tokens"],
+            "jaxkv:iteration_tokens_total", "Prefilled and decoded tokens in one engine step",
+            values["step_sizes"], values["step_tokens"],
         )  # fmt: skip
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

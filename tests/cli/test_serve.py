@@ -48,8 +48,8 @@ def test_a_port_in_use(run):
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--api-key-file", "absent"], ["no such key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
-    (["--prefix-where", "nonsense"], ["--prefix-where", "junction", "nonsense"]),
-    (["--prefix-order", "nonsense"], ["--prefix-order", "linked", "nonsense"]),
+    (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
+    (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
 ])  # fmt: skip
 def test_flags(run, words, told):
     refused(run("serve", *NO_MODEL, "--port", "0", *words), *told)
@@ -166,7 +166,7 @@ def test_ctrl_c(process, client):
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_what_stops_services(model):
     """SIGTERM lets answers end for some seconds, and tells those that do not."""
-    tiers = ("--prefix-slots", "2", "--prefix-host-slots", "8", "--prefix-order", "frequency")
+    tiers = ("--prefix-slots", "2", "--prefix-host-slots", "8", "--prefix-order", "lfu")
     with (
         started(model, *tiers) as (running, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

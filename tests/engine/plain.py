@@ -1,4 +1,4 @@
-"""A decoder in a few lines of plain JAX, for an engine that knows no model, and its listeners."""
+"""A decoder in a few lines of plain JAX for tests of the engine, and listeners."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.engine import Engine, Model, Outcome, Request, Scored
-from jaxkv.policy_spec import by_layer
+from jaxkv.engine import Engine, Model, Outcome, Request, ScoredToken
 from jaxkv.rotary import rotary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 4, 2, 8, 48
@@ -29,7 +28,7 @@ def weights(seed: int = 0):
 def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
     policies = by_layer(policy, LAYERS)
 
-    def forward(w, tokens, positions, valid, states, places):
+    def forward(w, tokens, positions, valid, states, indices):
         x, new = w["embed"][tokens], []
         for layer, (one, state) in enumerate(zip(policies, states, strict=True)):
             q, k, v = (
@@ -38,18 +37,18 @@ def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
             out, state = jaxkv.step(one, SPEC, state, q, k, v, positions, valid)
             x = x + out.reshape(*tokens.shape, -1) @ w[f"{layer}.o"]
             new.append(state)
-        asked = jnp.take_along_axis(x, places[..., None], axis=1)
-        return asked @ w["embed"].T, tuple(new)
+        selected = jnp.take_along_axis(x, indices[..., None], axis=1)
+        return selected @ w["embed"].T, tuple(new)
 
     return Model(forward, weights(seed), policies, SPEC, VOCAB, f"plain {seed}")
 
 
-class Ear:
-    """Keeps what it is told. stop: a token that it wants to end at; fail: where it breaks."""
+class Recorder:
+    """A listener that records its calls. stop: a token at which it ends; fail: where it raises."""
 
     def __init__(self, stop: int | None = None, fail: str = "") -> None:
-        self.scored: list[Scored] = []
-        self.echoed: list[Scored] = []
+        self.scored: list[ScoredToken] = []
+        self.echoed: list[ScoredToken] = []
         self.outcomes: list[Outcome] = []
         self._stop, self._fail = stop, fail
 
@@ -62,30 +61,30 @@ class Ear:
         (outcome,) = self.outcomes
         return outcome
 
-    def prompt(self, scored: list[Scored]) -> None:
+    def prompt(self, scored: list[ScoredToken]) -> None:
         assert not self.scored and not self.echoed, "a prompt comes once and first"
         self.echoed = list(scored)
 
-    def token(self, scored: Scored) -> bool:
+    def token(self, scored: ScoredToken) -> bool:
         assert not self.outcomes, "nothing follows the end"
         self.scored.append(scored)
         if self._fail == "token":
-            raise ValueError("this ear is broken")
+            raise ValueError("this listener is broken")
         return scored.token == self._stop
 
     def done(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         if self._fail == "done":
-            raise ValueError("this ear is broken")
+            raise ValueError("this listener is broken")
 
 
-def ask(engine: Engine, *requests: Request) -> list[Ear]:
-    """All of these at once, answered to the end."""
-    ears = [Ear() for _ in requests]
-    for request, ear in zip(requests, ears, strict=True):
-        engine.submit(request, ear)
+def ask(engine: Engine, *requests: Request) -> list[Recorder]:
+    """Answer all requests at once, to the end."""
+    listeners = [Recorder() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
     finish(engine)
-    return ears
+    return listeners
 
 
 def finish(engine: Engine) -> None:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Overloaded, Prefixes, Request, answer
+from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling
-from tests.engine.plain import VOCAB, Ear, ask, finish, plain, prompts
+from tests.engine.plain import VOCAB, Recorder, ask, finish, plain, prompts
 
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 KINDS = (
@@ -28,7 +28,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(plain(), slots=4, chunk=16, turn=32)
+    return Engine(plain(), max_batch=4, chunk=16, step_tokens=32)
 
 
 def requests(count: int, seed: int = 0, **fields) -> list[Request]:
@@ -39,8 +39,13 @@ def requests(count: int, seed: int = 0, **fields) -> list[Request]:
     ]
 
 
-def told(ear: Ear):
-    return ear.tokens, ear.echoed, [scored.logprob for scored in ear.scored], ear.outcome.reason
+def outcome_of(listener: Recorder):
+    return (
+        listener.tokens,
+        listener.echoed,
+        [scored.logprob for scored in listener.scored],
+        listener.outcome.reason,
+    )
 
 
 def test_together_as_alone(engine):
@@ -50,9 +55,9 @@ def test_together_as_alone(engine):
         *requests(6, 2, logprobs=2, echo=True),
         *requests(6, 3, presence_penalty=0.5, frequency_penalty=1.0, bias=((3, 2.0), (5, -9.0))),
     ]
-    alone = [told(*ask(engine, request)) for request in asked]
-    assert [told(ear) for ear in ask(engine, *asked)] == alone
-    backwards = [told(ear) for ear in ask(engine, *reversed(asked))]
+    alone = [outcome_of(*ask(engine, request)) for request in asked]
+    assert [outcome_of(listener) for listener in ask(engine, *asked)] == alone
+    backwards = [outcome_of(listener) for listener in ask(engine, *reversed(asked))]
     assert backwards[::-1] == alone
     assert all(
         len(tokens) == r.max_new_tokens for (tokens, *_), r in zip(alone, asked, strict=True)
@@ -71,35 +76,34 @@ def test_nothing_is_compiled_while_it_serves(engine):
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
 def test_nothing_is_compiled_while_prefixes_come_and_go(policy):
-    how = Prefixes(3, where="every=1", host_slots=20)
-    engine = Engine(plain(policy), slots=2, room=256, chunk=16, prefixes=how)
+    how = PrefixConfig(3, where="every=1", host_blocks=20)
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=16, prefix_cache=how)
     before = engine.compilations
     for _ in range(2):
         ask(engine, *(Request((n, *range(40)), 2) for n in range(6)))
-    figures = engine.figures()
+    figures = engine.metrics()
     assert engine.compilations == before and figures["snapshot_slots_held"] == 0
     assert figures["promotions"] > 3 and figures["demotions"] > 3
 
 
 def test_prefixes_are_not_touched_beside_the_thread():
-    engine = Engine(plain(), slots=1, chunk=16, prefixes=Prefixes(4))
+    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(4))
     engine.start()
-    for touch in (engine.forget, lambda: engine.pin((1, 2)), lambda: engine.unpin(None)):
-        with pytest.raises(RuntimeError, match="before start"):
-            touch()
+    with pytest.raises(RuntimeError, match="before start"):
+        engine.reset_prefix_cache()
     engine.stop()
-    assert engine.forget()
+    assert engine.reset_prefix_cache()
 
 
 def test_of_a_prompt_that_was_given_up_what_was_read_is_counted():
-    engine = Engine(plain(), slots=1, chunk=16, turn=16)
-    ear = Ear()
-    ticket = engine.submit(Request((1,) * 160, 4), ear)
+    engine = Engine(plain(), max_batch=1, chunk=16, step_tokens=16)
+    listener = Recorder()
+    handle = engine.submit(Request((1,) * 160, 4), listener)
     for _ in range(3):
         engine.step()
-    engine.cancel(ticket)
+    engine.cancel(handle)
     finish(engine)
-    assert (ear.outcome.reason, ear.outcome.read_tokens) == ("cancelled", 48)
+    assert (listener.outcome.reason, listener.outcome.computed_tokens) == ("cancelled", 48)
 
 
 def test_what_ends_an_answer(engine):
@@ -108,10 +112,10 @@ def test_what_ends_an_answer(engine):
     first = free.tokens.index(word)
     (ended,) = ask(engine, Request((1, 2, 3), 30, eos=(word,)))
     assert (ended.tokens, ended.outcome.reason) == (free.tokens[: first + 1], "eos")
-    ear = Ear(stop=word)
-    engine.submit(Request((1, 2, 3), 30), ear)
+    listener = Recorder(stop=word)
+    engine.submit(Request((1, 2, 3), 30), listener)
     finish(engine)
-    assert (ear.tokens, ear.outcome.reason) == (free.tokens[: first + 1], "stop")
+    assert (listener.tokens, listener.outcome.reason) == (free.tokens[: first + 1], "stop")
     assert (free.outcome.reason, free.outcome.new_tokens) == ("length", 30)
     (scored,) = ask(engine, Request((1, 2, 3), 0, echo=True))
     assert (scored.tokens, scored.outcome.reason, len(scored.echoed)) == ([], "length", 3)
@@ -119,11 +123,11 @@ def test_what_ends_an_answer(engine):
 
 def test_log_probabilities_are_those_of_the_model(engine):
     tokens = prompts(1, 9, most=60)[0] + (4, 4, 4)
-    (ear,) = ask(engine, Request(tokens, 8, logprobs=3, echo=True))
-    text = [*tokens, *ear.tokens]
+    (listener,) = ask(engine, Request(tokens, 8, logprobs=3, echo=True))
+    text = [*tokens, *listener.tokens]
     (again,) = ask(engine, Request(tuple(text), 0, logprobs=3, echo=True))
     assert again.echoed[0].logprob is None
-    given = [*ear.echoed[1:], *ear.scored]
+    given = [*listener.echoed[1:], *listener.scored]
     np.testing.assert_allclose(
         [s.logprob for s in given], [s.logprob for s in again.echoed[1:]], atol=1e-5
     )
@@ -131,7 +135,7 @@ def test_log_probabilities_are_those_of_the_model(engine):
         best = [value for _, value in scored.top]
         assert best == sorted(best, reverse=True) and len(best) == 3
         assert scored.logprob <= best[0]
-    assert [s.top[0][0] for s in ear.scored] == ear.tokens  # greedy
+    assert [s.top[0][0] for s in listener.scored] == listener.tokens  # greedy
 
 
 def test_penalties_and_biases(engine):
@@ -145,48 +149,53 @@ def test_penalties_and_biases(engine):
 
 
 def test_cancelled_at_any_moment():
-    engine = Engine(plain(), slots=2, chunk=16, turn=16)
+    engine = Engine(plain(), max_batch=2, chunk=16, step_tokens=16)
     asked = [Request(tuple(range(40)), 20, seed=n) for n in range(6)]
-    whole = [ear.tokens for ear in ask(engine, *asked)]
-    for turns in range(30):
-        ears = [Ear() for _ in asked]
-        tickets = [engine.submit(*each) for each in zip(asked, ears, strict=True)]
-        for _ in range(turns):
+    whole = [listener.tokens for listener in ask(engine, *asked)]
+    for steps in range(30):
+        listeners = [Recorder() for _ in asked]
+        handles = [engine.submit(*each) for each in zip(asked, listeners, strict=True)]
+        for _ in range(steps):
             engine.step()
-        for ticket in tickets[::2]:
-            engine.cancel(ticket)
-            engine.cancel(ticket)
+        for handle in handles[::2]:
+            engine.cancel(handle)
+            engine.cancel(handle)
         finish(engine)
-        for ear, tokens in zip(ears[1::2], whole[1::2], strict=True):
-            assert (ear.tokens, ear.outcome.reason) == (tokens, "length")
-        for ear, tokens in zip(ears[::2], whole[::2], strict=True):
-            assert ear.tokens == tokens[: len(ear.tokens)]
-            assert ear.outcome.reason == ("length" if ear.tokens == tokens else "cancelled")
+        for listener, tokens in zip(listeners[1::2], whole[1::2], strict=True):
+            assert (listener.tokens, listener.outcome.reason) == (tokens, "length")
+        for listener, tokens in zip(listeners[::2], whole[::2], strict=True):
+            assert listener.tokens == tokens[: len(listener.tokens)]
+            assert listener.outcome.reason == (
+                "length" if listener.tokens == tokens else "cancelled"
+            )
         assert engine.running == engine.waiting == 0
 
 
-def test_an_ear_that_breaks_loses_its_answer_alone(engine):
+def test_a_listener_that_raises_loses_its_answer_alone(engine):
     fine = Request((1, 2), 12)
     (wanted,) = ask(engine, fine)
-    ears = [Ear(fail="token"), Ear(), Ear(fail="done")]
-    for ear in ears:
-        engine.submit(fine, ear)
+    listeners = [Recorder(fail="token"), Recorder(), Recorder(fail="done")]
+    for listener in listeners:
+        engine.submit(fine, listener)
     finish(engine)
-    assert ears[0].outcome.reason == "error" and "this ear is broken" in ears[0].outcome.error
-    assert ears[1].tokens == ears[2].tokens == wanted.tokens
+    assert (
+        listeners[0].outcome.reason == "error"
+        and "this listener is broken" in listeners[0].outcome.error
+    )
+    assert listeners[1].tokens == listeners[2].tokens == wanted.tokens
     assert engine.healthy and engine.running == 0
 
 
 def test_a_full_queue_says_when_to_come_again():
-    engine = Engine(plain(), slots=1, chunk=16, queue=2, queue_tokens=50)
-    engine.submit(Request((1,) * 40, 4), Ear())
-    engine.submit(Request((1,) * 40, 4), Ear())  # the one before will take the slot
+    engine = Engine(plain(), max_batch=1, chunk=16, queue=2, queue_tokens=50)
+    engine.submit(Request((1,) * 40, 4), Recorder())
+    engine.submit(Request((1,) * 40, 4), Recorder())  # the request before it takes the batch entry
     with pytest.raises(Overloaded) as many:
-        engine.submit(Request((1,) * 20, 4), Ear())
+        engine.submit(Request((1,) * 20, 4), Recorder())
     assert 1 <= many.value.seconds <= 60
-    engine.submit(Request((1,), 4), Ear())
+    engine.submit(Request((1,), 4), Recorder())
     with pytest.raises(Overloaded):
-        engine.submit(Request((1,), 4), Ear())
+        engine.submit(Request((1,), 4), Recorder())
     finish(engine)
     (large,) = ask(engine, Request((1,) * 60, 4))  # alone it may be larger than the queue
     assert large.outcome.reason == "length"
@@ -226,25 +235,25 @@ def test_a_full_queue_says_when_to_come_again():
 )
 def test_what_can_be_no_request(engine, unchecked, fields):
     with pytest.raises(UserError):
-        engine.submit(Request(**{"tokens": (1,), **fields}), Ear())
+        engine.submit(Request(**{"tokens": (1,), **fields}), Recorder())
 
 
-def test_a_row_that_grows_has_an_end():
-    engine = Engine(plain("full"), slots=2, room=64, chunk=16)
-    with pytest.raises(UserError, match="holds 64 tokens"):
-        engine.submit(Request((1,) * 60, 5), Ear())
-    (ear,) = ask(engine, Request((1,) * 60, 4))
-    assert len(ear.tokens) == 4
+def test_a_growing_cache_has_an_end():
+    engine = Engine(plain("full"), max_batch=2, max_len=64, chunk=16)
+    with pytest.raises(UserError, match="max_len is 64 tokens"):
+        engine.submit(Request((1,) * 60, 5), Recorder())
+    (listener,) = ask(engine, Request((1,) * 60, 4))
+    assert len(listener.tokens) == 4
 
 
-def test_no_numbers_end_one_answer_and_no_other():
+def test_logits_that_are_not_finite_end_one_answer_and_no_other():
     model = plain()
 
-    def forward(w, tokens, positions, valid, states, places):
-        logits, states = model.forward(w, tokens, positions, valid, states, places)
+    def forward(w, tokens, positions, valid, states, indices):
+        logits, states = model.forward(w, tokens, positions, valid, states, indices)
         return jnp.where(jnp.any(tokens == 5, axis=1)[:, None, None], jnp.nan, logits), states
 
-    engine = Engine(dataclasses.replace(model, forward=forward), slots=2, chunk=16)
+    engine = Engine(dataclasses.replace(model, forward=forward), max_batch=2, chunk=16)
     never, always = ((5, -1e4),), ((5, 1e4),)
     fine, lost, fed = ask(
         engine,
@@ -258,74 +267,74 @@ def test_no_numbers_end_one_answer_and_no_other():
 
 
 def test_in_a_thread_of_its_own():
-    engine = Engine(plain(), slots=3, room=2**31 - 1, chunk=16)
+    engine = Engine(plain(), max_batch=3, max_len=2**31 - 1, chunk=16)
     asked = requests(10, 4)
-    alone = [ear.tokens for ear in ask(engine, *asked)]
+    alone = [listener.tokens for listener in ask(engine, *asked)]
     engine.start()
     try:
-        ears = [Ear() for _ in asked]
-        for request, ear in zip(asked, ears, strict=True):
-            engine.submit(request, ear)
+        listeners = [Recorder() for _ in asked]
+        for request, listener in zip(asked, listeners, strict=True):
+            engine.submit(request, listener)
         deadline = time.monotonic() + 60
-        while not all(ear.outcomes for ear in ears):
+        while not all(listener.outcomes for listener in listeners):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert [ear.tokens for ear in ears] == alone
-        last = Ear()
+        assert [listener.tokens for listener in listeners] == alone
+        last = Recorder()
         engine.submit(Request((1,), 10**6), last)
     finally:
         engine.stop()
     assert last.outcome.reason == "cancelled"
     with pytest.raises(Overloaded):
-        engine.submit(Request((1,), 1), Ear())
+        engine.submit(Request((1,), 1), Recorder())
     with pytest.raises(RuntimeError, match="starts once"):
         engine.start()
 
 
-@pytest.mark.parametrize("broken", ["begin", "read", "place", "decode", "tell"])
+@pytest.mark.parametrize("broken", ["init_prefill", "prefill", "insert", "decode", "deliver"])
 def test_a_failure_ends_every_answer_once(monkeypatch, broken):
-    engine = Engine(plain(), slots=2, chunk=16)
+    engine = Engine(plain(), max_batch=2, chunk=16)
 
     def fail(*given):
         raise RuntimeError("the device is gone")
 
     programs = engine._programs
-    if broken == "read":
-        monkeypatch.setattr(programs, "reads", dict.fromkeys(programs.reads, fail))
-    elif broken == "tell":
-        monkeypatch.setattr(engine, "_tell", fail)
+    if broken == "prefill":
+        monkeypatch.setattr(programs, "prefill", dict.fromkeys(programs.prefill, fail))
+    elif broken == "deliver":
+        monkeypatch.setattr(engine, "_deliver", fail)
     else:
         monkeypatch.setattr(programs, broken, fail)
-    ears = [Ear() for _ in range(5)]
-    for number, ear in enumerate(ears):
-        engine.submit(Request((1, 2, 3), number, echo=True), ear)
+    listeners = [Recorder() for _ in range(5)]
+    for number, listener in enumerate(listeners):
+        engine.submit(Request((1, 2, 3), number, echo=True), listener)
     with pytest.raises(RuntimeError, match="the device is gone"):
         finish(engine)
-    assert {ear.outcome.reason for ear in ears} <= {"error", "length"}
+    assert {listener.outcome.reason for listener in listeners} <= {"error", "length"}
     assert not engine.healthy and engine.running == engine.waiting == 0
     with pytest.raises(Overloaded, match="the device is gone"):
-        engine.submit(Request((1,), 1), Ear())
+        engine.submit(Request((1,), 1), Recorder())
 
 
 def test_many_small_prompts_do_not_hold_up_a_stream():
-    engine = Engine(plain(), slots=64, chunk=16, turn=128)
-    ear = Ear()
-    engine.submit(Request((1,), 200), ear)
+    engine = Engine(plain(), max_batch=64, chunk=16, step_tokens=128)
+    listener = Recorder()
+    engine.submit(Request((1,), 200), listener)
     for _ in range(3):
         engine.step()
     for number in range(100):
-        engine.submit(Request((1,), 0, seed=number), Ear())
-    turns, before = 0, len(ear.tokens)
+        engine.submit(Request((1,), 0, seed=number), Recorder())
+    steps, before = 0, len(listener.tokens)
     while engine.waiting:
         engine.step()
-        turns += 1
-    assert turns >= 100 * (16 + 32) / (128 + 48), "each is charged for what it takes"
-    assert len(ear.tokens) - before >= turns - 1
+        steps += 1
+    assert steps >= 100 * (16 + 32) / (128 + 48), "each is charged for what it takes"
+    assert len(listener.tokens) - before >= steps - 1
     finish(engine)
 
 
 def test_more_at_once_than_the_queue_takes():
-    engine = Engine(plain(), slots=2, chunk=16, queue=3)
+    engine = Engine(plain(), max_batch=2, chunk=16, queue=3)
     asked = requests(12, 8)
     alone = [ask(engine, request)[0].tokens for request in asked]
     assert [one.tokens for one in answer(engine, asked)] == alone
@@ -337,21 +346,21 @@ def test_more_at_once_than_the_queue_takes():
 
 
 def test_a_listener_cannot_stop_the_engine_that_calls_it():
-    engine = Engine(plain(), slots=1, chunk=16)
+    engine = Engine(plain(), max_batch=1, chunk=16)
 
-    class Stops(Ear):
+    class Stops(Recorder):
         def token(self, scored):
             engine.stop()
             return super().token(scored)
 
     engine.start()
-    ear = Stops()
-    engine.submit(Request((1,), 3), ear)
+    listener = Stops()
+    engine.submit(Request((1,), 3), listener)
     deadline = time.monotonic() + 60
-    while not ear.outcomes:
+    while not listener.outcomes:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert (ear.outcome.reason, engine.healthy) == ("error", True)
+    assert (listener.outcome.reason, engine.healthy) == ("error", True)
     engine.stop()
     with pytest.raises(RuntimeError, match="starts once"):
         engine.start()
@@ -367,12 +376,12 @@ def test_a_listener_that_lacks_a_call_loses_its_answer_alone(engine, unchecked):
         def done(self, outcome):
             self.outcome = outcome
 
-    deaf, ear = Deaf(), Ear()
+    deaf, listener = Deaf(), Recorder()
     engine.submit(Request((1, 2), 2, logprobs=1, echo=True), deaf)
-    engine.submit(Request((1, 2), 2), ear)
+    engine.submit(Request((1, 2), 2), listener)
     finish(engine)
     assert deaf.outcome.reason == "error" and "prompt" in deaf.outcome.error
-    assert ear.outcome.reason == "length" and engine.healthy
+    assert listener.outcome.reason == "length" and engine.healthy
 
 
 def test_a_chunk_that_would_compute_padding_for_minutes_is_refused():

@@ -1,4 +1,4 @@
-"""What is taken up again goes on bit for bit as if it had been read from the beginning."""
+"""A prompt that resumes from a cached prefix continues bit for bit as after a full prefill."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Prefixes, Request
-from jaxkv.engine.store import root_of
+from jaxkv.engine import Engine, PrefixConfig, Request
+from jaxkv.engine.store import model_root
 from jaxkv.errors import UserError
 from jaxkv.rotary import rotary
-from tests.engine.plain import HEAD_DIM, SPEC, VOCAB, Ear, ask, finish, plain
+from tests.engine.plain import HEAD_DIM, SPEC, VOCAB, Recorder, ask, finish, plain
 from tests.seldom import seldom
 
 CHUNK = 16
 SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
-APPENDING = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
+APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
              "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
              "vattention:sinks=2,window=4")  # fmt: skip
-FORGETTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
+EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
               "window:window=16", "h2o:heavy=8,window=8", "reservoir:sinks=2,window=6,sample=8",
               "stratified:sinks=2,window=6,sample=8",
               "balance-stream:sinks=2,window=6,levels=2,block=4",
@@ -44,50 +44,54 @@ def usable(size: int) -> int:
     return (size - 1) // CHUNK * CHUNK
 
 
-def cold(engine: Engine, request: Request) -> Ear:
-    """Its answer by an engine that remembers nothing."""
-    assert engine.forget()
-    (ear,) = ask(engine, request)
-    assert ear.outcome.cached_tokens == 0
-    return ear
+def cold(engine: Engine, request: Request) -> Recorder:
+    """Its answer by an engine with an empty prefix cache."""
+    assert engine.reset_prefix_cache()
+    (listener,) = ask(engine, request)
+    assert listener.outcome.cached_tokens == 0
+    return listener
 
 
-def row(engine: Engine) -> list[np.ndarray]:
-    """All that the first slot is made of: caches, draws, what was sampled so far."""
-    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._slots)]
+def first_entry(engine: Engine) -> list[np.ndarray]:
+    """All arrays of the first batch entry: caches, PRNG state and sampled tokens."""
+    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._batch)]
 
 
 @pytest.mark.parametrize(
-    "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPENDING + FORGETTING]
+    "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPEND_ONLY + EVICTING]
 )
 def test_a_hit_goes_on_as_the_cold_run(policy):
-    """30: tokens, log probabilities and all leaves of the row, whichever prompt came before."""
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(64))
+    """30: equal tokens, log probabilities and leaves of the batch entry, whatever came before."""
+    engine = Engine(
+        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
+    )
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
-    wanted = [(cold(engine, one).scored, row(engine)) for one in asked]
-    assert engine.forget()
+    wanted = [(cold(engine, one).scored, first_entry(engine)) for one in asked]
+    assert engine.reset_prefix_cache()
     for turn in range(2):
         for one, (want, leaves) in zip(asked, wanted, strict=True):
             (got,) = ask(engine, one)
             assert got.scored == want
-            for got_leaf, leaf in zip(row(engine), leaves, strict=True):
+            for got_leaf, leaf in zip(first_entry(engine), leaves, strict=True):
                 np.testing.assert_array_equal(got_leaf, leaf)
             if turn:
                 assert got.outcome.cached_tokens == usable(len(one.tokens))
-            elif policy in APPENDING and one is not asked[0]:
+            elif policy in APPEND_ONLY and one is not asked[0]:
                 pairs = zip(one.tokens, SHARED, strict=False)
                 alike = next((n for n, (a, b) in enumerate(pairs) if a != b), len(SHARED))
                 assert got.outcome.cached_tokens == min(usable(len(one.tokens)), alike // 16 * 16)
-    assert [ear.scored for ear in ask(engine, *asked)] == [scored for scored, _ in wanted]
+    assert [listener.scored for listener in ask(engine, *asked)] == [scored for scored, _ in wanted]
 
 
-@pytest.mark.parametrize("policy", ["full", FORGETTING[0], seldom(FORGETTING[6])])
+@pytest.mark.parametrize("policy", ["full", EVICTING[0], seldom(EVICTING[6])])
 def test_a_collision_is_a_miss(policy):
     """21: where all keys are equal, tokens tell prompts apart; the first entry stays."""
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(64))
+    engine = Engine(
+        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
+    )
     other = tuple(reversed(SHARED))
     wanted = [cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, other)]
-    assert engine.forget()
+    assert engine.reset_prefix_cache()
     index = engine._store.index
     index.chain = dataclasses.replace(index.chain, hash=lambda _: bytes(32))
     for _ in range(2):
@@ -95,15 +99,15 @@ def test_a_collision_is_a_miss(policy):
             (got,) = ask(engine, Request(tokens, 8, logprobs=3))
             assert got.scored == want
             assert tokens is SHARED or not got.outcome.cached_tokens
-    assert engine.figures()["misses"]["collision"] > 0
+    assert engine.metrics()["misses"]["collision"] > 0
 
 
 @pytest.mark.parametrize(
-    "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (FORGETTING[0], 2)]
+    "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
 )
 def test_what_went_to_the_host_comes_back_as_it_was(policy, slots):
-    how = Prefixes(slots, host_slots=100)
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=how)
+    how = PrefixConfig(slots, host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=how)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [cold(engine, one).scored for one in asked]
     for turn in range(3):
@@ -119,15 +123,15 @@ def test_what_went_to_the_host_comes_back_as_it_was(policy, slots):
 @pytest.mark.slow
 def test_levels_are_shared_between_states():
     policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
-    engine = Engine(plain(policy), slots=2, room=512, chunk=CHUNK,
-                    prefixes=Prefixes(8, where="every=1"))  # fmt: skip
+    engine = Engine(plain(policy), max_batch=2, max_len=512, chunk=CHUNK,
+                    prefix_cache=PrefixConfig(8, where="every=1"))  # fmt: skip
     store, long = engine._store, SHARED + SHARED
     asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
     rng = np.random.default_rng(5)
     asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
     wanted = [cold(engine, one).scored for one in asked]
     for _ in range(2):  # the second time with states and pages that were given up in between
-        assert engine.forget() and store._pages.taken == 0
+        assert engine.reset_prefix_cache() and store._pages.taken == 0
         for _ in range(2):
             shared = 0
             for one, want in zip(asked, wanted, strict=True):
@@ -142,56 +146,62 @@ def test_levels_are_shared_between_states():
 @pytest.mark.slow
 def test_no_level_but_the_first():
     policy = "balance-stream:sinks=2,window=6,levels=1,block=4"
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(8))
+    engine = Engine(
+        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(8)
+    )
     wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
     assert got.scored == wanted and got.outcome.cached_tokens == usable(200)
 
 
 def test_a_prompt_larger_than_all_pages_keeps_what_fits():
-    engine = Engine(plain("full"), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(4))
+    engine = Engine(
+        plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(4)
+    )
     wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
     assert got.scored == wanted and got.outcome.cached_tokens == 4 * CHUNK
     exact = Request(tuple(reversed(SHARED))[: 4 * CHUNK + 1], 4)  # four pages and a tail
     for cached in (0, 4 * CHUNK):
         assert ask(engine, exact)[0].outcome.cached_tokens == cached
-    figures = engine.figures()
+    figures = engine.metrics()
     assert figures["prefix_queries"] >= figures["prefix_hits"] > 0
 
 
 @pytest.mark.parametrize(
-    "fields", [{"order": "nonsense"}, {"where": "nonsense"}, {"slots": 0}, {"host_slots": -1}]
+    "fields", [{"order": "nonsense"}, {"where": "nonsense"}, {"num_blocks": 0}, {"host_blocks": -1}]
 )
 def test_settings_are_checked_at_once(fields):
     with pytest.raises(UserError):
-        Prefixes(**fields)
+        PrefixConfig(**fields)
 
 
-@pytest.mark.parametrize("host_slots", [None, 0.0, True])
-def test_settings_of_another_type(unchecked, host_slots):
-    with pytest.raises(UserError, match="host_slots must be a whole number"):
-        Prefixes(host_slots=host_slots)
+@pytest.mark.parametrize("host_blocks", [None, 0.0, True])
+def test_settings_of_another_type(unchecked, host_blocks):
+    with pytest.raises(UserError, match="host_blocks must be a whole number"):
+        PrefixConfig(host_blocks=host_blocks)
 
 
-@pytest.mark.parametrize("policy", [FORGETTING[0], seldom(FORGETTING[6])])
+@pytest.mark.parametrize("policy", [EVICTING[0], seldom(EVICTING[6])])
 def test_states_go_to_the_host_when_pages_run_out(policy):
-    how = Prefixes(3, where="every=1", host_slots=100)
-    engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=how)
+    how = PrefixConfig(3, where="every=1", host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=how)
     asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
     wanted = [cold(engine, one).scored for one in asked]
-    assert engine.forget()
-    before = engine.figures()
+    assert engine.reset_prefix_cache()
+    before = engine.metrics()
     for turn, (one, want) in enumerate(zip(asked, wanted, strict=True)):
         (got,) = ask(engine, one)
         assert got.scored == want
         assert turn < 3 or got.outcome.cached_tokens == usable(len(one.tokens))
-    after = engine.figures()
+    after = engine.metrics()
     assert all(after[name] > before[name] + 2 for name in ("demotions", "promotions"))
 
 
 def test_a_store_too_small_for_a_prompt_does_no_harm():
-    engine = Engine(plain("full"), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(2))
+    engine = Engine(
+        plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(2)
+    )
     long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)
     wanted = [cold(engine, one).scored for one in (long, short)]
     for _ in range(2):
@@ -199,7 +209,7 @@ def test_a_store_too_small_for_a_prompt_does_no_harm():
 
 
 def test_a_salt_keeps_prefixes_apart():
-    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
     for salt in ("a", None, "b"):
         (first,) = ask(engine, Request(SHARED, 4, salt=salt))
         (again,) = ask(engine, Request(SHARED, 4, salt=salt))
@@ -208,7 +218,7 @@ def test_a_salt_keeps_prefixes_apart():
 
 def test_a_salt_keeps_the_draws_of_policies_apart():
     policy = "reservoir:sinks=2,window=6,sample=8"
-    engine = Engine(plain(policy), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
     told = {
         salt: cold(engine, Request(SHARED, 4, logprobs=1, salt=salt)).scored
         for salt in ("a", "b", None)
@@ -217,29 +227,29 @@ def test_a_salt_keeps_the_draws_of_policies_apart():
 
 
 def test_a_prompt_given_up_leaves_what_it_had_read():
-    engine = Engine(plain(), slots=2, chunk=CHUNK, turn=CHUNK,
-                    prefixes=Prefixes(64, where="every=1"))  # fmt: skip
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, step_tokens=CHUNK,
+                    prefix_cache=PrefixConfig(64, where="every=1"))  # fmt: skip
     wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
     for turns in range(14):
-        assert engine.forget()
-        ear = Ear()
-        ticket = engine.submit(Request(SHARED, 8, logprobs=3), ear)
+        assert engine.reset_prefix_cache()
+        listener = Recorder()
+        handle = engine.submit(Request(SHARED, 8, logprobs=3), listener)
         for _ in range(turns):
             engine.step()
-        engine.cancel(ticket)
+        engine.cancel(handle)
         finish(engine)
-        assert ear.outcome.reason == "cancelled"
+        assert listener.outcome.reason == "cancelled"
         (again,) = ask(engine, Request(SHARED, 8, logprobs=3))
         assert again.scored == wanted
         assert again.outcome.cached_tokens == min(turns * CHUNK, usable(200))
 
 
 def test_echo_is_scored_from_the_beginning():
-    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(64))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
     ask(engine, Request(SHARED, 1))
-    (ear,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
-    assert len(ear.echoed) == len(SHARED) and ear.outcome.cached_tokens == 0
-    assert all(scored.logprob is not None for scored in ear.echoed[1:])
+    (listener,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
+    assert len(listener.echoed) == len(SHARED) and listener.outcome.cached_tokens == 0
+    assert all(scored.logprob is not None for scored in listener.echoed[1:])
 
 
 def test_nothing_is_computed_with_a_neighbours_prefix():
@@ -248,97 +258,26 @@ def test_nothing_is_computed_with_a_neighbours_prefix():
     wide = dataclasses.replace(SPEC, encoding=rotary(HEAD_DIM, 101.0))
     half = dataclasses.replace(SPEC, dtype="bfloat16")
     roots = [
-        root_of(plain(streaming), 16, 0, None),
-        root_of(plain(streaming), 16, 0, "a"),
-        root_of(plain(streaming), 16, 1, None),
-        root_of(plain(streaming), 32, 0, None),
-        root_of(plain(streaming, seed=1), 16, 0, None),
-        root_of(plain(other), 16, 0, None),
-        root_of(plain(f"0={streaming};1={other}"), 16, 0, None),
-        root_of(dataclasses.replace(plain(streaming), spec=wide), 16, 0, None),
-        root_of(dataclasses.replace(plain(streaming), spec=half), 16, 0, None),
+        model_root(plain(streaming), 16, 0, None),
+        model_root(plain(streaming), 16, 0, "a"),
+        model_root(plain(streaming), 16, 1, None),
+        model_root(plain(streaming), 32, 0, None),
+        model_root(plain(streaming, seed=1), 16, 0, None),
+        model_root(plain(other), 16, 0, None),
+        model_root(plain(f"0={streaming};1={other}"), 16, 0, None),
+        model_root(dataclasses.replace(plain(streaming), spec=wide), 16, 0, None),
+        model_root(dataclasses.replace(plain(streaming), spec=half), 16, 0, None),
     ]
     assert len(set(roots)) == len(roots)
-    assert root_of(plain(streaming), 16, 0, None) == roots[0]
+    assert model_root(plain(streaming), 16, 0, None) == roots[0]
 
 
 def test_a_snapshot_is_not_changed_by_a_hit():
-    engine = Engine(plain(), slots=2, chunk=CHUNK, prefixes=Prefixes(8))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(8))
     ask(engine, Request(SHARED, 1))
     pool = engine._store._device
     before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]
-    (ear,) = ask(engine, Request(SHARED, 100))
-    assert ear.outcome.cached_tokens == usable(200)
+    (listener,) = ask(engine, Request(SHARED, 100))
+    assert listener.outcome.cached_tokens == usable(200)
     for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
         np.testing.assert_array_equal(old, new)
-
-
-@pytest.mark.parametrize("pin", [False, True])
-@pytest.mark.parametrize("policy", ["full", FORGETTING[0]])
-def test_what_is_pinned_stays(policy, pin):
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(14))
-    ask(engine, Request(SHARED, 1))
-    held = engine.pin(SHARED) if pin else None
-    assert held is None or held.at == usable(200)
-    rng = np.random.default_rng(6)
-    for _ in range(30):
-        ask(engine, Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 1))
-    assert engine.forget() != pin
-    (again,) = ask(engine, Request(SHARED, 1))
-    assert (again.outcome.cached_tokens == usable(200)) == pin
-    if pin:
-        engine.unpin(held)
-        assert engine.forget()
-        with pytest.raises(RuntimeError):
-            engine.unpin(held)
-
-
-def test_what_goes_on_from_a_pin_takes_it_up():
-    """However few pages are left beside what is pinned; and every token is looked up."""
-    engine = Engine(plain("full"), slots=2, room=256, chunk=CHUNK, prefixes=Prefixes(14))
-    other = tuple(reversed(SHARED))
-    longer = Request(SHARED[:192] + other[:40], 4, logprobs=2)
-    wanted = cold(engine, longer).scored
-    assert engine.forget()
-    pins = []
-    for tokens in (SHARED[:193], other[:17]):
-        ask(engine, Request(tokens, 1))
-        pins.append(engine.pin(tokens))
-    assert [pin.at for pin in pins] == [192, 16]
-    for cached in (192, 208):  # with the one page that is left
-        queries = engine.figures()["prefix_queries"]
-        (got,) = ask(engine, longer)
-        assert got.scored == wanted and got.outcome.cached_tokens == cached
-        assert engine.figures()["prefix_queries"] == queries + 232
-    (pushed,) = ask(engine, Request(other[100:], 2))  # one page for six chunks
-    assert pushed.outcome.cached_tokens == 0
-    for pin in pins:
-        engine.unpin(pin)
-    assert engine.forget()
-
-
-@pytest.mark.parametrize("policy, slots", [("full", 14), (FORGETTING[0], 2)])
-def test_a_pin_comes_back_from_the_host(policy, slots):
-    how = Prefixes(slots, host_slots=100)
-    engine = Engine(plain(policy), slots=2, room=256, chunk=CHUNK, prefixes=how)
-    wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
-    rng = np.random.default_rng(7)
-    others = [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 1) for _ in range(5)]
-    for _ in range(2):
-        ask(engine, Request(SHARED, 1))
-        for one in others:
-            ask(engine, one)
-        pin = engine.pin(SHARED)
-        assert pin.at == usable(200)
-        for one in others:
-            ask(engine, one)
-        (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
-        assert got.scored == wanted and got.outcome.cached_tokens == usable(200)
-        engine.unpin(pin)
-    assert engine.forget()
-
-
-def test_without_prefixes_there_is_nothing_to_pin():
-    engine = Engine(plain(), slots=1, chunk=CHUNK)
-    assert engine.pin(SHARED) is None
-    engine.unpin(None)

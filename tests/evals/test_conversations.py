@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 import pytest
 
 from jaxkv import models
-from jaxkv.engine import Prefixes
+from jaxkv.engine import PrefixConfig
 from jaxkv.evals import conversations, prefix_report, prefix_traces
 
 
@@ -66,7 +66,7 @@ def test_what_is_found_need_not_be_read(llm):
     said = conversations.say(llm, users=2, turns=2, instructions=70)
     served = conversations.serve(
         llm, "streaming:sinks=2,window=30", partial(conversations.converse, said=said),
-        conversations.room(said), Prefixes(8), chunk=32, rounds=2,
+        conversations.room(said), PrefixConfig(8), chunk=32, rounds=2,
     )  # fmt: skip
     anew, kept = served[conversations.ANEW], served[conversations.KEPT]
     assert anew.tokens == kept.tokens and anew.bytes == 0 and not anew.found.any()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes
+from jaxkv.engine import Engine, PrefixConfig
 from jaxkv.evals import agents, prefix_engine, serving, soak
 from jaxkv.evals.prefix_traces import Asked
 from tests.engine.plain import VOCAB, plain
@@ -65,8 +65,8 @@ def test_equal_prompts_are_found_but_for_the_first(llm):
 def test_answers_that_differ_end_the_run(llm, monkeypatch):
     load = prefix_engine.report(llm, 1.0, 4)
     told = iter(range(100))
-    made = types.SimpleNamespace(forget=lambda: True, bytes_of_prefixes=0)
-    monkeypatch.setattr(prefix_engine, "engine_of", lambda *_, **__: made)
+    made = types.SimpleNamespace(reset_prefix_cache=lambda: True, prefix_bytes=0)
+    monkeypatch.setattr(prefix_engine, "make_engine", lambda *_, **__: made)
     monkeypatch.setattr(
         prefix_engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(told)])]
     )
@@ -83,7 +83,7 @@ def test_passages_are_stretches_of_the_texts():
 
 
 def test_a_time_counts_only_for_what_was_said_to_be_cached():
-    engine = Engine(plain(), slots=1, chunk=16, prefixes=Prefixes(8))
+    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(8))
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 50).tolist())
     assert serving.to_first(engine, prompt, 0) > 0
     assert serving.to_first(engine, prompt, 48) > 0

@@ -121,17 +121,17 @@ def test_mooncake_by_tokens(mooncake, capacity, wanted):
     assert found.evictions == by_ids.evictions
 
 
-@pytest.mark.parametrize("order", ["nested", "frequency"])
+@pytest.mark.parametrize("order", ["lru-deepest-first", "lfu"])
 def test_orders_of_eviction_on_a_part_of_a_trace(mooncake, order):
     part = prefix_traces.Trace("mooncake", mooncake.asked[:1500])
     linked = prefix_traces.replay(part, 2_000)
     other = prefix_traces.replay(part, 2_000, order=order)
-    assert (other.blocks_hit == linked.blocks_hit) == (order == "nested")
+    assert (other.blocks_hit == linked.blocks_hit) == (order == "lru-deepest-first")
     assert other.blocks_hit > 0
 
 
 @pytest.mark.parametrize(
-    "where, number", [("last+junction", 2), ("last", 0), ("every=1", 1), ("every=16+last", 3)]
+    "where, number", [("last+branch", 2), ("last", 0), ("every=1", 1), ("every=16+last", 3)]
 )
 def test_where_to_store_snapshots(mooncake, where, number):
     found = prefix_traces.replay_snapshots(mooncake, where, prefix_traces.SLOTS[number])

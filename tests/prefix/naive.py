@@ -1,4 +1,4 @@
-"""A pool that keeps whole prefixes in a dict and looks through all of them: what to find."""
+"""A naive pool that keeps whole prefixes in a dict and searches all of them: the reference."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Naive:
     """Full blocks alone, and every release at a time of its own."""
 
     block: int
-    total: int | None
+    num_blocks: int | None
     capacity: int | None
     cap: bool
-    frequency: bool
+    lfu: bool
     entries: dict[tuple, Entry] = field(default_factory=dict)
     private: int = 0
     time: int = 0
@@ -44,7 +44,7 @@ class Naive:
 
     def rank(self, prefix):
         entry = self.entries[prefix]
-        return (entry.uses if self.frequency else 0, entry.time, -len(prefix))
+        return (entry.uses if self.lfu else 0, entry.time, -len(prefix))
 
     def usable(self, root, tokens):
         found = 0
@@ -68,9 +68,9 @@ class Naive:
 
     def make_room(self, new, kept=()):
         """Whether so many pages can be had, and if so have them."""
-        if self.total is None:
+        if self.num_blocks is None:
             return True
-        free = self.total - self.private - len(self.entries)
+        free = self.num_blocks - self.private - len(self.entries)
         evictable = [prefix for prefix in self.cached() if prefix not in kept]
         if new > free + len(evictable):
             return False
@@ -120,12 +120,3 @@ class Naive:
             entry.time = self.time
         while self.capacity is not None and len(self.cached()) > self.capacity:
             self.evict(self.cached()[0])
-
-    def pin(self, root, tokens):
-        held = []
-        for prefix in self.prefixes(root, tokens):
-            if prefix not in self.entries:
-                break
-            self.hold(prefix)
-            held.append(prefix)
-        return Table([], held)

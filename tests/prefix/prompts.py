@@ -1,22 +1,22 @@
-"""Prompts and what is done with them in most tests."""
+"""Prompts, and helpers that most tests of the prefix index use."""
 
 from __future__ import annotations
 
-from jaxkv.prefix import root
+from jaxkv.prefix import root_hash
 
-ROOT = root(policy="full")
+ROOT = root_hash(policy="full")
 P = list(range(100, 114))  # in blocks of 4: three full ones and a tail of 2
 
 
-def admit(pool, tokens, root=ROOT, computed=None, **how):
-    """A lease on a prompt whose tokens are computed at once, or so many of them."""
-    lease = pool.admit(pool.read(tokens, root), **how)
+def admit(pool, tokens, root=ROOT, computed=None, **options):
+    """Admit a prompt and publish its first `computed` tokens, by default all."""
+    lease = pool.admit(pool.hash_prompt(tokens, root), **options)
     pool.publish(lease, computed)
     return lease
 
 
 def serve(pool, tokens, root=ROOT, new=()):
-    """A request from beginning to end; tokens that need not be computed."""
+    """Serve a request to its end; returns the tokens that were cached."""
     lease = admit(pool, tokens, root)
     for token in new:
         pool.append(lease, token)
@@ -26,7 +26,7 @@ def serve(pool, tokens, root=ROOT, new=()):
 
 
 def match(pool, tokens, root=ROOT):
-    return pool.match(pool.read(tokens, root))
+    return pool.match(pool.hash_prompt(tokens, root))
 
 
 def refs(lease):
@@ -34,5 +34,29 @@ def refs(lease):
 
 
 def cached(pool):
-    """Pages in the order in which they will be evicted."""
+    """Cached pages in eviction order."""
     return [block.page for block in pool._pages.cached]
+
+
+def drop_block(pool, hash):
+    """Remove a block by force, so that the chain has a gap; False if the hash is unknown."""
+    block = pool._index.get(hash)
+    if block is None:
+        return False
+    pool._index.forget(block)
+    if block.on_host:
+        pool._pages.host.remove(block)
+    elif not block.refs:
+        pool._pages.cached.remove(block)
+        pool._pages.free.append(block.page)
+    return True
+
+
+def drop_snapshot(index, hash):
+    """Evict a snapshot by force; False if it is absent, or read or written at the moment."""
+    snapshot = index._index.get(hash)
+    if snapshot is None or snapshot.refs or not snapshot.ready:
+        return False
+    index._remove(snapshot)
+    index._lost.add(hash)
+    return True

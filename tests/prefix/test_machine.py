@@ -1,7 +1,7 @@
-"""Whatever is done to a pool in whatever order: behaviours 15, 28 and 34 of the reference.
+"""Random operations on a pool in random order: behaviours 15, 28 and 34 of the reference.
 
-Pages have contents here: a row is the whole prefix up to its token. Whatever the pool says need
-not be computed must be there, and in full mode all that a naive pool finds must be found.
+The pages have content here: a slot holds the whole prefix up to its token. The tokens that the pool
+reports as cached must be there, and in full mode it must find all that a naive pool finds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv.prefix import BlockPool, Lease, encode, root
-from jaxkv.prefix.keys import TOKEN, sha256
+from jaxkv.prefix import BlockPool, Lease, encode, root_hash
+from jaxkv.prefix.block_hash import TOKEN, sha256
 from tests.prefix.naive import Naive, Table
+from tests.prefix.prompts import drop_block
 
-ROOTS = [root(salt=None), root(salt="a")]
+ROOTS = [root_hash(salt=None), root_hash(salt="a")]
 TOKENS = st.sampled_from([0, 1])
 PICK = st.sampled_from(range(24))
 SALT = st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[0], ROOTS[1]])
@@ -43,7 +44,7 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """hash: of the keys. forced: blocks are dropped too, so chains may have gaps."""
+    """hash: of blocks. forced: blocks are also removed by force, so chains may have gaps."""
 
     modes = ("full", "alias", "rekey")
     hash = staticmethod(sha256)
@@ -55,21 +56,20 @@ class Machine(RuleBasedStateMachine):
         draw = data.draw
         self.block = draw(st.sampled_from([1, 2, 3, 4]))
         about = {
-            "total": draw(st.sampled_from([None, 8, 12, 16, 20])),
+            "num_blocks": draw(st.sampled_from([None, 8, 12, 16, 20])),
             "capacity": draw(st.sampled_from([None, None, 0, 2, 5])),
             "cap": draw(st.booleans()),
         }
         mode, order = (
-            draw(st.sampled_from(c)) for c in (self.modes, ("linked", "nested", "frequency"))
+            draw(st.sampled_from(c)) for c in (self.modes, ("lru", "lru-deepest-first", "lfu"))
         )
         host = draw(st.sampled_from([0, 0, 1, 3, 99])) if mode == "full" else 0
         self.pool = BlockPool(
-            self.block, mode=mode, order=order, hash=self.hash, host=host, **about
+            self.block, mode=mode, order=order, hash=self.hash, host_blocks=host, **about
         )
         exact = mode == "full" and self.hash is sha256 and not self.forced and not host
-        self.naive = Naive(self.block, frequency=order == "frequency", **about) if exact else None
+        self.naive = Naive(self.block, lfu=order == "lfu", **about) if exact else None
         self.held: list[Held] = []
-        self.pins: list[tuple[Lease, Table | None]] = []
         self.pages: dict[int | tuple, dict[int, tuple]] = {}  # of the host too
         self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
         self.queried = 0
@@ -81,11 +81,11 @@ class Machine(RuleBasedStateMachine):
         tokens = [*self.said[like % len(self.said)][:keep]]
         tokens += data.draw(st.lists(TOKENS, min_size=more, max_size=more))
         self.said = [*self.said[-6:], tokens]
-        prompt = self.pool.read(tokens, salt)
+        prompt = self.pool.hash_prompt(tokens, salt)
         found = self.pool.match(prompt)
         assert found.usable + sum(found.missed.values()) == len(tokens)
         assert found.usable <= found.matched <= len(tokens)
-        lease = self.pool.admit(prompt, room)
+        lease = self.pool.admit(prompt, extra_tokens=room)
         table = self.naive.admit(salt, tokens, room) if self.naive else None
         if self.naive:
             assert (lease is None) == (table is None)
@@ -158,31 +158,14 @@ class Machine(RuleBasedStateMachine):
         if self.naive:
             self.naive.release(one.naive)
 
-    @precondition(lambda self: not self.pins and self.pool.entries > 2)
-    @rule(salt=SALT, like=PICK)
-    def pin(self, salt, like):
-        tokens = self.said[like % len(self.said)]
-        lease = self.pool.pin(self.pool.read(tokens, salt))
-        self.move()
-        self.pins.append((lease, self.naive.pin(salt, tokens) if self.naive else None))
-
-    @precondition(lambda self: self.pins)
-    @rule()
-    def unpin(self):
-        lease, table = self.pins.pop()
-        self.pool.release(lease)
-        self.move()
-        if self.naive:
-            self.naive.release(table)
-
     @precondition(lambda self: self.forced)
     @rule(salt=SALT, like=PICK, number=PICK)
     def drop(self, salt, like, number):
-        keys = self.pool.read(self.said[like % len(self.said)], salt).keys
-        if keys:
-            self.pool.drop(keys[number % len(keys)])
+        hashes = self.pool.hash_prompt(self.said[like % len(self.said)], salt).hashes
+        if hashes:
+            drop_block(self.pool, hashes[number % len(hashes)])
 
-    @precondition(lambda self: not self.held and not self.pins and self.pool.cached > 4)
+    @precondition(lambda self: not self.held and self.pool.cached > 4)
     @rule()
     def reset(self):
         assert self.pool.reset()
@@ -190,11 +173,11 @@ class Machine(RuleBasedStateMachine):
             self.naive.entries.clear()
 
     def move(self):
-        for source, page, target, slot in self.pool.moves:
+        for source, page, target, slot in self.pool.transfers:
             old = ("host", page) if source == "host" else page
             new = ("host", slot) if target == "host" else slot
             self.pages[new] = self.pages.pop(old)  # nobody may read it there any more
-        self.pool.moves.clear()
+        self.pool.transfers.clear()
 
     def copy(self, lease):
         for source, target, rows in lease.copies:
@@ -207,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         block, row = one.lease.blocks[position // self.block], position % self.block
         sharers = [other for other in self.held if block in other.lease.blocks]
         assert sharers == [one], "written where others read"
-        assert not block.keys or row >= len(block.tokens) // TOKEN, "written where others find"
+        assert not block.hashes or row >= len(block.tokens) // TOKEN, "written where others find"
         prefix = (one.root, *one.tokens[: position + 1])
         self.pages.setdefault(block.page, {})[row] = prefix
         one.computed = max(one.computed, position + 1)
@@ -221,21 +204,20 @@ class Machine(RuleBasedStateMachine):
     def add_up(self):
         type(self).steps += 1
         pool = self.pool
-        tables = [*(one.lease for one in self.held), *(pin for pin, _ in self.pins)]
-        standing = Counter(block for lease in tables for block in lease.blocks)
+        standing = Counter(block for one in self.held for block in one.lease.blocks)
         assert all(block.refs == count for block, count in standing.items())
         assert not any(block.on_host for block in standing)
         cached = list(pool._pages.cached)
-        assert all(not block.refs and block.keys for block in cached)
+        assert all(not block.refs and block.hashes for block in cached)
         pages = [*pool._pages.free, *(b.page for b in cached), *(b.page for b in standing)]
-        assert sorted(pages) == list(range(pool.total))
-        assert pool.free + pool.active + pool.cached == pool.total
+        assert sorted(pages) == list(range(pool.num_blocks))
+        assert pool.free + pool.active + pool.cached == pool.num_blocks
         assert pool.active == len(standing) and pool.cached == len(cached)
         assert pool.capacity is None or pool.cached <= pool.capacity
         far = [block for block in set(pool._index._entries.values()) if block.on_host]
         assert pool.host_taken == len({block.page for block in far}) == len(far)
         assert not any(block.refs for block in far)
-        found = pool.counts.first
+        found = pool.counts.lookups
         assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
         assert found.blocks_hit <= found.blocks and found.full_blocks_hit <= found.full_blocks
 
@@ -243,10 +225,10 @@ class Machine(RuleBasedStateMachine):
     def what_is_found_is_there(self):
         pool, known = self.pool, {root: (root,) for root in ROOTS}
         entries = pool._index._entries
-        assert all(key in block.keys for key, block in entries.items())
+        assert all(hash in block.hashes for hash, block in entries.items())
         for block in sorted(set(entries.values()), key=lambda block: block.depth):
             parent = block.parent
-            if not isinstance(parent, bytes) and not parent.keys:
+            if not isinstance(parent, bytes) and not parent.hashes:
                 assert self.forced, "an orphan"
                 continue
             if parent not in known:
@@ -273,9 +255,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(salt=SALT, like=PICK, end=st.sampled_from([99, 7, 5, 4]))
     def match(self, salt, like, end):
-        """All is found that is there: the longest chain of entries that spell the prompt."""
+        """A lookup finds the longest chain of entries with the prompt's tokens."""
         tokens = self.said[like % len(self.said)][:end]
-        found = self.pool.match(self.pool.read(tokens, salt))
+        found = self.pool.match(self.pool.hash_prompt(tokens, salt))
         if self.naive:
             assert found.usable == self.naive.usable(salt, tokens)
         if self.hash is not sha256 or self.forced:
@@ -287,7 +269,7 @@ class Machine(RuleBasedStateMachine):
                 chain.append(chain[-1].parent)
             data = b"".join(one.tokens for one in reversed(chain))
             spelled.add(chain[-1].parent + data)
-            if self.pool.mode == "alias" and len(block.keys) > 1:  # its prompt's tail too
+            if self.pool.mode == "alias" and len(block.hashes) > 1:  # its prompt's tail too
                 sizes = [len(p) for p in self.tails(block, data, chain[-1].parent)]
                 spelled.update(chain[-1].parent + data[:size] for size in sizes)
         whole = [n for n in range(self.block, len(tokens) + 1, self.block)]
@@ -298,17 +280,17 @@ class Machine(RuleBasedStateMachine):
         assert found.matched == matched
 
     def tails(self, block, data, salt):
-        """The prompts by whose keys a full block is found besides its own."""
+        """The shorter prompts by whose hashes a full block is found besides its own."""
         begin = len(data) - len(block.tokens)
         for size in range(begin + TOKEN, len(data), TOKEN):
             count = size // TOKEN
             tokens = [int.from_bytes(data[4 * n : 4 * n + 4], "little") for n in range(count)]
-            if self.pool.read(tokens, salt).keys[-1] in block.keys:
+            if self.pool.hash_prompt(tokens, salt).hashes[-1] in block.hashes:
                 yield data[:size]
 
 
 class Colliding(Machine):
-    """Sixteen keys in all: they are often those of something else."""
+    """Only sixteen hashes, so that collisions are common."""
 
     hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
 

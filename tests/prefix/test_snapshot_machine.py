@@ -1,7 +1,7 @@
-"""Whatever is done to snapshots in whatever order, with two memories and pages that states share.
+"""Random operations on snapshots in random order, with two memories and shared pages.
 
-Slots have contents here: the tokens that were absorbed. A page's content is what a level of
-balance-stream depends on: the tokens up to the one with which it was written.
+The entries have content here: the tokens that the state has seen. A page holds what a level of
+balance-stream depends on: the tokens up to the one that wrote it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxkv
-from jaxkv.engine.host import Host, move
-from jaxkv.engine.pool import pages_of
-from jaxkv.engine.store import SharedPages, page_names
+from jaxkv.engine.host_tier import HostTier, transfer
+from jaxkv.engine.store import SharedPages, page_ids
 from jaxkv.prefix import Snapshots, encode
-from jaxkv.prefix.keys import sha256
+from jaxkv.prefix.block_hash import sha256
+from tests.prefix.prompts import drop_snapshot
 from tests.prefix.test_machine import PICK, ROOTS, run
 
-WHERE = ("last+junction", "last", "every=1", "every=2+last", "branch")
-PAGES_OF = pages_of(jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2"))
-PAGES = len(PAGES_OF.last_write(0))
+WHERE = ("last+branch", "last", "every=1", "every=2+last", "branch")
+SETTLES = jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2")
+PAGES = len(SETTLES.settled(0))
 
 
-class Memory(Host):
-    """The host's slots, for what is no array."""
+class Memory(HostTier):
+    """Host entries for content that is no array."""
 
     def __init__(self):
         self.held = {}
 
-    def put(self, slot, content, names):
-        self.held[slot] = content, names
+    def put(self, slot, content, ids):
+        self.held[slot] = content, ids
 
     def take(self, slot):
         return self.held.pop(slot)
@@ -46,30 +46,34 @@ class Machine(RuleBasedStateMachine):
     def begin(self, data):
         draw = data.draw
         self.chunk = draw(st.sampled_from([1, 2, 3]))
-        self.slots = draw(st.sampled_from([None, 1, 2, 3, 6]))
-        self.host_slots = draw(st.sampled_from([0, 0, 1, 2, 8])) if self.slots else 0
+        self.capacity = draw(st.sampled_from([None, 1, 2, 3, 6]))
+        self.host_capacity = draw(st.sampled_from([0, 0, 1, 2, 8])) if self.capacity else 0
         self.index = Snapshots(
-            self.slots, self.chunk, draw(st.sampled_from(WHERE)), self.host_slots, hash=self.hash
+            self.capacity,
+            self.chunk,
+            draw(st.sampled_from(WHERE)),
+            self.host_capacity,
+            hash=self.hash,
         )
-        self.pages = SharedPages(PAGES * (self.slots or 99))
+        self.pages = SharedPages(PAGES * (self.capacity or 99))
         self.device, self.far, self.written = {}, Memory(), {}
-        self.visits, self.claims = [], []
+        self.plans, self.claims = [], []
         self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
         self.queried = 0
 
     def move(self):
-        move(self.index.moves, self.far, self.take, self.save)
+        transfer(self.index.transfers, self.far, self.take, self.save)
 
     def take(self, slot):
         self.check(slot)
-        return self.device.pop(slot), self.pages.names(slot)
+        return self.device.pop(slot), self.pages.ids(slot)
 
-    def save(self, slot, content, names):
+    def save(self, slot, content, ids):
         """As the engine does: pages that nobody has are written, the others are not."""
         self.pages.release(slot)
         salt, tokens = content
-        last = PAGES_OF.last_write(len(tokens))
-        for number, page in self.pages.take(slot, names):
+        last = SETTLES.settled(len(tokens))
+        for number, page in self.pages.take(slot, ids):
             self.written[page] = (salt, tokens[: last[number]], number)
         self.device[slot] = content
 
@@ -81,95 +85,85 @@ class Machine(RuleBasedStateMachine):
         ):
             assert self.written[page] == (salt, tokens[:last], number)
 
-    @precondition(lambda self: len(self.visits) < 4)
+    @precondition(lambda self: len(self.plans) < 4)
     @rule(salt=st.sampled_from([0, 0, 0, 1]), like=PICK, keep=st.sampled_from([99, 99, 9, 6, 4]),
           new=st.lists(st.sampled_from([0, 1]), max_size=5))  # fmt: skip
-    def visit(self, salt, like, keep, new):
+    def plan(self, salt, like, keep, new):
         tokens = (*self.said[like % len(self.said)][:keep], *new)
         self.said = [*self.said[-6:], tokens]
-        prompt = self.index.read(tokens, ROOTS[salt])
+        prompt = self.index.hash_prompt(tokens, ROOTS[salt])
         deepest, planned = self.index.find(prompt), self.usable(ROOTS[salt], tokens)
         if self.hash is sha256:
             assert (deepest.boundary if deepest else 0) == planned
-        visit = self.index.visit(prompt)
+        plan = self.index.plan_prefill(prompt)
         self.move()
         self.queried += len(tokens)
-        assert visit.at < len(tokens) and visit.at % self.chunk == 0
-        readers = sum(one.snapshot is not None for one, *_ in self.visits)
-        if self.hash is sha256 and (self.slots is None or readers + len(self.claims) < self.slots):
-            assert visit.at == planned, "a slot could be had"
-        if visit.at:
-            assert self.device[visit.snapshot.slot] == (ROOTS[salt], tokens[: visit.at])
-            self.check(visit.snapshot.slot)
-        assert list(visit.save) == sorted(set(visit.save))
-        assert all(boundary > visit.at for boundary in visit.save)
-        self.visits.append((visit, tokens, ROOTS[salt]))
+        assert plan.start < len(tokens) and plan.start % self.chunk == 0
+        readers = sum(one.snapshot is not None for one, *_ in self.plans)
+        if self.hash is sha256 and (
+            self.capacity is None or readers + len(self.claims) < self.capacity
+        ):
+            assert plan.start == planned, "a slot could be had"
+        if plan.start:
+            assert self.device[plan.snapshot.index] == (ROOTS[salt], tokens[: plan.start])
+            self.check(plan.snapshot.index)
+        assert list(plan.save) == sorted(set(plan.save))
+        assert all(boundary > plan.start for boundary in plan.save)
+        self.plans.append((plan, tokens, ROOTS[salt]))
 
     def usable(self, salt, tokens):
         """The deepest boundary with a snapshot that leaves a token."""
         there = {
-            (s.data, s.key) for s in self.index._index.values() if s.ready
+            (s.data, s.hash) for s in self.index._index.values() if s.ready
         }  # fmt: skip
-        prompt = self.index.read(tokens, salt)
+        prompt = self.index.hash_prompt(tokens, salt)
         ends = range((len(tokens) - 1) // self.chunk, 0, -1)
-        keys = ((salt + encode(tokens[: n * self.chunk]), prompt.keys[n - 1], n) for n in ends)
-        return next((n * self.chunk for data, key, n in keys if (data, key) in there), 0)
+        hashes = ((salt + encode(tokens[: n * self.chunk]), prompt.hashes[n - 1], n) for n in ends)
+        return next((n * self.chunk for data, hash, n in hashes if (data, hash) in there), 0)
 
-    @precondition(lambda self: self.visits and len(self.claims) < 3)
+    @precondition(lambda self: self.plans and len(self.claims) < 3)
     @rule(pick=PICK, which=PICK, anywhere=st.booleans())
     def claim(self, pick, which, anywhere):
-        visit, tokens, salt = self.visits[pick % len(self.visits)]
-        ends = range(self.chunk, len(tokens) + 1, self.chunk) if anywhere else visit.save
+        plan, tokens, salt = self.plans[pick % len(self.plans)]
+        ends = range(self.chunk, len(tokens) + 1, self.chunk) if anywhere else plan.save
         if not ends:
             return
         boundary = ends[which % len(ends)]
-        snapshot = self.index.claim(visit.prompt, boundary)
+        snapshot = self.index.claim(plan.prompt, boundary)
         self.move()
         if snapshot is not None:
-            self.claims.append((snapshot, visit.prompt, salt, tuple(tokens[:boundary])))
+            self.claims.append((snapshot, plan.prompt, salt, tuple(tokens[:boundary])))
 
     @precondition(lambda self: self.claims)
-    @rule(pick=PICK, keep=st.sampled_from([True, True, True, False]))
-    def settle(self, pick, keep):
+    @rule(pick=PICK)
+    def publish(self, pick):
         snapshot, prompt, salt, tokens = self.claims.pop(pick % len(self.claims))
-        if not keep:
-            self.index.abandon(snapshot)
-            return
-        names = page_names(PAGES_OF, self.chunk, prompt, len(tokens))
-        self.save(snapshot.slot, (salt, tokens), names)
+        ids = page_ids(SETTLES, self.chunk, prompt, len(tokens))
+        self.save(snapshot.index, (salt, tokens), ids)
         self.index.publish(snapshot)
 
-    @precondition(lambda self: self.visits)
+    @precondition(lambda self: self.plans)
     @rule(pick=PICK)
-    def leave(self, pick):
-        visit, *_ = self.visits.pop(pick % len(self.visits))
-        self.index.leave(visit)
+    def release(self, pick):
+        plan, *_ = self.plans.pop(pick % len(self.plans))
+        self.index.release(plan)
         with pytest.raises(RuntimeError):
-            self.index.leave(visit)
-
-    @rule(like=PICK, salt=st.sampled_from(ROOTS))
-    def hold(self, like, salt):
-        tokens = tuple(self.said[like % len(self.said)])
-        if len(self.visits) < 4:
-            visit = self.index.hold(self.index.read(tokens, salt))
-            self.move()
-            assert visit.save == () and (not visit.at or visit.snapshot.tier.name == "device")
-            self.visits.append((visit, tokens, salt))
+            self.index.release(plan)
 
     @rule(like=PICK, number=PICK, salt=st.sampled_from(ROOTS))
     def drop(self, like, number, salt):
-        keys = self.index.read(self.said[like % len(self.said)], salt).keys
-        snapshot = self.index._index.get(keys[number % len(keys)]) if keys else None
+        hashes = self.index.hash_prompt(self.said[like % len(self.said)], salt).hashes
+        snapshot = self.index._index.get(hashes[number % len(hashes)]) if hashes else None
         if snapshot is not None:
             idle = snapshot.ready and not snapshot.refs
-            assert self.index.drop(snapshot.key) == idle
+            assert drop_snapshot(self.index, snapshot.hash) == idle
             if idle and snapshot.tier.name == "host":
-                del self.far.held[snapshot.slot]  # the engine's is written over
+                del self.far.held[snapshot.index]  # the engine overwrites it
 
     @precondition(lambda self: self.index.taken > 2)
     @rule()
     def reset(self):
-        busy = any(visit.snapshot is not None for visit, *_ in self.visits) or self.claims
+        busy = any(plan.snapshot is not None for plan, *_ in self.plans) or self.claims
         assert self.index.reset() != bool(busy)
         if not busy:
             assert self.index.taken == self.index.host_taken == 0
@@ -180,35 +174,35 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def add_up(self):
         type(self).steps += 1
-        index, found = self.index, self.index.counts.first
+        index, found = self.index, self.index.counts.lookups
         assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
         snapshots = list(index._index.values())
         by_tier = Counter(snapshot.tier.name for snapshot in snapshots)
         assert (by_tier["device"], by_tier["host"]) == (index.taken, index.host_taken)
-        assert self.slots is None or index.taken <= self.slots
-        assert index.host_taken <= self.host_slots
-        places = {(snapshot.tier.name, snapshot.slot) for snapshot in snapshots}
+        assert self.capacity is None or index.taken <= self.capacity
+        assert index.host_taken <= self.host_capacity
+        places = {(snapshot.tier.name, snapshot.index) for snapshot in snapshots}
         assert len(places) == len(snapshots), "two in one slot"
-        readers = Counter(visit.snapshot for visit, *_ in self.visits if visit.snapshot)
+        readers = Counter(plan.snapshot for plan, *_ in self.plans if plan.snapshot)
         assert all(snapshot.refs == readers[snapshot] for snapshot in snapshots)
         assert set(readers) <= set(snapshots), "one that is read is there"
-        assert not index.moves
+        assert not index.transfers
 
     @invariant()
     def what_is_found_is_there(self):
         for snapshot in self.index._index.values():
             if not snapshot.ready:
                 continue
-            at, slot = snapshot.tier.name, snapshot.slot
+            at, slot = snapshot.tier.name, snapshot.index
             salt, tokens = self.device[slot] if at == "device" else self.far.held[slot][0]
             assert snapshot.data == salt + encode(tokens) and len(tokens) == snapshot.boundary
-            assert self.index.read(tokens, salt).keys[-1] == snapshot.key
+            assert self.index.hash_prompt(tokens, salt).hashes[-1] == snapshot.hash
             if at == "device":
                 self.check(slot)
 
 
 class Colliding(Machine):
-    """Sixteen keys in all: they are often those of something else."""
+    """Only sixteen hashes, so that collisions are common."""
 
     hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
 

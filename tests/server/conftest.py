@@ -93,7 +93,7 @@ class Served(NamedTuple):
     def works(self) -> None:
         """It goes on serving, and nothing is left of what was asked before."""
         assert self.complete("|fine", max_tokens=8).json["choices"][0]["text"] == "fine"
-        eventually(lambda: not self.engine.tickets)
+        eventually(lambda: not self.engine.handles)
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 10) -> None:
@@ -113,12 +113,14 @@ def events(raw: bytes) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **terms: Any):
-    """kernel_seconds: after which a connection is dropped; terms: of the application."""
+def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **config: Any):
+    """kernel_seconds: after which a connection is dropped; config: of the application."""
     words = words or language()
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
     server.begin_listening(listener)
-    running = server.server_of(server.application(engine, words, tenants, server.Terms(**terms)))
+    running = server.make_server(
+        server.application(engine, words, tenants, server.ServerConfig(**config))
+    )
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]
     engine.start()

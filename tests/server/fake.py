@@ -1,4 +1,4 @@
-"""An engine without a model, and a language of bytes: what it answers stands in the prompt."""
+"""An engine without a model, and a tokenizer of bytes: the prompt contains the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, pairwise, repeat
 from types import SimpleNamespace
 
-from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, Scored
+from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
 from jaxkv.errors import UserError
 from jaxkv.models.chat import Chat
 from jaxkv.models.language import Language
@@ -40,16 +40,16 @@ def logprob(before: int, token: int) -> float:
     return -float(1 + (7 * before + token) % 13)
 
 
-def scored(before: int, token: int, top: int | None) -> Scored:
+def scored(before: int, token: int, top: int | None) -> ScoredToken:
     if top is None:
-        return Scored(token)
+        return ScoredToken(token)
     best = sorted(range(WIDE), key=lambda other: -logprob(before, other))[:top]
-    return Scored(token, logprob(before, token), tuple((t, logprob(before, t)) for t in best))
+    return ScoredToken(token, logprob(before, token), tuple((t, logprob(before, t)) for t in best))
 
 
 def script(request: Request) -> Iterator[int]:
-    """Behind a | in the prompt stands the answer, to be ended by an eos; else it never ends, and
-    says the seed again and again, or one word where it is greedy."""
+    """After a | in the prompt comes the answer, ended by an eos. Without one the answer never ends:
+    it repeats the seed, or one word if it is greedy."""
     prompt = bytes(token for token in request.tokens if token < 256)
     _, bar, answer = prompt.partition(b"|")
     if bar:
@@ -61,7 +61,7 @@ def script(request: Request) -> Iterator[int]:
 
 
 @dataclass(eq=False)
-class Ticket:
+class FakeHandle:
     request: Request
     listener: Listener
     tokens: Iterator[int]
@@ -77,10 +77,11 @@ class FakeEngine:
     pause: seconds between steps. ended: the outcomes so far.
     """
 
-    def __init__(self, slots: int = 4, room: int = 100_000, pause: float = 0.0):
-        self.slots, self.room, self.vocab, self.pause = slots, room, VOCAB, pause
+    def __init__(self, max_batch: int = 4, max_len: int = 100_000, pause: float = 0.0):
+        self.max_batch, self.max_len = max_batch, max_len
+        self.vocab, self.pause = VOCAB, pause
         self.healthy = True
-        self.tickets: list[Ticket] = []
+        self.handles: list[FakeHandle] = []
         self.requests: list[Request] = []
         self.ended: list[Outcome] = []
         self._seen: set[tuple] = set()
@@ -88,32 +89,32 @@ class FakeEngine:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def submit(self, request: Request, listener: Listener) -> Ticket:
-        if len(request.tokens) + request.max_new_tokens > self.room:
-            raise UserError(f"a row holds {self.room} tokens, got more; shorten it")
+    def submit(self, request: Request, listener: Listener) -> FakeHandle:
+        if len(request.tokens) + request.max_new_tokens > self.max_len:
+            raise UserError(f"max_len is {self.max_len} tokens, got more; shorten it")
         prompt = bytes(token for token in request.tokens if token < 256)
         if b"!full" in prompt:
             raise Overloaded("64 requests wait", 7.2)
-        ticket = Ticket(request, listener, script(request))
+        handle = FakeHandle(request, listener, script(request))
         with self._news:
             key = (request.salt, request.tokens)
-            ticket.cached = len(request.tokens) - 1 if key in self._seen else 0
+            handle.cached = len(request.tokens) - 1 if key in self._seen else 0
             self._seen.add(key)
-            self.tickets.append(ticket)
+            self.handles.append(handle)
             self.requests.append(request)
             self._news.notify()
-        return ticket
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: FakeHandle) -> None:
         with self._news:
-            ticket.cancelled = True
+            handle.cancelled = True
             self._news.notify()
 
-    def figures(self) -> dict:
+    def metrics(self) -> dict:
         return {
-            "running": len(self.tickets), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
+            "running": len(self.handles), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
             "snapshot_slots": 8, "snapshot_slots_used": 3, "snapshot_slots_held": 1,
-            "prefix_queries": 100, "prefix_hits": 40, "evictions": 1, "preemptions": 0,
+            "prefix_queries": 100, "prefix_hits": 40, "evictions": 1,
             "compilations": 5, "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
             "step_sizes": [("1", 2), ("16", 6), ("+Inf", 7)], "generation_tokens": 17,
             "host_slots": 9, "host_slots_used": 5, "demotions": 6, "promotions": 1,
@@ -128,49 +129,49 @@ class FakeEngine:
             self._stopping = True
             self._news.notify()
         self._thread.join()
-        for ticket in list(self.tickets):
-            self._end(ticket, "cancelled")
+        for handle in list(self.handles):
+            self._end(handle, "cancelled")
 
     def _run(self) -> None:
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._stopping or self.tickets)
+                self._news.wait_for(lambda: self._stopping or self.handles)
                 if self._stopping:
                     return
-                running = self.tickets[: self.slots]
-            for ticket in running:
-                self._write(ticket)
+                running = self.handles[: self.max_batch]
+            for handle in running:
+                self._write(handle)
             time.sleep(self.pause)
 
-    def _write(self, ticket: Ticket) -> None:
-        request, listener = ticket.request, ticket.listener
+    def _write(self, handle: FakeHandle) -> None:
+        request, listener = handle.request, handle.listener
         prompt, top = list(request.tokens), request.logprobs
-        if ticket.cancelled:
-            return self._end(ticket, "cancelled")
-        if request.echo and not ticket.made:
+        if handle.cancelled:
+            return self._end(handle, "cancelled")
+        if request.echo and not handle.made:
             pairs = pairwise(prompt)
-            listener.prompt([Scored(prompt[0]), *(scored(*pair, top) for pair in pairs)])
-        if len(ticket.made) == request.max_new_tokens:
-            return self._end(ticket, "length")
-        if len(ticket.made) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
-            return self._end(ticket, "error", "the model gives no numbers")
-        token = next(ticket.tokens)
-        before = [*prompt, *ticket.made][-1]
-        ticket.made.append(token)
+            listener.prompt([ScoredToken(prompt[0]), *(scored(*pair, top) for pair in pairs)])
+        if len(handle.made) == request.max_new_tokens:
+            return self._end(handle, "length")
+        if len(handle.made) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
+            return self._end(handle, "error", "the model gives no numbers")
+        token = next(handle.tokens)
+        before = [*prompt, *handle.made][-1]
+        handle.made.append(token)
         if listener.token(scored(before, token, top)):
-            return self._end(ticket, "stop")
+            return self._end(handle, "stop")
         if token in request.eos:
-            return self._end(ticket, "eos")
-        if len(ticket.made) == request.max_new_tokens:
-            return self._end(ticket, "length")
+            return self._end(handle, "eos")
+        if len(handle.made) == request.max_new_tokens:
+            return self._end(handle, "length")
 
-    def _end(self, ticket: Ticket, reason: str, error: str = "") -> None:
-        self.tickets.remove(ticket)
-        size, seconds = len(ticket.request.tokens), time.monotonic() - ticket.came
-        first = seconds if ticket.made else None
-        new = len(ticket.made)
-        read = size - ticket.cached
-        outcome = Outcome(reason, size, ticket.cached, new, 0.0, first, seconds, read, error)
+    def _end(self, handle: FakeHandle, reason: str, error: str = "") -> None:
+        self.handles.remove(handle)
+        size, seconds = len(handle.request.tokens), time.monotonic() - handle.came
+        first = seconds if handle.made else None
+        new = len(handle.made)
+        read = size - handle.cached
+        outcome = Outcome(reason, size, handle.cached, new, 0.0, first, seconds, read, error)
         self.ended.append(outcome)
         with contextlib.suppress(Exception):  # a listener that fails fails for itself
-            ticket.listener.done(outcome)
+            handle.listener.done(outcome)

@@ -231,7 +231,7 @@ def test_only_a_prompt_is_scored(served):
 
 
 def test_cached_tokens_can_be_kept_secret():
-    with serving(FakeEngine(), tell_cached=False) as served:
+    with serving(FakeEngine(), report_cached=False) as served:
         assert "prompt_tokens_details" not in served.complete("|x").json["usage"]
 
 
@@ -259,7 +259,7 @@ def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
         raise RuntimeError
 
     words = language()
-    monkeypatch.setattr(type(words.row((), ())), "end", fails)
+    monkeypatch.setattr(type(words.detokenizer((), ())), "end", fails)
     with serving(FakeEngine(), words) as served:
         answer = served.complete("endless", stream=stream, max_tokens=3)
         assert b"the engine failed" in answer.raw
@@ -269,14 +269,14 @@ def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
 def test_too_many_answers_are_refused_before_their_prompts_are_read(monkeypatch):
     words = language()
     monkeypatch.setattr(type(words), "encode", lambda *_: pytest.fail("read"))
-    with serving(FakeEngine(), words, answers=8) as served:
+    with serving(FakeEngine(), words, max_answers=8) as served:
         assert served.complete(["x"] * 5, n=2).error["param"] == "n"
         assert served.complete(["x"] * 9).error["param"] == "prompt"
 
 
-def test_ids_that_are_too_many_are_refused_before_they_are_spelled(monkeypatch):
+def test_ids_that_are_too_many_are_refused_before_they_are_decoded(monkeypatch):
     words = language()
-    monkeypatch.setattr(type(words), "pieces", lambda *_: pytest.fail("spelled"))
-    with serving(FakeEngine(room=100), words) as served:
+    monkeypatch.setattr(type(words), "pieces", lambda *_: pytest.fail("decoded"))
+    with serving(FakeEngine(max_len=100), words) as served:
         error = served.complete([65] * 100, echo=True, max_tokens=1).error
         assert error["code"] == "context_length_exceeded"

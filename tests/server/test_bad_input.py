@@ -213,7 +213,7 @@ def test_texts_that_are_surely_too_long(monkeypatch):
     words, asked = language(), []
     monkeypatch.setattr(Language, "encode", lambda _, text: asked.append(len(text)) or [1, 2])
     most = 4 * 20 * words.longest
-    with serving(FakeEngine(room=20), words) as served:
+    with serving(FakeEngine(max_len=20), words) as served:
         for answer in (served.complete("x" * (most + 1)), served.chat("x" * (most + 1))):
             refused(answer, 400, ["characters are too many"])
             assert answer.error["code"] == "context_length_exceeded"
@@ -223,7 +223,7 @@ def test_texts_that_are_surely_too_long(monkeypatch):
 
 
 def test_prompts_beyond_the_room():
-    with serving(FakeEngine(room=20)) as served:
+    with serving(FakeEngine(max_len=20)) as served:
         for fields in ({}, {"max_tokens": 12}, {"echo": True, "logprobs": 1, "max_tokens": 100}):
             answer = served.complete("12345678" if "max_tokens" in fields else "x" * 20, **fields)
             refused(answer, 400, ["may have 20 tokens together"])
@@ -241,7 +241,7 @@ def test_prompts_beyond_the_room():
 
 def test_bodies_beyond_the_limit():
     """Said in the header, or found out while it comes in pieces of unknown number."""
-    with serving(FakeEngine(), body=10_000) as served:
+    with serving(FakeEngine(), max_body=10_000) as served:
         answer = served.complete("x" * 20_000)
         refused(answer, 413, ["at most 10000 bytes"])
         with served.connect() as connection:
@@ -294,14 +294,14 @@ def test_what_is_no_http(served, raw):
 
 
 def test_too_many_answers():
-    with serving(FakeEngine(), answers=8) as served:
+    with serving(FakeEngine(), max_answers=8) as served:
         refused(served.complete(["x"] * 9), 400, ["8 answers", "9 prompts"])
         refused(served.complete(["x"] * 3, n=3), 400, ["n=3"])
         assert served.complete(["|x"] * 4, n=2).status == 200
 
 
 def test_prompts_that_can_never_wait_together():
-    with serving(FakeEngine(), slots=2, tokens=6) as served:
+    with serving(FakeEngine(), max_batch=2, max_waiting_tokens=6) as served:
         refused(served.complete([[5, 6, 7]] * 5), 400, ["first 2 may have", "6 tokens", "got 9"])
         assert served.complete([[5, 6, 7]] * 4).status == 200
         assert served.complete([[5, 6, 7]] * 2 + [[5] * 9]).status == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from jaxkv.server import read_keys
+from jaxkv.server import parse_api_keys
 from tests.server.conftest import serving
 from tests.server.fake import FakeEngine
 
@@ -91,8 +91,8 @@ def test_it_waits_as_long_as_it_is_told(served):
 
 
 def test_keys():
-    tenants = read_keys("first\n", "keys")
-    with serving(FakeEngine(), tenants=tenants, each=0) as served:
+    tenants = parse_api_keys("first\n", "keys")
+    with serving(FakeEngine(), tenants=tenants, max_per_key=0) as served:
         with served.client("second") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with served.client("first") as client:

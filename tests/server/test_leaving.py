@@ -29,27 +29,27 @@ def test_a_client_that_leaves(slow, stream, abruptly, n):
     connection = slow.send(ENDLESS | {"stream": stream, "n": n})
     if stream:
         assert connection.recv(100)
-    eventually(lambda: len(slow.engine.tickets) == n)
+    eventually(lambda: len(slow.engine.handles) == n)
     if abruptly:  # a reset, and no end of its part
         linger = struct.pack("ii", 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     connection.close()
-    eventually(lambda: not slow.engine.tickets, 2)
+    eventually(lambda: not slow.engine.handles, 2)
     assert {outcome.reason for outcome in slow.engine.ended[before:]} == {"cancelled"}
     slow.works()
 
 
 def test_a_client_that_leaves_while_it_waits_for_a_slot(slow):
-    others = [slow.send(ENDLESS) for _ in range(slow.engine.slots)]
-    eventually(lambda: len(slow.engine.tickets) == slow.engine.slots)
+    others = [slow.send(ENDLESS) for _ in range(slow.engine.max_batch)]
+    eventually(lambda: len(slow.engine.handles) == slow.engine.max_batch)
     waiting = slow.send(ENDLESS | {"stream": True})
-    eventually(lambda: len(slow.engine.tickets) == slow.engine.slots + 1)
-    ticket = slow.engine.tickets[-1]
+    eventually(lambda: len(slow.engine.handles) == slow.engine.max_batch + 1)
+    handle = slow.engine.handles[-1]
     waiting.close()
-    eventually(lambda: ticket.cancelled, 2)
+    eventually(lambda: handle.cancelled, 2)
     for other in others:
         other.close()
-    eventually(lambda: not slow.engine.tickets, 2)
+    eventually(lambda: not slow.engine.handles, 2)
     slow.works()
 
 
@@ -64,9 +64,9 @@ def test_a_client_that_leaves_midway_through_its_body(slow):
 
 def test_a_client_that_stops_reading():
     """It is given up after so many seconds, and others are served meanwhile."""
-    with serving(FakeEngine(pause=0.0005), write_seconds=1.0, unread=10**9) as served:
+    with serving(FakeEngine(pause=0.0005), write_seconds=1.0, max_unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
-        eventually(lambda: served.engine.tickets)
+        eventually(lambda: served.engine.handles)
         assert served.complete("|fine").json["choices"][0]["text"] == "fine"
         eventually(lambda: len(served.engine.ended) == 2)
         assert [outcome.reason for outcome in served.engine.ended] == ["eos", "cancelled"]
@@ -77,7 +77,7 @@ def test_a_client_that_stops_reading():
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
 def test_what_nobody_reads_is_not_kept():
     """The connection is dropped, and with it what was written to it."""
-    with serving(FakeEngine(pause=0.0005), kernel_seconds=0.5, unread=10**9) as served:
+    with serving(FakeEngine(pause=0.0005), kernel_seconds=0.5, max_unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.ended)
         with pytest.raises(ConnectionResetError):
@@ -89,7 +89,7 @@ def test_what_nobody_reads_is_not_kept():
 
 def test_a_client_that_reads_too_slowly():
     """So many events may lie unread, then its answer is ended and it is told why."""
-    with serving(FakeEngine(), unread=50) as served:
+    with serving(FakeEngine(), max_unread=50) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.ended)
         assert served.engine.ended[0].reason == "stop"  # the engine is told to stop it
@@ -106,7 +106,7 @@ def test_a_client_that_reads_too_slowly():
 
 def test_many_at_once(caplog):
     """Each gets its own answer, whole or streamed, whatever the others do."""
-    with serving(FakeEngine(slots=8)) as served:
+    with serving(FakeEngine(max_batch=8)) as served:
         wrong = []
 
         def ask(number: int) -> None:
@@ -141,7 +141,7 @@ def test_a_server_that_ends(stream, monkeypatch):
     monkeypatch.setattr("jaxkv.server.listen.GRACE", 0.3)
     with serving(FakeEngine(pause=0.002)) as served:
         connection = served.send(ENDLESS | {"stream": stream})
-        eventually(lambda: served.engine.tickets)
+        eventually(lambda: served.engine.handles)
         if stream:
             assert connection.recv(10)
     raw = b"".join(iter(lambda: connection.recv(1 << 16), b""))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.engine import Prefixes
+from jaxkv.engine import PrefixConfig
 from jaxkv.models.language import Language
 from jaxkv.models.llm import Llm
-from jaxkv.models.serving import engine_of
+from jaxkv.models.serving import make_engine
 from jaxkv.models.tokenizer import LETTERS
 from tests.models.test_parity import reference, reference_logits
 from tests.server.conftest import serving
@@ -106,8 +106,13 @@ def test_lm_eval_of_the_default_model(monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     llm = models.load()
-    engine = engine_of(
-        llm, "streaming:sinks=4,window=252", slots=2, room=256, chunk=16, prefixes=Prefixes(8)
+    engine = make_engine(
+        llm,
+        "streaming:sinks=4,window=252",
+        max_batch=2,
+        max_len=256,
+        chunk=16,
+        prefix_cache=PrefixConfig(8),
     )
     theirs = reference(llm.folder)
     with serving(engine, Language(llm, "default")) as served:

@@ -1,4 +1,4 @@
-"""Who may ask, and what each may share: API keys, and the salts that keep callers apart."""
+"""API keys, and the salts that give each its own prefix cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxkv.errors import UserError
 from jaxkv.server.faults import Fault
 
-OPEN = {"/health"}  # asked by what watches over the process, which has no key
+OPEN = {"/health"}  # for liveness probes, which have no key
 SCHEME = "Bearer "
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """One who asks. digest: of its key; scope: what it shares prefixes within, None for all."""
+    """The owner of an API key. digest: of the key. scope: of its prefix cache; None for all."""
 
     digest: bytes = b""
     scope: str | None = None
 
     def salt(self, own: str | None) -> str | None:
-        """The engine's salt for a request that names one of its own, or none.
+        """The engine's salt for a request with salt `own` or None.
 
-        Its own is told apart within the tenant's: naming the salt of another gains nothing.
+        It includes the tenant's scope, so naming another tenant's salt gives no access.
         """
         return own if self.scope is None else json.dumps([self.scope, own])
 
@@ -40,11 +40,11 @@ class Tenant:
 ANYONE = Tenant()
 
 
-def read_keys(content: str, where: str) -> tuple[Tenant, ...]:
-    """A key a line, behind it the salt that it shares with others; without one it shares nothing.
+def parse_api_keys(content: str, where: str) -> tuple[Tenant, ...]:
+    """Parse lines of KEY or KEY SALT. Keys with equal salts share prefixes; others share none.
 
-    A word that begins with # begins a comment. where: as errors name it; they never quote a key.
-    Raises UserError.
+    A word that begins with # begins a comment. where: the file's name in errors, which never quote
+    a key. Raises UserError for a bad line and for no keys.
     """
     tenants: dict[bytes, Tenant] = {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -53,39 +53,39 @@ def read_keys(content: str, where: str) -> tuple[Tenant, ...]:
             continue
         if len(words) > 2 or not words[0].isascii():
             raise UserError(
-                f"{where}, line {number}: must be an ASCII key and at most one salt behind it, got "
+                f"{where}, line {number}: must be an ASCII key and at most one salt, got "
                 f"{len(words)} words; correct the line"
             )
         digest = hashlib.sha256(words[0].encode()).digest()
         if digest in tenants:
-            raise UserError(f"{where}, line {number}: the key is there already; take it out")
+            raise UserError(f"{where}, line {number}: the key is a duplicate; remove it")
         scope = f"salt {words[1]}" if len(words) == 2 else f"key {digest.hex()}"
         tenants[digest] = Tenant(digest, scope)
     if not tenants:
-        raise UserError(f"{where}: must hold at least one key, got none; write one a line")
+        raise UserError(f"{where}: must have at least one key, got none; write one per line")
     return tuple(tenants.values())
 
 
 def find(tenants: Sequence[Tenant], authorization: str) -> Tenant:
-    """Whose key this header holds, in a time that tells nothing of the keys. Raises Fault."""
+    """The tenant of this header's key, compared in constant time. Raises Fault."""
     if not tenants:
         return ANYONE
     given = authorization[len(SCHEME) :].strip()
     if authorization[: len(SCHEME)].lower() != SCHEME.lower() or not given:
-        fault = Fault(401, "an API key is needed; send the header Authorization: Bearer KEY",
+        fault = Fault(401, "an API key is required; send the header Authorization: Bearer KEY",
                       "invalid_api_key")  # fmt: skip
     else:
         digest = hashlib.sha256(given.encode()).digest()
         found = [one for one in tenants if hmac.compare_digest(one.digest, digest)]
         if found:
             return found[0]
-        fault = Fault(401, "this API key is not known here; check it", "invalid_api_key")
+        fault = Fault(401, "this API key is unknown; check it", "invalid_api_key")
     fault.headers["www-authenticate"] = "Bearer"
     raise fault
 
 
-class Guard:
-    """Lets a request through with its tenant in `state`, or answers 401 and reads none of it."""
+class APIKeyMiddleware:
+    """Middleware: puts the tenant into `state`, or answers 401 without reading the body."""
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant]) -> None:
         self._app, self._tenants = app, tenants
@@ -101,8 +101,8 @@ class Guard:
         await self._app(scope, receive, send)
 
 
-class Door:
-    """Counts the answers that are in hand: most of all callers, each of one of them."""
+class ConcurrencyLimit:
+    """Limits the answers at a time: `most` in total, `each` per API key."""
 
     def __init__(self, most: int, each: int | None) -> None:
         self._most, self._each = most, each
@@ -110,13 +110,13 @@ class Door:
 
     @contextlib.contextmanager
     def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Inside, so many answers more. Raises Fault where that is too many."""
+        """Count `count` more answers inside the context. Raises Fault if that is too many."""
         inside, each = self._inside, math.inf if self._each is None else self._each
         if inside[tenant.digest] + count > each:
-            message = f"a key may have {self._each} answers at a time; wait for one of them"
+            message = f"a key may have {self._each} answers at a time; wait until one ends"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
         if inside.total() + count > self._most:
-            raise Fault(503, f"{self._most} answers may be in hand; try again soon", retry=1.0)
+            raise Fault(503, f"at most {self._most} answers at a time; try again soon", retry=1.0)
         inside[tenant.digest] += count
         try:
             yield

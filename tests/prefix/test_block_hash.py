@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.errors import UserError
-from jaxkv.prefix import BlockPool, Chain, encode, root
-from jaxkv.prefix.keys import sha256
+from jaxkv.prefix import BlockPool, Chain, encode, root_hash
+from jaxkv.prefix.block_hash import sha256
 
 ABOUT = {
     "policy": "streaming:sinks=4,window=252", "budget": 256, "sinks": 4, "chunk": 128, "seed": 0,
@@ -24,21 +24,21 @@ ABOUT = {
 def tokens_found(first, second, tokens=tuple(range(13))):
     """Tokens of a prompt that a root finds where another one left them."""
     pool = BlockPool(4, mode="full")
-    lease = pool.admit(pool.read(tokens, first))
+    lease = pool.admit(pool.hash_prompt(tokens, first))
     pool.publish(lease)
     pool.release(lease)
-    return pool.match(pool.read(tokens, second)).usable
+    return pool.match(pool.hash_prompt(tokens, second)).usable
 
 
 def test_salts_keep_apart():
     """Behaviour 18."""
-    a, b, none = root(salt="a"), root(salt="b"), root()
+    a, b, none = root_hash(salt="a"), root_hash(salt="b"), root_hash()
     assert tokens_found(a, b) == 0
     assert tokens_found(a, a) == 12
     assert tokens_found(none, a) == tokens_found(a, none) == 0
     for empty in ("", b""):
         with pytest.raises(UserError, match="salt must not be empty"):
-            root(salt=empty)
+            root_hash(salt=empty)
 
 
 def test_a_field_is_its_name_type_and_value():
@@ -49,12 +49,12 @@ def test_a_field_is_its_name_type_and_value():
         {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"a": (1,)}, {"a": ((1,),)}, {"a": ()},
         {"ab": ""}, {"a": "b"}, {"a": None, "b": None}, {"a": (None, None)},
     ]  # fmt: skip
-    assert len({root(**fields) for fields in told}) == len(told)
-    assert root(a=1, b="2") == root(b="2", a=np.int64(1))
-    assert root(a=("x", 1)) == root(a=["x", 1])
-    assert len(root()) == 32
-    with pytest.raises(UserError, match="adapter must be made of"):
-        root(adapter={"x": 1})
+    assert len({root_hash(**fields) for fields in told}) == len(told)
+    assert root_hash(a=1, b="2") == root_hash(b="2", a=np.int64(1))
+    assert root_hash(a=("x", 1)) == root_hash(a=["x", 1])
+    assert len(root_hash()) == 32
+    with pytest.raises(UserError, match="adapter must consist of"):
+        root_hash(adapter={"x": 1})
 
 
 @pytest.mark.parametrize("field", ABOUT)
@@ -62,8 +62,8 @@ def test_whatever_a_cache_depends_on_changes_its_root(field):
     """Behaviour 20."""
     value = ABOUT[field]
     other = value + 1 if isinstance(value, int) else value[:-1]
-    assert tokens_found(root(**ABOUT), root(**ABOUT)) == 12
-    assert tokens_found(root(**ABOUT), root(**ABOUT | {field: other})) == 0
+    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT)) == 12
+    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT | {field: other})) == 0
 
 
 def test_tokens_are_numbers_whatever_holds_them():
@@ -72,11 +72,14 @@ def test_tokens_are_numbers_whatever_holds_them():
     kinds = [tokens, tuple(tokens), [np.int64(t) for t in tokens]]
     kinds += [np.array(tokens, dtype) for dtype in ("i4", "i8", "u4", "u8", ">i8", ">u4")]
     assert {encode(kind) for kind in kinds} == {b"".join(t.to_bytes(4, "little") for t in tokens)}
-    keys = Chain(2).read(tokens, root()).keys
-    assert all(Chain(2).read(kind, root()).keys == keys for kind in kinds)
-    assert Chain(1).read([65_536], root()).keys != Chain(1).read([0], root()).keys
-    code = ("from jaxkv.prefix import Chain, root; "
-            f"print(Chain(2).read({tokens}, root()).keys[-1].hex())")  # fmt: skip
+    keys = Chain(2).hash_prompt(tokens, root_hash()).hashes
+    assert all(Chain(2).hash_prompt(kind, root_hash()).hashes == keys for kind in kinds)
+    assert (
+        Chain(1).hash_prompt([65_536], root_hash()).hashes
+        != Chain(1).hash_prompt([0], root_hash()).hashes
+    )
+    code = ("from jaxkv.prefix import Chain, root_hash; "
+            f"print(Chain(2).hash_prompt({tokens}, root_hash()).hashes[-1].hex())")  # fmt: skip
     for seed in ("0", "1"):
         env = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
@@ -95,21 +98,21 @@ def test_what_is_no_token_is_refused(tokens, unchecked):
 
 @pytest.mark.parametrize("value", ["\ud800", 2**64, (1, "\udfff"), object()])
 def test_what_can_be_no_field(value):
-    with pytest.raises(UserError, match="must be"):
-        root(a=value)
+    with pytest.raises(UserError, match=r"must (be|consist of) "):
+        root_hash(a=value)
 
 
 def test_settings_are_checked(unchecked):
     for wrong in (
-        {"piece": 0},
-        {"piece": 2**31},
-        {"piece": 4, "hashing": ["direct"]},
-        {"piece": 4, "hashing": "xor"},
+        {"block_size": 0},
+        {"block_size": 2**31},
+        {"block_size": 4, "hashing": ["direct"]},
+        {"block_size": 4, "hashing": "xor"},
     ):
         with pytest.raises(UserError, match="got"):
             Chain(**wrong)
     with pytest.raises(UserError, match="at least one token"):
-        Chain(4).read([], root())
+        Chain(4).hash_prompt([], root_hash())
 
 
 def test_the_index_needs_no_jax():
@@ -121,18 +124,21 @@ def test_the_index_needs_no_jax():
 def test_a_key_covers_all_before_it():
     for hashing in ("chained", "direct"):
         chain = Chain(2, hashing)
-        one, other = chain.read([1, 2, 3, 4], root()), chain.read([9, 2, 3, 4], root())
-        assert not set(one.keys) & set(other.keys)
-        longer = chain.read([1, 2, 3, 4, 5], root(), partial=True)
-        assert longer.keys[:2] == one.keys and len(longer.keys) == 3
-        assert chain.read([1, 2, 3, 4, 5], root()).keys == one.keys
-    assert Chain(2).read([1], root(), partial=True).keys != one.keys[:1]
+        one, other = (
+            chain.hash_prompt([1, 2, 3, 4], root_hash()),
+            chain.hash_prompt([9, 2, 3, 4], root_hash()),
+        )
+        assert not set(one.hashes) & set(other.hashes)
+        longer = chain.hash_prompt([1, 2, 3, 4, 5], root_hash(), partial=True)
+        assert longer.hashes[:2] == one.hashes and len(longer.hashes) == 3
+        assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == one.hashes
+    assert Chain(2).hash_prompt([1], root_hash(), partial=True).hashes != one.hashes[:1]
 
 
 def test_the_hash_of_a_chained_key():
     """What it is made of is part of its meaning: another machine may compute it anew."""
-    (key,) = Chain(2).read([1, 2], root()).keys
-    assert key == sha256(root() + (8).to_bytes(8, "little") + encode([1, 2]))
+    (key,) = Chain(2).hash_prompt([1, 2], root_hash()).hashes
+    assert key == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -146,7 +152,7 @@ def test_direct_and_chained_hashing_find_the_same(prompts, block, mode, capacity
     for hashing in ("chained", "direct"):
         pool = BlockPool(block, capacity=capacity, mode=mode, hashing=hashing)
         for number, prompt in enumerate(prompts):
-            lease = pool.admit(pool.read(prompt, root()))
+            lease = pool.admit(pool.hash_prompt(prompt, root_hash()))
             pool.publish(lease)
             for token in range(number % 4):
                 pool.append(lease, token)

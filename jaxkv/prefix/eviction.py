@@ -1,8 +1,8 @@
-"""In which order prefixes that nobody uses are evicted.
+"""Eviction orders for prefix blocks that no request uses.
 
-All three take an item with the time at which it was last used, its depth (how many blocks lead to
-it) and how often it was used. An item's ancestors must have been used no earlier and no more
-seldom; then no order evicts an item before those that lead on from it.
+Each order takes an item with its time of last use, its depth (blocks before it in its prompt) and
+its number of uses. If an item's ancestors have at least its time and its uses, every order evicts
+the item before its ancestors.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
 
-SLACK = 64  # removed items that may stay in a heap besides one for each that is in it
+SLACK = 64  # removed items that a heap may hold beyond one for each present item
 
 
-class Order(Protocol):
-    """What an eviction order is."""
+class EvictionOrder(Protocol):
+    """A priority queue of evictable items."""
 
     def add(self, item: Hashable, time: int, depth: int, uses: int) -> None:
-        """Put in an item that is not in it."""
+        """Insert an item that is not present."""
 
     def remove(self, item: Hashable) -> None:
-        """Take out an item; raises KeyError where it is not in it."""
+        """Remove an item; raises KeyError if it is not present."""
 
     def pop(self) -> Hashable:
-        """Take out the next to be evicted; raises LookupError where there is none."""
+        """Remove and return the next item to evict; raises LookupError if there is none."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Hashable]:
-        """All items, the next to be evicted first."""
+        """All items in eviction order."""
 
 
-class Linked:
-    """Least recently added first, in constant time: right where tails are added before heads."""
+class LRU:
+    """Evict the least recently added item first, in constant time.
+
+    Callers must add the tail of a prompt before its head.
+    """
 
     def __init__(self) -> None:
         self._items: OrderedDict[Hashable, None] = OrderedDict()
@@ -56,11 +59,11 @@ class Linked:
         return iter(self._items)
 
 
-class Nested:
-    """The report's heap of heaps: the oldest time first, among equal times the deepest.
+class LRUDeepestFirst:
+    """Evict the oldest time first, and the deepest item among equal times.
 
-    Equal in both go in the order in which they came. A removed item stays in its heap until it
-    comes up, or until more are removed than left.
+    This is the heap of heaps of the report. Ties leave in order of insertion. A removed item stays
+    in its heap until it reaches the top, or until removed items outnumber present ones.
     """
 
     def __init__(self) -> None:
@@ -107,8 +110,8 @@ class Nested:
         return iter(sorted(self._ranks, key=self._ranks.__getitem__))
 
 
-class Frequency:
-    """Least often used first, then the oldest time, then the deepest."""
+class LFU:
+    """Evict the least often used item first, then the oldest, then the deepest."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, int, int], Hashable]] = []
@@ -139,4 +142,4 @@ class Frequency:
         return iter(sorted(self._ranks, key=self._ranks.__getitem__))
 
 
-ORDERS = {"linked": Linked, "nested": Nested, "frequency": Frequency}
+ORDERS = {"lru": LRU, "lru-deepest-first": LRUDeepestFirst, "lfu": LFU}

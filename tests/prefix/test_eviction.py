@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from jaxkv.prefix import BlockPool
-from jaxkv.prefix.orders import Frequency, Linked, Nested
+from jaxkv.prefix.eviction import LFU, LRU, LRUDeepestFirst
 from tests.prefix.prompts import match, serve
 
 
@@ -28,13 +28,13 @@ def fill(order, times):
 def test_equal_times_tell_heap_from_list():
     """Behaviour 12, and the trap of the clock."""
     by_list = ["A1", "A0", "B2", "B1", "B0"]
-    assert drain(fill(Nested(), iter([5, 5]))) == ["B2", "A1", "B1", "A0", "B0"]
-    assert drain(fill(Linked(), iter([5, 5]))) == by_list
-    for order in (Nested, Linked, Frequency):
+    assert drain(fill(LRUDeepestFirst(), iter([5, 5]))) == ["B2", "A1", "B1", "A0", "B0"]
+    assert drain(fill(LRU(), iter([5, 5]))) == by_list
+    for order in (LRUDeepestFirst, LRU, LFU):
         assert drain(fill(order(), count())) == by_list
 
 
-@pytest.mark.parametrize("order", [Linked, Nested, Frequency])
+@pytest.mark.parametrize("order", [LRU, LRUDeepestFirst, LFU])
 def test_an_order_holds_what_was_put_in(order):
     one = fill(order(), count())
     assert len(one) == 5 and list(one) == ["A1", "A0", "B2", "B1", "B0"]
@@ -51,7 +51,7 @@ def test_an_order_holds_what_was_put_in(order):
 def test_heap_and_list_pop_the_same():
     """Behaviour 13: over 100,000 operations, each release at a time of its own."""
     rng, times = random.Random(0), count()
-    heap, linked, inside, free = Nested(), Linked(), set(), list(range(3000))
+    heap, linked, inside, free = LRUDeepestFirst(), LRU(), set(), list(range(3000))
     operations = pops = 0
     while operations < 100_000:
         kind = rng.random()
@@ -80,12 +80,12 @@ def test_heap_and_list_pop_the_same():
 
 
 def test_a_heap_does_not_grow_with_what_was_removed():
-    for order in (Nested(), Frequency()):
+    for order in (LRUDeepestFirst(), LFU()):
         for time in range(10_000):
             order.add("kept" if not time else "used", time, 0, 1)
             if time:
                 order.remove("used")
-        heaps = [order._heap] if isinstance(order, Frequency) else order._heaps.values()
+        heaps = [order._heap] if isinstance(order, LFU) else order._heaps.values()
         assert sum(map(len, heaps)) < 200
         assert drain(order) == ["kept"]
 
@@ -94,13 +94,13 @@ def test_inserting_comes_before_evicting():
     """Behaviour 9, and the second trap: whatever comes first, the head of a chain is left."""
     for kept in (0, 1, 2, 3):
         for depths in ([0, 1, 2, 3], [3, 2, 1, 0]):
-            heap = Nested()
+            heap = LRUDeepestFirst()
             for depth in depths:
                 heap.add(depth, 7, depth, 1)
                 if len(heap) > kept:
                     heap.pop()
             assert sorted(heap) == list(range(kept))
-    late, left = Nested(), []
+    late, left = LRUDeepestFirst(), []
     for depth in [0, 1, 2, 3]:  # the other way round cuts chains
         if len(late) == 2:
             late.pop()
@@ -111,7 +111,7 @@ def test_inserting_comes_before_evicting():
 
 def test_the_most_used_goes_last():
     """Behaviour 17: by how often, then how long ago, then how deep."""
-    order = Frequency()
+    order = LFU()
     for item, time, depth, uses in (("often", 1, 3, 9), ("new", 8, 1, 2), ("deep", 4, 2, 2),
                                     ("shallow", 4, 1, 2), ("once", 9, 0, 1)):  # fmt: skip
         order.add(item, time, depth, uses)
@@ -121,10 +121,10 @@ def test_the_most_used_goes_last():
 def test_the_most_used_prefix_stays_in_a_pool():
     """Behaviour 17: one used often outlives one used lately; a list would keep the latter."""
     left = {}
-    for order in ("frequency", "linked", "nested"):
-        pool = BlockPool(4, total=4, order=order, cap=False)
+    for order in ("lfu", "lru", "lru-deepest-first"):
+        pool = BlockPool(4, num_blocks=4, order=order, cap=False)
         often, lately, other = (list(range(n, n + 8)) for n in (0, 100, 200))
         for prompt in (often, often, often, lately, other):
             serve(pool, prompt)
         left[order] = [match(pool, prompt).matched for prompt in (often, lately)]
-    assert left == {"frequency": [8, 0], "linked": [0, 8], "nested": [0, 8]}
+    assert left == {"lfu": [8, 0], "lru": [0, 8], "lru-deepest-first": [0, 8]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxkv import UserError
-from jaxkv.server import read_keys
+from jaxkv.server import parse_api_keys
 from tests.server.conftest import ENDLESS, eventually, serving
 from tests.server.fake import FakeEngine
 
@@ -22,7 +22,7 @@ shorter      our
 
 @pytest.fixture(scope="module")
 def guarded():
-    with serving(FakeEngine(), tenants=read_keys(FILE, "keys"), each=2) as served:
+    with serving(FakeEngine(), tenants=parse_api_keys(FILE, "keys"), max_per_key=2) as served:
         yield served
 
 
@@ -87,7 +87,7 @@ def test_naming_the_salt_of_another_gains_nothing(guarded, key, salt, others):
 def test_a_key_has_so_many_requests_at_a_time(guarded):
     guarded.engine.pause = 0.01
     going = [guarded.send(ENDLESS, "first") for _ in range(2)]
-    eventually(lambda: len(guarded.engine.tickets) == 2)
+    eventually(lambda: len(guarded.engine.handles) == 2)
     answer = guarded.complete("|x", bearer("first"))
     assert answer.status == 429 and answer.error["code"] == "rate_limit_exceeded"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
@@ -99,7 +99,7 @@ def test_a_key_has_so_many_requests_at_a_time(guarded):
 
 
 def test_all_together_have_so_many():
-    with serving(FakeEngine(), in_hand=0) as served:
+    with serving(FakeEngine(), max_in_flight=0) as served:
         answer = served.complete("|x")
         assert answer.status == 503 and answer.headers["retry-after"] == "1"
 
@@ -110,11 +110,11 @@ def test_all_together_have_so_many():
     ("  # nothing\n", ["at least one key"]),
     ("a b c\n", ["line 1", "3 words"]),
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
-    ("good\nother\ngood salt\n", ["line 3", "there already"]),
+    ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
 ])  # fmt: skip
 def test_files_of_keys_that_are_wrong(content, words):
     with pytest.raises(UserError) as caught:
-        read_keys(content, "keys.txt")
+        parse_api_keys(content, "keys.txt")
     message = str(caught.value)
     assert message.startswith("keys.txt") and all(word in message for word in words)
     assert "good" not in message  # a key is never quoted
@@ -122,8 +122,8 @@ def test_files_of_keys_that_are_wrong(content, words):
 
 def test_comments_are_no_salts():
     """One behind a key would let all who have one share what they asked."""
-    commented = read_keys("  # all\nfirst #of us\nsecond pepper # and salt\n", "keys")
-    assert commented == read_keys("first\nsecond pepper", "keys")
+    commented = parse_api_keys("  # all\nfirst #of us\nsecond pepper # and salt\n", "keys")
+    assert commented == parse_api_keys("first\nsecond pepper", "keys")
 
 
 def test_without_keys_a_salt_is_taken_as_it_is(served):
@@ -132,13 +132,13 @@ def test_without_keys_a_salt_is_taken_as_it_is(served):
 
 
 def test_answers_are_counted_and_not_requests():
-    tenants = read_keys("key", "keys")
-    with serving(FakeEngine(), tenants=tenants, each=3, in_hand=5) as served:
+    tenants = parse_api_keys("key", "keys")
+    with serving(FakeEngine(), tenants=tenants, max_per_key=3, max_in_flight=5) as served:
         headers = {"authorization": "Bearer key"}
         assert served.complete("|a", headers, n=3).status == 200
         answer = served.complete("|a", headers, n=4)
         assert answer.status == 400 and "3 answers" in answer.error["message"]  # never any more
         assert served.complete(["|a"] * 3, headers).status == 200
-    with serving(FakeEngine(), in_hand=5) as served:
+    with serving(FakeEngine(), max_in_flight=5) as served:
         assert served.complete("|a", n=6).status == 503
         assert served.complete("|a", n=5).status == 200

@@ -1,4 +1,4 @@
-"""From a body to what the engine is asked for."""
+"""Parse the body of a request into requests to the engine."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from jaxkv.engine.request import Request
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling
 from jaxkv.server import body, fields
+from jaxkv.server.api_keys import Tenant
 from jaxkv.server.choices import Piece
 from jaxkv.server.faults import Fault, shown
-from jaxkv.server.keys import Tenant
-from jaxkv.server.language import Engine, Language
-from jaxkv.server.shapes import Shape
+from jaxkv.server.formats import ResponseFormat
+from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
-COMPOSED = 4  # characters of a text that a tokenizer may make one of, at most
+COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What one request may take.
+class ServerConfig:
+    """The limits and settings of a server.
 
-    body: its bytes. in_hand: answers at a time, of all; each: of one key, None for no limit.
-    answers: to one request; slots: of them that need not wait; tokens: of the prompts of others,
-    where they are several. unread: events of an answer that its client has not read yet.
-    read_seconds: for a body to come; write_seconds: for a client to read on. tell_cached: say how
-    much of a prompt was in the cache, which others put there. fingerprint: of what answers.
+    max_body: bytes of a body. max_in_flight: answers at a time. max_per_key: answers at a time for
+    one API key; None for no limit. max_answers: answers to one request. max_batch: answers that
+    need not wait. max_waiting_tokens: prompt tokens of the other answers to a request. max_unread:
+    events that a client has not read yet. read_seconds, write_seconds: for a client to send its
+    body, and to read on. report_cached: report cached prompt tokens, which may reveal other users'
+    prompts. fingerprint: of the model and its settings.
     """
 
-    body: int = 8 * 2**20
-    in_hand: int = 1024
-    each: int | None = None
-    answers: int = 1024
-    slots: int = 1024
-    tokens: int = 2**20
-    unread: int = 4096
+    max_body: int = 8 * 2**20
+    max_in_flight: int = 1024
+    max_per_key: int | None = None
+    max_answers: int = 1024
+    max_batch: int = 1024
+    max_waiting_tokens: int = 2**20
+    max_unread: int = 4096
     read_seconds: float = 60.0
     write_seconds: float = 60.0
-    tell_cached: bool = True
+    report_cached: bool = True
     fingerprint: str = ""
 
 
-class Work(NamedTuple):
-    """The engine's requests, in the order of their answers, and how these are told.
+class Job(NamedTuple):
+    """The engine's requests, in the order of their answers, and the format of these.
 
-    echoes: what each answer begins with. n: answers to a prompt. scored: tokens are told with
-    their log probabilities. usage: it ends a stream.
+    echoes: the text with which each answer begins. n: answers per prompt. scored: tokens are
+    reported with log probabilities. usage: a stream ends with token counts.
     """
 
     requests: Sequence[Request]
@@ -61,43 +62,53 @@ class Work(NamedTuple):
     usage: bool
 
     def opening(self, index: int) -> list[Piece]:
-        """What an answer tells before the engine does: an echo that is not scored."""
+        """The pieces before the first token: an echo without scores."""
         echoes = self.echoes[index] and not self.scored
         return [Piece(index, "", (), prompt=True)] if echoes else []
 
 
-def read(
-    raw: bytes, shape: Shape, tenant: Tenant, engine: Engine, language: Language, terms: Terms
-) -> Work:
-    """The work in a body. Raises Fault for anything that cannot be done just as it was asked."""
-    values = fields.read(shape.kind, body.parse(raw))
+def parse_job(
+    raw: bytes,
+    format: ResponseFormat,
+    tenant: Tenant,
+    engine: EngineProtocol,
+    language: LanguageProtocol,
+    config: ServerConfig,
+) -> Job:
+    """Parse a body. Raises Fault for anything that cannot be answered exactly as requested."""
+    values = fields.read(format.kind, body.parse(raw))
     if values["model"] != language.name:
         raise unknown_model(values["model"], language)
     biased = [token for token, _ in values["logit_bias"]]
     if max(biased, default=0) >= engine.vocab:
         raise fields.wrong("logit_bias", f"of token ids from 0 to {engine.vocab - 1}", max(biased))
     count, n = 1 if "messages" in values else len(values["prompt"]), values["n"]
-    most = terms.answers if terms.each is None else min(terms.answers, terms.each)
-    if count * n > most:  # before anything of them becomes tokens
+    most = (
+        config.max_answers
+        if config.max_per_key is None
+        else min(config.max_answers, config.max_per_key)
+    )
+    if count * n > most:  # before tokenizing
         message = f"a request may ask for {most} answers, got {count} prompts, n={n}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
-        prompts = _prompts(values, shape, engine, language)
+        prompts = _prompts(values, format, engine, language)
         salt = tenant.salt(values["cache_salt"])
         requests = [
             request
             for _, ids in prompts
-            for request in _requests(values, ids, salt, shape, engine, language)
+            for request in _requests(values, ids, salt, format, engine, language)
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
-    others = [len(request.tokens) for request in requests[terms.slots :]]
+    others = [len(request.tokens) for request in requests[config.max_batch :]]
     size = sum(others)
-    if len(others) > 1 and size > terms.tokens:  # it would be told to come again each time it does
-        message = f"prompts beyond the first {terms.slots} may have {terms.tokens} tokens together"
+    if len(others) > 1 and size > config.max_waiting_tokens:  # it could never be queued
+        most = config.max_waiting_tokens
+        message = f"prompts beyond the first {config.max_batch} may have {most} tokens together"
         raise Fault(400, f"{message}, got {size}; send several requests", param="prompt")
     echo = values.get("echo", False)
-    return Work(
+    return Job(
         requests=requests,
         echoes=[text if echo else "" for text, _ in prompts for _ in range(n)],
         n=n,
@@ -108,13 +119,16 @@ def read(
     )
 
 
-def unknown_model(name: str, language: Language) -> Fault:
+def unknown_model(name: str, language: LanguageProtocol) -> Fault:
     message = f"no model {shown(name)} is served here; ask for {language.name!r}"
     return Fault(404, message, "model_not_found", "model")
 
 
 def _prompts(
-    values: dict[str, Any], shape: Shape, engine: Engine, language: Language
+    values: dict[str, Any],
+    format: ResponseFormat,
+    engine: EngineProtocol,
+    language: LanguageProtocol,
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt."""
     if "messages" in values:
@@ -129,19 +143,21 @@ def _prompts(
         elif min(prompt) < 0 or max(prompt) >= engine.vocab:
             raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
         else:
-            _room(values, len(prompt), shape, engine)
+            _max_new_tokens(values, len(prompt), format, engine)
             echoed = "".join(language.pieces(prompt)) if values["echo"] else ""
             prompts.append((echoed, prompt))
     return prompts
 
 
-def _check_length(size: int, param: str, engine: Engine, language: Language) -> None:
-    """Raise Fault for a text that is surely too long: it takes seconds to make tokens of it."""
-    most = COMPOSED * engine.room * language.longest
+def _check_length(
+    size: int, param: str, engine: EngineProtocol, language: LanguageProtocol
+) -> None:
+    """Raise Fault for a text that is certainly too long, because tokenizing it takes seconds."""
+    most = COMPOSED * engine.max_len * language.longest
     if size > most:
         message = (
-            f"prompt and answer may have {engine.room} tokens together, for which {most} characters"
-            f" are too many, got {size}; shorten the prompt"
+            f"prompt and answer may have {engine.max_len} tokens together, for which {most} "
+            f"characters are too many, got {size}; shorten the prompt"
         )
         raise Fault(400, message, "context_length_exceeded", param)
 
@@ -150,19 +166,22 @@ def _requests(
     values: dict[str, Any],
     ids: Sequence[int],
     salt: str | None,
-    shape: Shape,
-    engine: Engine,
-    language: Language,
+    format: ResponseFormat,
+    engine: EngineProtocol,
+    language: LanguageProtocol,
 ) -> list[Request]:
-    """One for each of the n answers to a prompt; they differ in their seeds alone, which follow one
-    another: the answers to seed 5 are the first ones to 5, 6, 7."""
+    """One request for each of the n answers to a prompt.
+
+    They differ in their seeds, which are consecutive: seed 5 with n=3 gives the first answers to
+    the seeds 5, 6 and 7.
+    """
     seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
     logprobs = values["logprobs"]
-    if shape.kind == "chat":
+    if format.kind == "chat":
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
     first = Request(
         tokens=tuple(ids),
-        max_new_tokens=_room(values, len(ids), shape, engine),
+        max_new_tokens=_max_new_tokens(values, len(ids), format, engine),
         sampling=Sampling(**{name: values[name] for name in SAMPLING}),
         seed=seed,
         presence_penalty=values["presence_penalty"],
@@ -176,16 +195,18 @@ def _requests(
     return [replace(first, seed=(seed + n) % 2**32) for n in range(values["n"])]
 
 
-def _room(values: dict[str, Any], size: int, shape: Shape, engine: Engine) -> int:
-    """How many new tokens to make; left open, what the route gives and the slot has room for."""
-    left = engine.room - size
+def _max_new_tokens(
+    values: dict[str, Any], size: int, format: ResponseFormat, engine: EngineProtocol
+) -> int:
+    """The limit of new tokens; by default the route's, or less if max_len is reached before."""
+    left = engine.max_len - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
-    asked = values[name]
-    if left < (1 if asked is None else asked):
+    requested = values[name]
+    if left < (1 if requested is None else requested):
         message = (
-            f"prompt and answer may have {engine.room} tokens together, got {size} and "
-            f"{'at least 1' if asked is None else asked}; shorten one of them"
+            f"prompt and answer may have {engine.max_len} tokens together, got {size} and "
+            f"{'at least 1' if requested is None else requested}; shorten one of them"
         )
-        param = "messages" if shape.kind == "chat" else "prompt"
+        param = "messages" if format.kind == "chat" else "prompt"
         raise Fault(400, message, "context_length_exceeded", param)
-    return min(left, shape.room) if asked is None else asked
+    return min(left, format.default_tokens) if requested is None else requested

@@ -1,0 +1,121 @@
+"""The state of a request inside the engine, and its parameters on the device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
+from jaxkv.engine.request import Listener, Request, ScoredToken
+from jaxkv.engine.store import PrefixHit
+from jaxkv.errors import UserError
+from jaxkv.sampling import Knobs, knobs_of_row
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """One submitted request.
+
+    index: its batch entry. dispatched, generated: new tokens requested from the device, and
+    delivered to the listener. cached, computed: prompt tokens. queue_seconds,
+    first_token_seconds: since its arrival.
+    """
+
+    request: Request
+    listener: Listener
+    arrival: float
+    cancelled: bool = False
+    finished: bool = False
+    index: int | None = None
+    dispatched: int = 0
+    generated: int = 0
+    cached: int = 0
+    computed: int = 0
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
+
+
+class ActivePrefill(NamedTuple):
+    """The prefill in progress; `state` has its first `position` tokens."""
+
+    handle: RequestHandle
+    state: PrefillState
+    position: int
+    hit: PrefixHit | None
+
+
+class InFlightStep(NamedTuple):
+    """A step that the device has not returned yet; handles: (index into `output`, handle).
+
+    prompt_start: the tokens belong to the prompt, from this position on; None for new tokens.
+    """
+
+    output: StepOutput
+    handles: Sequence[tuple[int, RequestHandle]]
+    prompt_start: int | None = None
+
+
+def check_request(request: Request, max_len: int, vocab: int) -> None:
+    """Raise UserError for a request that exceeds max_len tokens, or ids from `vocab` on."""
+    size, new = len(request.tokens), request.max_new_tokens
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
+        raise UserError(
+            f"token ids must be from 0 to {vocab - 1}, got {min(request.tokens)} to "
+            f"{max(request.tokens)}; give ids of the model's tokenizer"
+        )
+    if size + new > max_len:
+        raise UserError(
+            f"max_len is {max_len} tokens, got {size} of prompt and {new} new ones; "
+            "shorten one of them"
+        )
+    most = min(MAX_LOGPROBS, vocab)
+    if request.logprobs is not None and not 0 <= request.logprobs <= most:
+        raise UserError(f"logprobs must be from 0 to {most}, got {request.logprobs}; give fewer")
+    wrong = next((token for token, _ in request.bias if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise UserError(
+            f"biased tokens must be from 0 to {vocab - 1}, got {wrong}; "
+            "give ids of the model's tokenizer"
+        )
+
+
+def padded_widths(chunk: int) -> tuple[int, ...]:
+    """The widths to which a piece of a prompt is padded, so that few shapes are compiled."""
+    return (*(width for width in (16, 64, 256, 1024) if width < chunk), chunk)
+
+
+def policy_seed(seed: int, salt: str | None) -> np.uint32:
+    """The seed of the policies' random draws, equal for all requests of one salt."""
+    data = f"{seed}:".encode() + (b"" if salt is None else b"salt:" + salt.encode())
+    return np.frombuffer(hashlib.sha256(data).digest()[:4], "<u4")[0]
+
+
+def sequence_params(request: Request, vocab: int) -> SequenceParams:
+    """The parameters of a request for its batch entry."""
+    seen = np.zeros((1, vocab), bool)
+    seen[0, list(request.tokens)] = True
+    bias = np.zeros((1, vocab), np.float32)
+    for token, value in request.bias:
+        bias[0, token] += value
+    return SequenceParams(
+        position=np.array([len(request.tokens)], np.uint32),
+        seed=np.array([request.seed], np.uint32),
+        knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_row(request.sampling))),
+        seen=seen,
+        penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
+        bias=bias,
+    )
+
+
+def scored_token(request: Request, output: StepOutput, index: int) -> ScoredToken:
+    """One token of a step's output, with the log probabilities that the request wants."""
+    token = int(output.token[index])
+    if request.logprobs is None:
+        return ScoredToken(token)
+    each = zip(output.top[index].tolist(), output.top_logprobs[index].tolist(), strict=True)
+    return ScoredToken(token, float(output.logprob[index]), tuple(each)[: request.logprobs])

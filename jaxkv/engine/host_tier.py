@@ -1,0 +1,52 @@
+"""The part of a prefix store that lies in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv import memory
+from jaxkv.prefix.tier import Transfer
+
+
+class HostTier:
+    """Arrays in the host's memory by entry number.
+
+    capacity: entries. size: bytes of one. Raises UserError if they do not fit into memory.
+    """
+
+    def __init__(self, capacity: int, size: int) -> None:
+        self.capacity = capacity
+        self._entries: dict[int, tuple[Any, Any]] = {}
+        if capacity:
+            memory.check(capacity * size, f"{capacity} prefixes", host=True, fewer="host_blocks")
+            memory.check_host("host_blocks")
+
+    def put(self, index: int, arrays: Any, extra: Any) -> None:
+        self._entries[index] = jax.device_put(arrays, _memory("pinned_host")), extra
+
+    def take(self, index: int) -> tuple[Any, Any]:
+        arrays, extra = self._entries.pop(index)
+        return jax.device_put(arrays, _memory("device")), extra
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+def transfer(transfers: list[Transfer], host: HostTier, take: Callable, put: Callable) -> None:
+    """Do the transfers that an index has decided, in order, and clear the list.
+
+    take: entry of the device -> its arrays and extra data. put: stores both in an entry.
+    """
+    for each in transfers:
+        if each.source == "device":
+            host.put(each.target_index, *take(each.source_index))
+        else:
+            put(each.target_index, *host.take(each.source_index))
+    transfers.clear()
+
+
+def _memory(kind: str) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)

@@ -1,0 +1,75 @@
+"""The interfaces that the server needs: an engine, and a model's tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxkv.engine.request import Listener, Request
+
+
+@runtime_checkable
+class DetokenizerProtocol(Protocol):
+    """Turns the tokens of one answer into text. reason: why the answer ended; empty before."""
+
+    reason: str
+
+    def push(self, token: int) -> str:
+        """Add a token; returns text that is final: no half character, no possible stop string."""
+
+    def end(self, reason: str) -> str:
+        """End the answer; returns the text that was held back."""
+
+
+@runtime_checkable
+class LanguageProtocol(Protocol):
+    """A model's name, tokenizer and chat template.
+
+    created: when it was loaded, in seconds since 1970. eos: ids that end an answer. longest: bytes
+    of the longest token.
+    """
+
+    name: str
+    created: int
+    eos: tuple[int, ...]
+    longest: int
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt. Raises UserError if the text has none."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation up to the beginning of the next answer.
+
+        Raises UserError if the model's template refuses it.
+        """
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each id of a prompt adds."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token; a special token is written out."""
+
+    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> DetokenizerProtocol:
+        """A detokenizer for a new answer."""
+
+
+@runtime_checkable
+class EngineProtocol(Protocol):
+    """An engine. Every method may be called from any thread.
+
+    healthy: whether it answers. max_len: tokens of a prompt with its answer. vocab: the vocabulary
+    size.
+    """
+
+    healthy: bool
+    max_len: int
+    vocab: int
+
+    def submit(self, request: Request, listener: Listener) -> Any:
+        """Returns a handle. Raises UserError for an invalid request, Overloaded if it is full."""
+
+    def cancel(self, handle: Any) -> None:
+        """Cancel a request; does nothing if it has finished."""
+
+    def metrics(self) -> Mapping[str, Any]:
+        """The engine's metrics by the names in metrics.py."""
