@@ -10,7 +10,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("02_what_each_cache_keeps")
 
@@ -20,7 +20,7 @@ runtime.begin("02_what_each_cache_keeps")
 
 # %%
 from jaxkv import models
-from jaxkv.evals import side_by_side
+from jaxkv.evals.comparison import side_by_side
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -38,12 +38,14 @@ print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 # prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then thinned once.
 
 # %%
-from jaxkv.evals import kept
+from jaxkv.colab import cached_tokens
 
 EVERYTHING = ("magicpig", "topk", "topp", "oracle", "quest", "vattention")
 settings = side_by_side.settings(side_by_side.SHORT)
-found = kept.read(llm, ids, {n: text for n, text in settings.items() if n not in EVERYTHING})
-kept.sizes(found, settings)
+found = cached_tokens.read(
+    llm, ids, {n: text for n, text in settings.items() if n not in EVERYTHING}
+)
+cached_tokens.sizes(found, settings)
 
 # %% [markdown]
 # `stratified` and `balance-stream` hold some fewer at other lengths, for the slots of their samples
@@ -54,7 +56,7 @@ kept.sizes(found, settings)
 # counts for several, since a policy may let a token stand for others that are gone.
 
 # %% tags=["picture"]
-kept.draw(found)
+cached_tokens.draw(found)
 
 # %% [markdown]
 # - `window` has the end and nothing else, `streaming` four tokens of the beginning besides.
@@ -71,7 +73,9 @@ kept.draw(found)
 # The first half of it, token by token; the darker the ground, the more weight.
 
 # %%
-kept.shade(llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balance", "snapkv"])
+cached_tokens.shade(
+    llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balance", "snapkv"]
+)
 
 # %% [markdown]
 # Of this half `streaming` has its first four tokens and nothing else; the very first marks the
@@ -83,9 +87,11 @@ kept.shade(llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balanc
 # many of the heads are these words still there?
 
 # %%
-places = kept.places(llm, ids, {"the stick": "Penang", "the engraving": "To James Mortimer"})
+places = cached_tokens.places(
+    llm, ids, {"the stick": "Penang", "the engraving": "To James Mortimer"}
+)
 places |= {"the last ten tokens": slice(len(ids) - 10, len(ids))}
-kept.shares(found, places)
+cached_tokens.shares(found, places)
 
 # %% [markdown]
 # The end is there in all of them. With our model both have left `window` and `streaming`; where a
@@ -105,8 +111,8 @@ kept.shares(found, places)
 
 # %%
 some = EVERYTHING[: runtime.size(6, 2)]
-whole = kept.read(llm, ids, {name: settings[name] for name in some})
-kept.sizes(whole, settings)
+whole = cached_tokens.read(llm, ids, {name: settings[name] for name in some})
+cached_tokens.sizes(whole, settings)
 
 # %% [markdown]
 # The cell below says what held, and fails where something did not.

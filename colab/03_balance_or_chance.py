@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("03_balance_or_chance")
 
@@ -29,7 +29,7 @@ runtime.begin("03_balance_or_chance")
 # tokens may be off. In a plane, with all values the same:
 
 # %%
-from jaxkv.evals import balance_or_chance as thinning
+from jaxkv.colab import balance_or_chance as thinning
 
 points = thinning.halves(draws=runtime.size(400, 100), seed=3)
 caption = (

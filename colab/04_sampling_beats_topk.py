@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("04_sampling_beats_topk")
 
@@ -23,8 +23,9 @@ runtime.begin("04_sampling_beats_topk")
 
 # %%
 from jaxkv import models
-from jaxkv.evals import heads, long_tail
-from jaxkv.evals import long_tail_figures as figures
+from jaxkv.colab import long_tail
+from jaxkv.colab import long_tail_figures as figures
+from jaxkv.evals.magicpig import heads
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -167,7 +168,7 @@ runtime.Text(long_tail.tell_tables(read))
 
 # %% [markdown]
 # Read as many as the error allows, with the smallest L that does so. For a model and a text of yours
-# `python -m jaxkv.evals.tune_lsh --text book.txt` finds K and L.
+# `python -m jaxkv.evals.magicpig.tune_lsh --text book.txt` finds K and L.
 #
 # ## As policies
 #

@@ -11,7 +11,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("06_shared_prefixes")
 
@@ -33,7 +33,7 @@ llm = models.load(MODEL) if MODEL else models.load()
 # prompts are the same. These two part in their third block:
 
 # %%
-from jaxkv.evals import conversations
+from jaxkv.colab import conversations
 
 ids = runtime.passage(llm, 64)
 other = ids[:40] + ids[20:44]
@@ -103,9 +103,9 @@ conversations.draw_first(served, turns, caption)
 # texts only ids are known, one for every 512 tokens, equal where all before was equal.
 
 # %%
-from jaxkv.evals import prefix_engine, prefix_traces
+from jaxkv.evals.prefix_caching import engine, traces
 
-trace = prefix_traces.read(conversations.TRACE)
+trace = traces.read(conversations.TRACE)
 total = sum(one.tokens for one in trace.asked)
 print(f"{len(trace.asked)} requests, {total:,} tokens, {total / len(trace.asked):,.0f} in the mean")
 
@@ -127,7 +127,7 @@ conversations.draw_capacity(
 # by sixteen, for the model is small:
 
 # %%
-load = prefix_engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
+load = engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
 longest = max(len(request.tokens) + request.max_new_tokens for request in load.requests)
 POLICY = "streaming:sinks=4,window=124"
 asked = conversations.serve(

@@ -11,7 +11,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("07_write_your_own_policy")
 

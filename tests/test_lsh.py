@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import lsh
 from jaxkv.errors import UserError
-from jaxkv.evals import inclusion
+from jaxkv.evals.magicpig import inclusion
 from jaxkv.lsh import Hashing
 from tests.seldom import seldom
 

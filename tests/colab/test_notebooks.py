@@ -10,9 +10,10 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+from jaxkv.colab import notebooks, runtime
+from jaxkv.colab.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
-from jaxkv.evals import notebooks, pictures, runtime
-from jaxkv.evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
+from jaxkv.evals import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
@@ -40,7 +41,7 @@ def test_a_notebook_has_the_cells_of_its_source(name):
     kept = nbformat.read(FOLDER / f"{name}.ipynb", 4).cells
     assert [(cell.cell_type, cell.source, tags(cell)) for cell in kept] == [
         (cell.cell_type, cell.source, tags(cell)) for cell in cells(name)
-    ], f"python -m jaxkv.evals.notebooks {name}"
+    ], f"python -m jaxkv.colab.notebooks {name}"
 
 
 def test_what_is_kept_is_small_and_whole(name):
@@ -69,7 +70,7 @@ def test_the_first_cells(name):
     first, install, check = cells(name)[:3]
     assert f"]({BADGE}{name}.ipynb)" in first.source.splitlines()[0]
     assert (install.source, tags(install)) == (INSTALL, ["install"])
-    assert check.source == f'from jaxkv.evals import runtime\n\nruntime.begin("{name}")'
+    assert check.source == f'from jaxkv.colab import runtime\n\nruntime.begin("{name}")'
 
 
 def test_links_lead_somewhere(name):
@@ -219,8 +220,7 @@ def test_a_runtime_says_what_it_can_do():
 
 
 def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "HERE", tmp_path)
-    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(runtime, "RESULTS", tmp_path)
     for file, platform, device, took in (
         ("cpu", "cpu", "2 cores of a processor", 1.26),
         ("gpu_tesla_t4", "gpu", "1 x Tesla T4", 0.51),
@@ -231,7 +231,7 @@ def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
             "device": device,
             "notebooks": {"01_one": {"minutes": took}},
         }
-        record = tmp_path / "results" / f"notebooks_{file}.json"
+        record = tmp_path / f"notebooks_{file}.json"
         record.write_text(json.dumps({"results": results}))
     assert runtime.minutes("01_one") == [
         "on 2 cores of a processor: 1.3 minutes", "on 1 x NVIDIA A100: 0.4 minutes",

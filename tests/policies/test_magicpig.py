@@ -15,7 +15,7 @@ from jaxkv import hashed, rows
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
-from jaxkv.evals import inclusion
+from jaxkv.evals.magicpig import inclusion
 from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.rotary import Alibi, NoPosition

@@ -1,0 +1,126 @@
+"""What of recorded agent sessions need not be read again, by cache and by memory.
+
+Every turn of a session sends all before it once more; the sessions take turns side by side. A full
+cache keeps pages of a chunk and forgets nothing: it saves the most that can be saved on the grid,
+in a memory that grows with the text. Bounded caches keep whole states, so many as are given room.
+Bytes are those of the default model, of all the states held at most; `distinct` leaves out pages
+that states share, for which the engine keeps room all the same. (evals.prefix_caching.engine sends
+such turns through the engine.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxkv
+from jaxkv import models, rows
+from jaxkv.engine import pool
+from jaxkv.engine.store import page_names
+from jaxkv.evals.lib.record import ROOT, Record
+from jaxkv.evals.prefix_caching import traces
+from jaxkv.evals.prefix_caching.traces import Asked
+from jaxkv.models import Llm
+from jaxkv.prefix import BlockPool, Snapshots, root
+from jaxkv.stack import by_layer, state_bytes
+
+TRACE = (ROOT.parent / "shared" / "data" / "traces"
+         / "sweagent_trajectories.jsonl")  # fmt: skip
+POLICIES = (
+    "streaming:sinks=4,window=252",
+    "reservoir:sinks=4,window=126,sample=126",
+    "balance-stream:sinks=4,window=124,levels=3,block=64",
+)
+SLOTS = (4, 8, 16, 32, 64, 128, 512)
+CHUNK = 128
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.prefix_caching.agents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
+    ask.add_argument("--quick", action="store_true", help="few turns, into out/")
+    given = ask.parse_args()
+    if not given.trace.is_file():
+        ask.error(f"--trace must be a file of sessions, got {given.trace}")
+    record = Record("agents", [given.trace], [0], given.quick)
+    llm, turns = models.load(), traces.read(given.trace).asked
+    results = measure(llm, turns[:40] if given.quick else turns)
+    for policy, found in results["policies"].items():
+        most = max(point["saved"] for point in found["slots"].values())
+        slots = min(slots for slots, point in found["slots"].items() if point["saved"] == most)
+        point = found["slots"][slots]
+        memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
+        print(f"{policy}: {point['of_full']:.1%} of what full saves by {slots} states of "
+              f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        print("drew", *draw("agents"))
+
+
+def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
+    """Tokens saved and the bytes that it takes, by an index of each kind."""
+    full = BlockPool(CHUNK, mode="full")
+    for turn in turns:
+        lease = full.admit(full.read(turn.keys, root()))
+        full.publish(lease)
+        full.release(lease)
+    saved, tokens = full.counts.first.tokens_hit, sum(turn.tokens for turn in turns)
+    policies = by_layer("full:start=128", llm.config.layers)
+    results: dict[str, Any] = {
+        "turns": len(turns), "tokens": tokens, "chunk": CHUNK,
+        "longest": max(turn.tokens for turn in turns),
+        "full": {
+            "saved": saved, "share": saved / tokens,
+            "bytes": full.entries * state_bytes(policies, llm.spec, 1, CHUNK),
+        },
+        "policies": {policy: {"slots": {}} for policy in POLICIES},
+    }  # fmt: skip
+    for policy, slots in ((policy, slots) for policy in POLICIES for slots in SLOTS):
+        found = snapshots(llm, policy, turns, slots)
+        results["policies"][policy]["slots"][slots] = found | {"of_full": found["saved"] / saved}
+    return results
+
+
+def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str, Any]:
+    """So many states of a bounded cache: what they save, and the bytes of those held at most."""
+    layers = by_layer(policy, llm.config.layers)
+    index = Snapshots(slots, CHUNK)
+    record, page = bytes_of(llm, layers)
+    settles = layers[0] if pool.settling(layers).most else None
+    named: dict[int, set] = {}
+    most = saved = pages = 0
+    for turn in turns:
+        visit = index.visit(index.read(turn.keys, root()))
+        index.leave(visit)
+        saved += visit.at
+        for boundary in visit.save:
+            snapshot = index.claim(visit.prompt, boundary)
+            index.publish(snapshot)
+            named[snapshot.slot] = set(page_names(settles, CHUNK, visit.prompt, boundary))
+        held = len(set().union(*named.values()))
+        if index.taken * record + held * page > most:
+            most, pages = index.taken * record + held * page, held
+    each = state_bytes(layers, llm.spec, 1)
+    return {"saved": saved, "bytes": index.taken * each, "distinct": most, "pages": pages}
+
+
+def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
+    """Of a state what is its own, and a page of it, in all layers."""
+    states = jax.eval_shape(
+        lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
+    )
+    kept = jax.eval_shape(lambda: pool.empty(pool.settling(layers), states, 1, 1))
+    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
+
+
+if __name__ == "__main__":
+    main()
