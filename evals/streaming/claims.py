@@ -1,14 +1,33 @@
-"""StreamingLLM's claims about a trained model: what its records say of each."""
+"""StreamingLLM's claims about a trained model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
-from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, PART, Claim, Finding, Results, by_all, over_base
+from jaxkv.evals.lib.claim import (
+    OPEN,
+    Claim,
+    Finding,
+    Results,
+    adder,
+    by_all,
+    grade,
+    joined,
+    over_base,
+    pick,
+    spread,
+)
 
 BASE = "streaming:sinks=4,window=252"
+WINDOW = "streaming:sinks=0,window=256"
+STREAMING: list[Claim] = []
+claim = adder(STREAMING)
+Gap = Callable[[str], list[float]]
 
 
+@claim("endless", "Stable over 4 million tokens",
+       "Figure 5: flat perplexity, ten models of 2.8B to 70B")  # fmt: skip
 def endless(r: Results) -> Finding:
     s = r["summary"]
     grown = s["resident_bytes"]["growth"] / 2**20
@@ -17,42 +36,29 @@ def endless(r: Results) -> Finding:
         f"stories260K, {r['policy']}, {r['tokens']:,} tokens of novels: of {len(r['endless'])} "
         f"blocks of {r['block']:,} the one farthest from the same tokens read afresh is "
         f"{s['worst_change']:.2%} away ({s['worst_change_wrapped']:.2%} in a stream across "
-        f"position 2^32); {s['not_finite']} losses not finite; memory grew by {grown:.1f} MiB",
-        HOLDS if flat else NOT,
-    )
+        f"position 2^32); {s['not_finite']} losses not finite; memory grew by {grown:.1f} MiB"
+    ), grade(flat)
 
 
+@claim("latency", "Up to 22.2x as fast per token as a sliding window with re-computation",
+       "Figure 10: Llama-2 7B and 13B, caches of 256 to 4096, one A6000")  # fmt: skip
 def recomputing(r: Results) -> Finding:
     rows = r["recompute"]["table"]
     shown = ", ".join(f"{row['cache']}: {row['times_faster']['median']:.1f}x" for row in rows)
     return (
         f"random 110M Llama on a CPU, by size of the cache {shown} (re-computation by the faster "
-        "of our forward and transformers')",
-        HOLDS if r["recompute"]["most"] >= 22.2 else PART,
-    )
+        "of our forward and transformers')"
+    ), grade(r["recompute"]["most"] >= 22.2, part=True)
 
 
+@claim("latency", "The time per token does not grow with the text",
+       "section 1: constant memory and time")  # fmt: skip
 def steady(r: Results) -> Finding:
     name, found = list(r["seen"]["ratio"].items())[-1]
     return (
-        f"stories260K: a token after {int(name):,} takes {found['median']:.3f} "
-        f"({found['min']:.3f} to {found['max']:.3f}) of the time of one after 1,000",
-        HOLDS if found["median"] <= 1.05 else NOT,
-    )
-
-
-def perplexities(r: Results, table: str, *policies: str) -> str:
-    """Perplexity of some policies on every text, with how far the loss lies from the base."""
-    parts = []
-    for text, found in r["texts"].items():
-        lines = []
-        for policy in policies:
-            line = found[table][policy]
-            gap = f" {over_base(line)}"
-            lines.append(f"{label(policy)} {line['perplexity']:.2f}{gap if policy != BASE else ''}")
-        size = found["predictions" if table == "perplexity" else "predictions_of_beginning"]
-        parts.append(f"{text}, {size:,} tokens: {', '.join(lines)}")
-    return "stories260K; " + "; ".join(parts)
+        f"stories260K: a token after {int(name):,} takes {spread(found, 3)} of the time of one "
+        "after 1,000"
+    ), grade(found["median"] <= 1.05)
 
 
 def label(policy: str) -> str:
@@ -65,111 +71,96 @@ def label(policy: str) -> str:
     return f"{values['sinks']}+{values['window']}{where}"
 
 
-def gap(r: Results, policy: str, table: str = "perplexity") -> list[float]:
-    """By how much the loss exceeds the base, in each text."""
-    return [found[table][policy]["loss_over_base"] for found in r["texts"].values()]
+def ring(sinks: int, size: int) -> str:
+    return f"streaming:sinks={sinks},window={size - sinks}"
 
 
-def window_collapses(r: Results) -> Finding:
-    policy = "streaming:sinks=0,window=256"
-    return (
-        perplexities(r, "perplexity", policy, BASE) + "; this model has no sink to lose",
-        HOLDS if min(gap(r, policy)) > 0.1 else NOT,
-    )
+def perplexity_claim(
+    says: str, paper: str, policies: list[str], rule: Callable[[Gap, Results], str],
+    table: str = "perplexity", note: str = "",
+) -> None:  # fmt: skip
+    """A claim about perplexities in the record `sinks`.
+
+    rule: the verdict, from the loss of a policy over the base in each text, and from the results.
+    """
+
+    @claim("sinks", says, paper)
+    def find(r: Results) -> Finding:
+        parts = []
+        for text, found in r["texts"].items():
+            lines = [
+                f"{label(policy)} {line['perplexity']:.2f}"
+                + (f" {over_base(line)}" if policy != BASE else "")
+                for policy in policies
+                for line in [found[table][policy]]
+            ]
+            size = found["predictions" if table == "perplexity" else "predictions_of_beginning"]
+            parts.append(f"{text}, {size:,} tokens: {', '.join(lines)}")
+        gap = lambda policy: list(pick(r, f"texts/*/{table}/{policy}/loss_over_base").values())  # noqa: E731
+        return f"stories260K; {joined(parts)}{note}", rule(gap, r)
 
 
-def restores(r: Results) -> Finding:
-    policy = "recompute:window=256"
-    near = max(map(abs, gap(r, policy, "beginning"))) < 0.02
-    return perplexities(r, "beginning", BASE, policy), HOLDS if near else NOT
+def larger_is_worse(gap: Gap, r: Results) -> str:
+    return by_all([any(b > a for a, b in pairwise(o)) for o in zip(*map(gap, SIZES), strict=True)])
 
 
-def newlines(r: Results) -> Finding:
-    window, policy = "streaming:sinks=0,window=256", "4 newlines in place of the first tokens"
-    text = perplexities(r, "perplexity", BASE, policy, window)
-    if min(gap(r, window)) < 0.1:
-        return (
-            text + "; nothing collapsed that they could restore",
-            f"{OPEN}: needs a model with sinks",
-        )
-    return text, HOLDS if max(map(abs, gap(r, policy))) < 0.1 else NOT
+SIZES = [ring(4, size) for size in (64, 128, 256, 512)]
+COUNTS = [ring(sinks, 256) for sinks in (0, 1, 2, 4, 8)]
+NEWLINES = "4 newlines in place of the first tokens"
+perplexity_claim(
+    "Full attention fails beyond the trained length", "Figure 3", ["full", BASE],
+    lambda gap, r: grade(min(gap("full")) > 0.1), "beginning", "; trained on 512",
+)  # fmt: skip
+perplexity_claim(
+    "A window alone collapses once the first tokens are gone",
+    "Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40", [WINDOW, BASE],
+    lambda gap, r: grade(min(gap(WINDOW)) > 0.1), note="; this model has no sink to lose",
+)  # fmt: skip
+perplexity_claim(
+    "With sinks it is as good as re-computation", "Table 1: 5.40 against 5.43",
+    [BASE, "recompute:window=256"],
+    lambda gap, r: grade(max(map(abs, gap("recompute:window=256"))) < 0.02), "beginning",
+)  # fmt: skip
+perplexity_claim(
+    "The first tokens matter by place, not by meaning: newlines do as well",
+    "Table 1: 5.60 against 5.40", [BASE, NEWLINES, WINDOW],
+    lambda gap, r: (f"{OPEN}: needs a model with sinks" if min(gap(WINDOW)) < 0.1
+                    else grade(max(map(abs, gap(NEWLINES))) < 0.1)),
+    note="; nothing collapsed that they could restore",
+)  # fmt: skip
 
 
-def few_sinks(r: Results) -> Finding:
-    policies = [f"streaming:sinks={n},window={256 - n}" for n in (0, 1, 2, 4, 8)]
-    needed = min(min(gap(r, policy)) for policy in policies[:3]) > 0.02
-    return perplexities(r, "perplexity", *policies), HOLDS if needed else NOT
-
-
-def cache_sizes(r: Results) -> Finding:
-    policies = [f"streaming:sinks=4,window={size - 4}" for size in (64, 128, 256, 512)]
-    orders = [[t["perplexity"][p]["perplexity"] for p in policies] for t in r["texts"].values()]
-    rising = [any(b > a for a, b in pairwise(o)) for o in orders]
-    return perplexities(r, "perplexity", *policies), by_all(rising)
-
-
-def dense_fails(r: Results) -> Finding:
-    return (
-        perplexities(r, "beginning", "full", BASE) + "; trained on 512",
-        HOLDS if min(gap(r, "full", "beginning")) > 0.1 else NOT,
-    )
-
-
-def cache_positions(r: Results) -> Finding:
-    policy = f"{BASE},positions=absolute"
-    return (
-        perplexities(r, "perplexity", BASE, policy),
-        HOLDS if min(gap(r, policy)) > 0.1 else NOT,
-    )
-
-
-def one_more_key(r: Results) -> Finding:
-    policy = "streaming:sinks=4,window=253"
-    near = max(map(abs, gap(r, policy))) < 0.002
-    return (
-        perplexities(r, "perplexity", BASE, policy) + "; our 4+253 is their 4+252",
-        HOLDS if near else NOT,
-    )
-
-
+@claim("sinks", "Attention beyond the two lowest layers goes to the first tokens", "Figure 2")
 def attention_on_first(r: Results) -> Finding:
     layers = r["attention_on_first_token"]
     return (
         "stories260K, mean attention on the first token by layer "
         + ", ".join(f"{100 * x:.2f} %" for x in layers)
-        + f"; spread evenly it would be {100 * r['even_attention']:.2f} %",
-        HOLDS if min(layers[2:]) > 3 * r["even_attention"] else NOT,
-    )
+        + f"; spread evenly it would be {100 * r['even_attention']:.2f} %"
+    ), grade(min(layers[2:]) > 3 * r["even_attention"])
 
 
-STREAMING = [
-    Claim("Stable over 4 million tokens", "Figure 5: flat perplexity, ten models of 2.8B to 70B",
-          "endless", endless),
-    Claim("Up to 22.2x as fast per token as a sliding window with re-computation",
-          "Figure 10: Llama-2 7B and 13B, caches of 256 to 4096, one A6000",
-          "latency", recomputing),
-    Claim("The time per token does not grow with the text",
-          "section 1: constant memory and time", "latency", steady),
-    Claim("Full attention fails beyond the trained length", "Figure 3", "sinks", dense_fails),
-    Claim("A window alone collapses once the first tokens are gone",
-          "Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40",
-          "sinks", window_collapses),
-    Claim("With sinks it is as good as re-computation", "Table 1: 5.40 against 5.43",
-          "sinks", restores),
-    Claim("The first tokens matter by place, not by meaning: newlines do as well",
-          "Table 1: 5.60 against 5.40", "sinks", newlines),
-    Claim("Attention beyond the two lowest layers goes to the first tokens", "Figure 2",
-          "sinks", attention_on_first),
-    Claim("One or two sinks are too few, four are enough, more add little",
-          "Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54",
-          "sinks", few_sinks),
-    Claim("A larger cache is not always better",
-          "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", "sinks", cache_sizes),
-    Claim("Positions must be those in the cache, not those in the text", "section 3.2",
-          "sinks", cache_positions),
-    Claim("Evicting after attending, so that a query sees one key more, changes nothing",
-          "the published code does so; section 3.2 reads as if it did not",
-          "sinks", one_more_key),
+perplexity_claim(
+    "One or two sinks are too few, four are enough, more add little",
+    "Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54", COUNTS,
+    lambda gap, r: grade(min(min(gap(policy)) for policy in COUNTS[:3]) > 0.02),
+)  # fmt: skip
+perplexity_claim(
+    "A larger cache is not always better",
+    "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", SIZES, larger_is_worse,
+)  # fmt: skip
+perplexity_claim(
+    "Positions must be those in the cache, not those in the text", "section 3.2",
+    [BASE, f"{BASE},positions=absolute"],
+    lambda gap, r: grade(min(gap(f"{BASE},positions=absolute")) > 0.1),
+)  # fmt: skip
+perplexity_claim(
+    "Evicting after attending, so that a query sees one key more, changes nothing",
+    "the published code does so; section 3.2 reads as if it did not", [BASE, ring(4, 257)],
+    lambda gap, r: grade(max(map(abs, gap(ring(4, 257)))) < 0.002),
+    note="; our 4+253 is their 4+252",
+)  # fmt: skip
+STREAMING += [
     Claim("Streamed questions are answered as well as one by one, a window alone fails",
           "Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58", "",
           "a chat model of some billion weights"),

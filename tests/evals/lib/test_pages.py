@@ -19,6 +19,12 @@ def test_the_figures_of_a_page_are_in_step(page):
     )
 
 
+def test_no_cell_of_a_table_has_a_bar():
+    """A bar in a text would begin another column."""
+    rows = [line for line in claims.page().splitlines() if line.startswith("| ")]
+    assert rows and all(line.count("|") in (4, 6) for line in rows)
+
+
 def test_a_figure_is_filled_in(tmp_path):
     results = {"results": {"table": [{"times": {"median": 21.456}}]}}
     (tmp_path / "trial.json").write_text(json.dumps(results))

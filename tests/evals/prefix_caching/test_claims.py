@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxkv.evals.lib.claim import HOLDS, NOT, PART
-from jaxkv.evals.prefix_caching import claims as claims
+from jaxkv.evals.prefix_caching import claims
 
 
 def three(value, low=None, high=None, middle="mean"):
@@ -89,9 +89,9 @@ CASES = {
         claims.chained, hashing(three(1, 1, 2, "median"), three(5, 4, 6, "median")), HOLDS),
     "chained overlaps": (
         claims.chained, hashing(three(1, 1, 5, "median"), three(5, 4, 6, "median")), NOT),
-    "as much in less": (claims.forgets, agents(0.95, 0.92), HOLDS),
-    "one of two": (claims.forgets, agents(0.95, 0.5), PART),
-    "as much in as much": (claims.forgets, agents(0.95, memory=1000), NOT),
+    "as much in less": (claims.evicting_caches, agents(0.95, 0.92), HOLDS),
+    "one of two": (claims.evicting_caches, agents(0.95, 0.5), PART),
+    "as much in as much": (claims.evicting_caches, agents(0.95, memory=1000), NOT),
     "all loads sooner": (claims.through_the_engine, loads(1.1, 1.2, 1.01), HOLDS),
     "not where nothing is shared": (claims.through_the_engine, loads(1.1, 1.2, 0.9), PART),
     "none sooner": (claims.through_the_engine, loads(0.9, 0.9, 0.9), NOT),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from jaxkv.evals.balancekv import claims as balance
 from jaxkv.evals.lib.claim import HOLDS, NOT, PART
-from jaxkv.evals.reservoir import claims as claims
+from jaxkv.evals.reservoir import claims
 
-METHODS = (*claims.PAPERS, *claims.OTHERS)
+METHODS = (*balance.PAPERS, *balance.OTHERS)
 
 
 def chi_squares(uniform, geometric):
@@ -109,24 +110,24 @@ CASES = {
     "each sample better": (claims.larger_is_better, samples(0.2, 0.4, 0.7), HOLDS),
     "the largest alone": (claims.larger_is_better, samples(0.2, 0.22, 0.6), PART),
     "none better": (claims.larger_is_better, samples(0.2, 0.2, 0.2), NOT),
-    "best in small": (claims.in_small, thinned(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
-    "better than some": (claims.in_small, thinned(0.8, 0.8, 0.4, 0.4, 0.4), PART),
-    "better than none": (claims.in_small, thinned(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
-    "nearest of all": (claims.nearer_than_uniform, errors(NEAREST), HOLDS),
-    "seeds overlap": (claims.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
+    "best in small": (balance.in_small, thinned(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
+    "better than some": (balance.in_small, thinned(0.8, 0.8, 0.4, 0.4, 0.4), PART),
+    "better than none": (balance.in_small, thinned(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
+    "nearest of all": (balance.nearer_than_uniform, errors(NEAREST), HOLDS),
+    "seeds overlap": (balance.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
     "in one layer of two": (
-        claims.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), PART),
-    "no nearer than stratified": (claims.nearer_than_uniform, errors(BEHIND_STRATIFIED), PART),
+        balance.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), PART),
+    "no nearer than stratified": (balance.nearer_than_uniform, errors(BEHIND_STRATIFIED), PART),
     "than stratified at one T of two": (
-        claims.nearer_than_uniform, errors(NEAREST, BEHIND_STRATIFIED), PART),
-    "at one T of two": (claims.nearer_than_uniform, errors(NEAREST, NO_NEARER), PART),
-    "no nearer than uniform": (claims.nearer_than_uniform, errors(NO_NEARER), NOT),
-    "by every constant": (claims.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=0.5), HOLDS),
-    "not by the theorem's": (claims.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
-    "by none": (claims.nearer_on_paper, halves(walk=1.0, pairs=0.5, theory=1.0), NOT),
-    "both steep": (claims.falls_faster, slopes(-0.9, -0.9), HOLDS),
-    "the practical one": (claims.falls_faster, slopes(-0.9, -0.5), PART),
-    "neither": (claims.falls_faster, slopes(-0.5, -0.5), NOT),
+        balance.nearer_than_uniform, errors(NEAREST, BEHIND_STRATIFIED), PART),
+    "at one T of two": (balance.nearer_than_uniform, errors(NEAREST, NO_NEARER), PART),
+    "no nearer than uniform": (balance.nearer_than_uniform, errors(NO_NEARER), NOT),
+    "by every constant": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=0.5), HOLDS),
+    "not by the theorem's": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
+    "by none": (balance.nearer_on_paper, halves(walk=1.0, pairs=0.5, theory=1.0), NOT),
+    "both steep": (balance.falls_faster, slopes(-0.9, -0.9), HOLDS),
+    "the practical one": (balance.falls_faster, slopes(-0.9, -0.5), PART),
+    "neither": (balance.falls_faster, slopes(-0.5, -0.5), NOT),
 }  # fmt: skip
 
 

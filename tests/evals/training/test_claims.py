@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, PART, UNSEEN
-from jaxkv.evals.training import claims as claims
+from jaxkv.evals.training import claims
 
 
 def arm(sinks, gaps=(0.0, 0.0, 0.0, 0.0), loss=4.0, seed=0, accuracy=None, chance=0.25):
@@ -36,7 +36,7 @@ def paper(*perplexities):
 def verdict(number, *arms):
     """Of the claim of that number, by a record of these arms."""
     record = {"arms": {f"{a['recipe']['sinks']}-{a['recipe']['seed']}": a for a in arms}}
-    return claims.claims("sink_tables")[number].find(record)[1]
+    return claims.TRAINING[number].find(record)[1]
 
 
 def both_seeds(loss):
