@@ -1,7 +1,7 @@
 # %% [markdown]
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/01_endless_generation.ipynb)
 #
-# # Text without end in a fixed memory
+# # Unbounded generation in constant memory
 #
 # A model that was trained on 512 tokens at a time writes 20,000, and the last word costs as much time
 # and memory as the thousandth. The third cell says where it has been run, and how long it took.
@@ -85,8 +85,8 @@ loss_by_position.draw(
 # ## What mends it
 #
 # Keep the sink beside the newest tokens and number all by their place in the cache: *streaming*. Most
-# models were trained without a sink token and use some of the first tokens, so four are kept unless
-# told otherwise. The same model as at first, under a cache of 256 tokens:
+# models were trained without a sink token and use some of the first tokens, so four are cached unless
+# set otherwise. The same model as at first, under a cache of 256 tokens:
 
 # %%
 STREAMING = "streaming:sinks=4,window=252"
@@ -147,7 +147,7 @@ print(f"{len(story.split()):,} words; the last of them:\n\n...{story[-400:]}")
 # What has left the window is gone: no question about it has an answer in this cache. Caches that keep
 # a sample of it are in [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb).
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 dense, window, sink = (each.mean(axis=0) for each in copying.values())

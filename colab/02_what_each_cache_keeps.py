@@ -31,11 +31,11 @@ print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 # ## Caches of one size
 #
 # All but `full` are set to hold as many tokens when they have read this text; the table counts them.
-# Those of a stream (`window` to `balance-stream`) forget as they read. All of these but `h2o` number
+# Those of a stream (`window` to `balance-stream`) evict as they read. All of these but `h2o` number
 # tokens by their rank in the cache and so have no end. `h2o` numbers them by their place in the text,
 # and beyond the trained context
 # [it falls apart](https://github.com/jaxkv/jaxkv/blob/main/README.md#caches) as `full` does. Those of a
-# prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then thinned once.
+# prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then compressed once.
 
 # %%
 from jaxkv.colab import cached_tokens
@@ -52,7 +52,7 @@ cached_tokens.sizes(found, settings)
 # fill up and are then halved. `pyramidkv` holds as many in the mean over its layers.
 #
 # A strip is the text from its beginning on the left to its end on the right. White is forgotten. Blue
-# is held, the mean over all layers and kv heads: pale where few heads hold a token, or dark where it
+# is cached, the mean over all layers and kv heads: pale where few heads hold a token, or dark where it
 # counts for several, since a policy may let a token stand for others that are gone.
 
 # %% tags=["picture"]
@@ -62,7 +62,7 @@ cached_tokens.draw(found)
 # - `window` has the end and nothing else, `streaming` four tokens of the beginning besides.
 # - `reservoir` gives up half of its window for tokens drawn at random from all that has left it, other
 #   ones in each head. `stratified` draws one from each stretch of four. `balance-stream` halves blocks
-#   so that those kept stand for those gone; it holds more of what is recent.
+#   so that those cached stand for those gone; it holds more of what is recent.
 # - `h2o`, `snapkv` and `pyramidkv` choose by attention, for each head its own: by what all queries
 #   looked at so far, or by what the last queries of the prompt look at. `pyramidkv` gives early layers
 #   more.
@@ -95,7 +95,7 @@ cached_tokens.shares(found, places)
 
 # %% [markdown]
 # The end is there in all of them. With our model both have left `window` and `streaming`; where a
-# sample of the whole text is kept (`reservoir` to `uniform`) some heads have a part of them. To be
+# sample of the whole text is cached (`reservoir` to `uniform`) some heads have a part of them. To be
 # held is not yet to be used: a token that few heads hold may be of no use to them, and a model this
 # small uses little of what is far away.
 # [How often something said long ago is found again](https://github.com/jaxkv/jaxkv/blob/main/evals/results/recall.png)
@@ -103,8 +103,8 @@ cached_tokens.shares(found, places)
 #
 # ## Caches that keep everything
 #
-# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` forget nothing, and choose for each
-# query anew which of the keys it meets. What they spare is reading: see
+# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` evict nothing, and choose for each
+# query which of the keys it attends to. What they spare is reading: see
 # [04_sampling_beats_topk](04_sampling_beats_topk.ipynb). The last five take the memory of `full`;
 # `magicpig` has tables besides, and takes more, with our model several times as much for a prompt this
 # short.
@@ -115,7 +115,7 @@ whole = cached_tokens.read(llm, ids, {name: settings[name] for name in some})
 cached_tokens.sizes(whole, settings)
 
 # %% [markdown]
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

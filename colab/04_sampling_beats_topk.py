@@ -68,7 +68,7 @@ runtime.Text(long_tail.tell_heads(spec, layers, by_head))
 # there attention is flat, and the keys with the largest weights speak for themselves alone. A sample
 # is better, but it need not be drawn by weight: any keys do about as well.
 #
-# In a few heads of the layers behind it a sample by weight is nearest. Their tails are long: too much
+# In a few heads of the layers after it a sample by weight is nearest. Their tails are long: too much
 # weight for top-k lies in the tail, and too little for even chance. Here are three heads: the flattest,
 # that in which a sample by weight gains the most over the better of the two others, and the most
 # peaked.
@@ -122,9 +122,9 @@ figures.draw_when(by_head, worlds, share, caption)
 #
 # ## How tables find a sample
 #
-# MagicPIG hashes keys by the signs of K random projections, L times, and meets the keys that have the
+# MagicPIG hashes keys by the signs of K random projections, L times, and attends to the keys that have the
 # query's code in at least two of the L tables. The chance of that follows from the angle between query
-# and key. So a key that is met can be weighted by one over its chance, and the estimates of attention's
+# and key. So a key that is attended to can be weighted by one over its chance, and the estimates of attention's
 # sums are right in the mean.
 
 # %%
@@ -151,7 +151,7 @@ runtime.Text(long_tail.tell_sink(beside))
 #   read, beside the sample, all draws go to the others.
 # - An even sample misses the sink nearly always, and with it half of the weight.
 # - Tables find the sink by themselves, for it lies near the query; `magicpig` reads it always.
-# - Without centring tables find next to nothing. Less their mean, keys are told apart by their
+# - Without centring tables find next to nothing. Less their mean, keys are distinguished by their
 #   differences. Softmax does not see the mean: it adds the same to all logits of a query.
 #
 # ## Choosing K and L
@@ -188,12 +188,12 @@ runtime.Text(long_tail.tell_losses(behind, part))
 # one key read it once, so it reads fewer.
 #
 # `magicpig` is the only one of those four that need not look at every key to choose, so the only one
-# that can save time; it pays for that by keys that are met by chance. It does so on a CPU behind
+# that can save time; it pays for that by keys that are attended to by chance. It does so on a CPU behind
 # prompts of tens of thousands of tokens
 # ([measured](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)); for short ones, read
 # everything.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

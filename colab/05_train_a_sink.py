@@ -20,7 +20,7 @@ runtime.begin("05_train_a_sink")
 # ## A head with nothing to do
 #
 # The models read letters (after [Guo et al.](https://arxiv.org/abs/2410.13835)). Each letter follows
-# the one before it by chance, but for twenty *triggers*: behind a trigger comes the letter that stood
+# the one before it by chance, but for twenty *triggers*: after a trigger comes the letter that stood
 # before it. One head is enough for that, and at every letter that is no trigger this head has nothing
 # to do. Triggers are marked by a dot:
 
@@ -32,7 +32,7 @@ some = chain.letters(60, seed=1)
 print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in some))
 
 # %% [markdown]
-# ## Two arms
+# ## Two variants
 #
 # `none` is plain softmax. `token` has one more token, which stands in front of every sample and is
 # learnt like any other; it says nothing, so a head may look at it for free. `jaxkv pretrain` trains
@@ -62,8 +62,8 @@ sink_variants.draw_learning(places, shares, floor)
 
 # %% [markdown]
 # On the left is the loss of a letter by its place in a sample. The sink token has the place of the
-# first letter, so this arm must predict the letter behind it from nothing, and the next one too where
-# it copies what was not seen. From the third place on both arms have the same task:
+# first letter, so this variant must predict the letter after it from nothing, and the next one too where
+# it copies what was not seen. From the third place on both variants have the same task:
 
 # %%
 late = [
@@ -84,7 +84,7 @@ for seed, loss in zip(SEEDS, late, strict=True):
 # ## What they look at
 #
 # A row is a letter, a column what it looks at. The models are those of the first seed, and of many
-# stretches of the text this is the one in which the sink gets most. What stands behind a trigger is
+# stretches of the text this is the one in which the sink gets most. What stands after a trigger is
 # known, so a trigger, with a dot, looks one back. An idle letter looks at itself, which tells it
 # nothing new, or, where one was trained, at the sink.
 
@@ -118,7 +118,7 @@ sink_variants.draw_losses(found, floor)
 # Where a sink token was trained the cache must keep it, and then one is enough: more of the first
 # tokens bring nothing. The model with plain softmax does not care: it grew no sink, so it has none to
 # lose. A window alone is safe for such a model, and whether a model is such cannot be seen from
-# outside: keep the first tokens. More arms and tries to make plain softmax grow a sink are in
+# outside: keep the first tokens. More variants and tries to make plain softmax grow a sink are in
 # [backcopy.json](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.json), and what they
 # say of the paper in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md).
 #
@@ -135,7 +135,7 @@ sink_variants.draw_losses(found, floor)
 # `--preset default` is the model that comes with jaxkv, `--preset 160m` the size of the paper's, which
 # wants a GPU.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 NEAR = runtime.size(0.02, 0.05)  # nats; half as many steps leave more of a difference

@@ -4,7 +4,7 @@
 # # Shared prefixes
 #
 # A chat sends all that was said with every turn. What prompts have in common is read once, under
-# caches that grow and, bit for bit, under caches that forget. The third cell says where it has been
+# caches that grow and, bit for bit, under evicting caches. The third cell says where it has been
 # run, and how long it took.
 
 # %% tags=["install"]
@@ -46,7 +46,7 @@ for prompt in (ids, other):
 # How much is found depends on what becomes of the last block of a prompt. The report that this library
 # follows sent one prompt of 15 tokens again and again, found it 8 times of 100, and put that down to
 # answers that differ. It is the key that changes: a prompt shorter than a block loses its key with the
-# first token that is written behind it (`rekey`), so only requests that are admitted together find
+# first token that is written after it (`rekey`), so only requests that are admitted together find
 # each other, which a formula can tell. A block that keeps a key of its own for the prompt (`alias`) is
 # found almost always; full blocks alone (`full`) never, for such a prompt fills none.
 
@@ -63,8 +63,8 @@ conversations.draw_hits(hits, slots)
 # a time.
 #
 # A cache that grows can share *pages*: a chunk's keys and values serve all that begin alike. A cache
-# that forgets has let go of something by the end of a prefix, so a page of it is of no use; its whole
-# *state* is kept at a few places, and taken up there. Either way what follows must be what it would
+# that evicts has dropped tokens by the end of a prefix, so a page of it is of no use; its whole
+# *state* is cached at a few places, and taken up there. Either way what follows must be what it would
 # have been.
 
 # %%
@@ -92,9 +92,9 @@ caption = (
 conversations.draw_first(served, turns, caption)
 
 # %% [markdown]
-# Where everything is read anew, a turn takes longer the more was said; with prefixes kept it costs what
+# Where everything is recomputed, a turn takes longer the more was said; with prefix caching it costs what
 # is new in it, as long as there is room for them. In as much memory the cache that grows runs out of
-# pages in the last turn, and its time jumps. A state of the cache that forgets stays as small as it is.
+# pages in the last turn, and its time jumps. A state of an evicting cache stays as small as it is.
 #
 # ## Recorded requests
 #
@@ -145,7 +145,7 @@ conversations.draw_each(asked, caption)
 # just then. The few of which half was there (blue) are answered sooner, taken together; for most there
 # is little to find, so there is little to gain. On recorded agents,
 # which send all that was done before with every step, nearly everything is found, and states of a cache
-# that forgets save about as much as pages do in a small part of their memory:
+# that evict save about as much as pages do in a small part of their memory:
 # [picture](https://github.com/jaxkv/jaxkv/blob/main/evals/results/agents.png).
 #
 # ## Serving
@@ -167,7 +167,7 @@ conversations.draw_each(asked, caption)
 # Requests of different API keys, or of different `cache_salt`, share nothing: how soon an answer
 # begins tells what was asked before.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

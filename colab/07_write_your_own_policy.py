@@ -18,7 +18,7 @@ runtime.begin("07_write_your_own_policy")
 # %% [markdown]
 # ## The idea
 #
-# Near memory exact, far memory thinned: of every four tokens keep one for long and the others
+# Near memory exact, far memory compressed: of every four tokens keep one for long and the others
 # briefly, as the strided heads of [Sparse Transformers](https://arxiv.org/abs/1904.10509) do. Far
 # tokens then cost a quarter, and as many slots reach further back. So there are two rings, and every
 # token goes to one of them.
@@ -48,7 +48,7 @@ class Rings(NamedTuple):
 # %%
 @dataclass(frozen=True)
 class Strided:
-    """Of every `stride` tokens the first is kept for `far` strides, the others for `near`."""
+    """Of every `stride` tokens the first is cached for `far` strides, the others for `near`."""
 
     near: int = 4
     far: int = 20
@@ -114,10 +114,10 @@ runtime.Text(laws.table(verdicts))
 
 # %% [markdown]
 # The others are about what this policy does not have: a faster way for one token (10), an estimate
-# (12), tokens that are never dropped (13), a prompt that is thinned when it ends (14), slots that are
+# (12), tokens that are never dropped (13), a prompt that is compressed when it ends (14), slots that are
 # written once (17).
 #
-# And where something is wrong? This one forgets that a token belongs to one ring alone:
+# And where something is wrong? This one ignores that a token belongs to one ring alone:
 
 
 # %%
@@ -132,7 +132,7 @@ runtime.Text(laws.table(mistaken))
 # %% [markdown]
 # ## Its place beside the others
 #
-# It is held against a `window` and a `streaming` cache of as many slots, and against a window of its
+# It is compared with a `window` and a `streaming` cache of as many slots, and against a window of its
 # near part alone. The caches are small, for then it matters most what is in them. The text is one
 # that the model has not seen.
 
@@ -200,7 +200,7 @@ def norm(x):
 
 
 def decode(attend, states, tokens, positions):
-    """Logits of tokens [B,T], and the states behind them."""
+    """Logits of tokens [B,T], and the new states."""
     x, after = embedding[tokens], []
     for w, state in zip(layers, states, strict=True):
         q, k, v = ((norm(x) @ w[n]).reshape(*tokens.shape, -1, DIM) for n in "qkv")
@@ -252,7 +252,7 @@ count = runtime.size(2_000, 500)
 print(f"{count:,} tokens, {rows.nbytes(states):,} bytes of cache, as many as at the beginning")
 
 # %% [markdown]
-# As far as the near part reaches all tokens are kept, so up to there the logits must be those of dense
+# As far as the near part reaches all tokens are cached, so up to there the logits must be those of dense
 # attention. Behind it they are not: something is forgotten.
 
 # %%
@@ -273,7 +273,7 @@ print(f"largest difference of logits: {apart[:most].max():.1e} up to token {most
 # it chooses by it (`needs_scores`); one that makes room as it grows has `reserve`, one that thins a
 # finished prompt `seal`, and a faster way for a single token is `decode`.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

@@ -1,4 +1,4 @@
-"""A prompt thinned by balance or by chance: what notebook 03 computes and draws.
+"""A prompt compressed by balance or by chance: what notebook 03 computes and draws.
 
 What halving does to points in a plane, how far attention of a model's layers is from attention to
 everything, which keys make balance worth its time and which do not, and what it costs.
@@ -34,7 +34,7 @@ from jaxkv.stack import policy
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])
 PLANE = Halving("walk", temperature=0.5)
-BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4  # of worlds: keys to thin, last ones that stay
+BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4  # of worlds: keys to compress, last ones that stay
 KINDS = 32  # of keys, where keys are alike
 HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
 WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
@@ -179,7 +179,7 @@ def of_model(
 
 
 def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
-    """Errors by what is kept: of the first layer, and of the others in the mean."""
+    """Errors by what is cached: of the first layer, and of the others in the mean."""
     figure, panels = pictures.begin(7.0, 3.9, columns=2)
     (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
     title = f"layers {others[0][0]} to {others[-1][0]}, mean"
@@ -188,7 +188,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
     for axes, (title, layers) in zip(panels, shown.items(), strict=True):
         for place, name in enumerate(names):
             lines = {t: spread(np.mean([e[t][name] for e in layers], axis=0)) for t in of_first}
-            # Beside each other, so that the ranges can be told apart.
+            # Beside each other, so that the ranges can be distinguished.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
             draw_spreads(axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **THINNED[name])
@@ -214,7 +214,7 @@ def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
 
 
 def world(name: str, seed: int, sharp: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k, v [T,HEADS,DIM] of a prompt and of the queries behind it; coordinates of unit variance.
+    """q, k, v [T,HEADS,DIM] of a prompt and of the queries after it; coordinates of unit variance.
 
     name: one of WORLDS. sharp: the deviation of a query's logits.
     """
@@ -278,8 +278,8 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
 
 
 def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
-    """Milliseconds to read this prompt and to thin it, with all layers, medians of `count`; and how
-    much of the caches' bytes is left, in per cent."""
+    """Milliseconds to read this prompt and to compress it, with all layers, medians of `count`; and
+    how much of the caches' bytes is left, in per cent."""
 
     def read() -> tuple[Any, ...]:
         stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
@@ -291,7 +291,7 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
         made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
-    states = read()  # of one form, whichever of these will thin them
+    states = read()  # of one form, whichever of these will compress them
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
     variants = {"read it (ms)": timing.timed(read)}
     variants |= {f"thin it: {name} (ms)": timing.timed(partial(thin, name)) for name in names}

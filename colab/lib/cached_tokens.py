@@ -37,12 +37,12 @@ class Held(NamedTuple):
         return (self.weights > 0).sum(axis=2, dtype=np.int32)
 
     def share(self, place: slice) -> float:
-        """In how many of the heads the tokens of a place are held, of all."""
+        """In how many of the heads the tokens of a place are cached, of all."""
         return float(np.mean(self.weights[:, :, place] > 0))
 
 
 def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str, Held]:
-    """What caches hold once they have read a text, and sealed it where they do that."""
+    """What caches hold once they have read a text, and finished prefill."""
     found = {}
     for name, setting in settings.items():
         stream = models.Stream(llm, setting, tokens=len(ids))
@@ -123,7 +123,7 @@ def sizes(found: Mapping[str, Held], settings: Mapping[str, str]) -> runtime.Tex
 
 
 def shares(found: Mapping[str, Held], places: Mapping[str, slice]) -> runtime.Text:
-    """In how many of the heads the tokens of some places are held, and the bytes of each cache."""
+    """The fraction of heads that cache the tokens of some places, and the bytes of each cache."""
     lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
     for name, held in found.items():
         cells = "".join(f"{held.share(place):22.0%}" for place in places.values())
@@ -148,7 +148,7 @@ def shade(
              "</style>"]  # fmt: skip
     for name in names:
         weights = np.minimum(found[name].mean[: len(ids)], MOST) / MOST
-        # The square root, for most that is held has the weight 1 of 4.
+        # The square root, for most that is cached has the weight 1 of 4.
         shades = np.ceil(SHADES * np.sqrt(weights) - 1e-6).astype(int)
         text = "".join(
             f"<i class=s{dark}>{word}</i>" if dark else word

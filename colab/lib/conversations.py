@@ -1,4 +1,4 @@
-"""Conversations, made up and recorded, with what was read of prompts kept and without.
+"""Conversations, made up and recorded, with and without prefix caching.
 
 Every turn sends all that was said before once more, the answers too, and all users begin with the
 same instructions, as clients of chat models do. mooncake_first.jsonl are the first requests of
@@ -215,7 +215,7 @@ def draw_each(served: Mapping[str, Served], caption: str) -> runtime.Picture:
 
 
 def table(served: Mapping[str, Mapping[str, Served]]) -> str:
-    """Tokens of prompts, how many of them were found, and the memory of what is kept."""
+    """Tokens of prompts, how many of them were found, and the memory of what is cached."""
     lines = [f"{'':12}{'tokens of prompts':>18}{'found':>12}{'hit rate':>10}{'memory of it':>14}"]
     for policy, pair in served.items():
         kept = pair[KEPT]

@@ -1,4 +1,4 @@
-"""What a longer text costs: the time of one more token, and the bytes that are kept of it."""
+"""Cost by text length: the time of one more token, and the bytes of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxkv.models.llm import Llm
 
 
 class Cost(NamedTuple):
-    """What a token costs behind so many others. microseconds: the median of some rounds."""
+    """What a token costs after this many others. microseconds: the median of some rounds."""
 
     tokens: int
     microseconds: float

@@ -87,7 +87,7 @@ def sink(spec: Spec, layer: Layer) -> float:
 def chosen(kind: str, share: float, sinks: int = 0) -> Policy:
     """A way to read a share of all keys but the first `sinks` and the query's own."""
     ends = {"sinks": sinks, "window": 1}
-    evenly = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}  # no more than it was told to
+    evenly = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}  # no more than it was set to
     make = {
         "topk": lambda: TopK(share, **ends),
         "oracle": lambda: Oracle(share, **ends),
@@ -160,7 +160,7 @@ def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: i
 def world(
     keys: int, sigmas: Sequence[float], share: float, follow: float, kinds: Sequence[str] = KINDS
 ) -> World:
-    """Drawn attention to so many keys; follow: how far values follow the logit, from 0 to 1."""
+    """Drawn attention to this many keys; follow: how far values follow the logit, from 0 to 1."""
     error: dict[str, list[float]] = {kind: [] for kind in kinds}
     fifth, spec = [], synthetic.SPEC
     for sigma in sigmas:
@@ -237,7 +237,7 @@ def read_by(
 def losses(
     llm: Llm, ids: Sequence[int], stretches: int, policies: Mapping[str, Policy]
 ) -> dict[str, dict[str, Any]]:
-    """By how much the loss behind three quarters of each stretch is over full attention's, with
+    """By how much the loss after three quarters of each stretch is over full attention's, with
     two standard errors; shows no progress, for notebooks would keep it."""
     front, size = llm.tokenizer.front, len(ids) // stretches
     cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]

@@ -5,8 +5,8 @@ of the same cells with what they printed and drew, and the picture of its cell t
 notebook runs in a kernel of its own, in an empty folder, and checks its own results: a wrong one
 ends the run.
 
-    python -m jaxkv.colab.notebooks                     all in full, kept; minutes go into a record
-    python -m jaxkv.colab.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is kept
+    python -m jaxkv.colab.notebooks                     all in full, saved; minutes go into a record
+    python -m jaxkv.colab.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is saved
     python -m jaxkv.colab.notebooks --smoke --install   the first one from its own first cell on
     python -m jaxkv.colab.notebooks --smoke --model DIR with another model in the field
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def try_out(name: str, model: str, install: bool = False) -> None:
-    """Run with JAXKV_SMOKE=1; nothing is kept.
+    """Run with JAXKV_SMOKE=1; nothing is saved.
 
     Raises SystemExit where it takes too long, be it that the machine has other work, or where what
     it installs changes what was there.

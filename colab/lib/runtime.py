@@ -1,7 +1,7 @@
 """What the notebooks under colab/ begin with: where they run, how large they are, their pictures.
 
 Nothing here imports jax before `begin` has said how much memory it may take and where compilations
-are kept.
+are cached.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS)
 
 
 def shrink(png: bytes, colours: int = COLOURS) -> Picture:
-    """A drawing in so many of its own colours, 256 at most: a third of the bytes.
+    """A drawing in this many of its own colours, 256 at most: a third of the bytes.
 
     Lines look the same in a few; where a colour is a value, all are wanted.
     """

@@ -1,4 +1,5 @@
-"""Small models with and without a sink, trained on the spot: how they learn, look and forget.
+"""Small models with and without a sink, trained on the spot: how they learn, attend and lose
+tokens.
 
 The stream is that of evals/training/backcopy.py: letters of a Markov chain, and triggers. After a
 trigger the letter before it comes again. A head that copies is idle at all other letters. The
@@ -27,15 +28,15 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.typing import Float32, Int32
 
-RUNS = 1_000  # samples of held-back letters
+RUNS = 1_000  # samples of held-out letters
 STRETCHES = 200  # of them, one of which is drawn
-ALIKE = 2  # from this place of a sample on all arms have seen the letters that matter
+ALIKE = 2  # from this place of a sample on all variants have seen the letters that matter
 
 
 def train(
     arms: Sequence[str], steps: int, seed: int, folder: Path
 ) -> tuple[dict[str, Llm], Tokens]:
-    """A model of each arm (`none`, `token`, `logit`, ...), and the letters they learnt from.
+    """A model of each variant (`none`, `token`, `logit`, ...), and the letters they learnt from.
 
     folder: keeps data and runs; seeds may share one.
     """
@@ -64,8 +65,8 @@ def maps(
 
 
 def most_idle(arm: Llm, tokens: Tokens, count: int) -> int:
-    """Where the stretch of so many held-back letters begins, of `STRETCHES`, that looks most at its
-    first token."""
+    """Where the stretch of this many held-out letters begins, of `STRETCHES`, that looks most at
+    its first token."""
     starts = [number * count for number in range(STRETCHES)]
     ids = [held_back(arm, tokens, count, start) for start in starts]
     return starts[int(maps(arm, ids)[:, :, 0].mean(axis=1).argmax())]
@@ -94,10 +95,10 @@ def share_of_first(arm: Llm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
 
 
 def loss_by_place(arm: Llm, tokens: Tokens) -> Float32[np.ndarray, " T"]:
-    """The mean loss of held-back letters by their place in a sample, in nats a letter.
+    """The mean loss of held-out letters by their place in a sample, in nats a letter.
 
     A sink token has the place of a sample's first letter, which the model then has not seen: the
-    letter behind it is predicted from nothing, and the next one, if that was a trigger, too.
+    letter after it is predicted from nothing, and the next one, if that was a trigger, too.
     """
     context, front = arm.config.context, arm.tokenizer.front
     runs = tokens.run("valid", 0, RUNS * (context + 1)).reshape(RUNS, context + 1)
@@ -139,7 +140,7 @@ def draw_learning(
 
 
 def draw_maps(arms: Mapping[str, Llm], tokens: Tokens, letters: int, start: int) -> runtime.Picture:
-    """What each letter of a short text looks at, by arm; triggers have a dot."""
+    """What each letter of a short text looks at, by variant; triggers have a dot."""
     figure, all_axes = pictures.begin(3.3 * len(arms), 3.9, columns=len(arms))
     triggers = set(backcopy.Chain(0).triggers.tolist())
     for axes, (name, arm) in zip(np.ravel(all_axes), arms.items(), strict=True):
@@ -177,7 +178,7 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 def draw_losses(
     found: Sequence[Mapping[str, Mapping[str, float]]], floor: float
 ) -> runtime.Picture:
-    """Losses by arm and cache as points, one for each seed."""
+    """Losses by variant and cache as points, one for each seed."""
     figure, axes = pictures.begin(6.0, 3.2)
     for seed, arms in enumerate(found):
         for number, (arm, loss) in enumerate(arms.items()):

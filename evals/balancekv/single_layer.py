@@ -1,11 +1,11 @@
-"""How far attention to a thinned cache is from attention to all of it (BalanceKV, Figure 3).
+"""Distance of attention to a compressed cache from full attention (BalanceKV, Figure 3).
 
-A model reads stretches of text, as long as those it was trained on if nothing else is asked for,
-and some layers' queries, keys and values are kept. Then the cache of each is thinned as a prompt
-is: the first and last tokens exact, of those between one in 2^T. The error is that of the attention
-of the tokens that come next, which see each other too, over the length of attention to everything,
-in the mean over query heads and stretches. saturated: the share of a walk's steps that left nothing
-to chance.
+A model reads stretches of text, by default as long as its trained context, and the queries, keys
+and values of some layers are recorded. The cache of each is then compressed like a prompt: the
+first and last tokens stay exact, of those between one in 2^T stays. The error is that of the
+attention of the next tokens, which also attend to each other, over the norm of full attention,
+averaged over query heads and stretches. saturated: the share of a walk's steps that chance did not
+decide.
 """
 
 from __future__ import annotations

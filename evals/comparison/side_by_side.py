@@ -1,13 +1,13 @@
-"""Every policy side by side: one text, one model, as many tokens held or read.
+"""Every policy side by side: one text, one model, one KV budget.
 
-The text and the model come with the package, so anybody can do this again. Each policy is set so
-that it holds 128 tokens a kv head, or a query reads as many, behind a prompt of 317 tokens (short)
-and behind one of 4,097 (long). `full` holds all; `topp` reads what its mass asks for. Three
-questions: how well are the tokens behind the short prompt predicted, by all; how well a text
-without end, by those that need no prompt; and what a token costs behind the long prompt.
+The text and the model come with the package, so anybody can repeat this. Every policy except `full`
+gets a budget of 128 tokens per KV head, cached or attended per query, after a prompt of 317 tokens
+(short) and after one of 4,097 (long). `topp` chooses its own number of keys. Three measurements:
+the loss after the short prompt, for all policies; the loss of an unbounded text, for those that
+need no prompt; and the time of a token after the long prompt.
 
-Refuses where full attention misses its recorded loss, for then nothing here can be compared with
-what was measured before.
+Stops if full attention misses its recorded loss, because the results would then not be comparable
+with earlier ones.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ SINKS, WINDOW, LEFT = 4, 61, 63  # of a prompt: its ends, and how many stay or a
 BUDGET = SINKS + WINDOW + LEFT
 SAMPLED = "sinks=4,window=60"  # and 64 tokens between, in those without end
 SHORT, LONG = 2, 6  # how often what lies between a prompt's ends is halved, to LEFT
-TABLES = {SHORT: (6, 47), LONG: (10, 57)}  # K and L by which evals/matched_budgets.py meets as many
-SCORED = 64  # tokens behind the short prompt: few, for a thinned prompt keeps them all
+# K and L by which evals/matched_budgets.py attends to as many
+TABLES = {SHORT: (6, 47), LONG: (10, 57)}
+SCORED = 64  # tokens after the short prompt: few, for a compressed prompt keeps them all
 BLOCK = 512  # losses without end that are one sample of the interval
 SEEDS = 5
 DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budgets.DRAWING)
 WRITTEN = 32  # tokens of which a time is taken
-# Of full attention behind the short prompt, by how many stretches; and how near it must come.
+# Of full attention after the short prompt, by how many stretches; and how near it must come.
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
 
 
@@ -167,7 +168,7 @@ def check(loss: float, stretches: int) -> None:
 
 
 def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.ndarray, "X N"]:
-    """The mean loss of each whole block of a text without end, by seed."""
+    """The mean loss of each whole block of an unbounded text, by seed."""
 
     def one(seed: int) -> Float[np.ndarray, " N"]:
         stream = models.Stream(llm, setting, seed=seed, tokens=len(ids))
@@ -180,7 +181,7 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
 
 
 def met_behind(text: Text, setting: str) -> dict[str, dict[str, float]]:
-    """The tokens that are met behind the prompt of the first stretch, and behind its last token."""
+    """The tokens attended to after the prompt of the first stretch, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
     stream.read([tokens[:prompt]])
@@ -193,8 +194,8 @@ def met_behind(text: Text, setting: str) -> dict[str, dict[str, float]]:
 def costs(
     llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
 ) -> dict[str, dict[str, Any]]:
-    """Of each policy, behind a prompt that was read and sealed: the tokens it meets, its bytes
-    before, and with the room in which the time of a token is taken; that time, of so many rounds,
+    """Of each policy, after prefill: the tokens it attends to, its bytes
+    before, and with the room in which the time of a token is taken; that time, of this many rounds,
     over full attention's."""
     found: dict[str, dict[str, Any]] = {}
     variants = {}
@@ -215,10 +216,10 @@ def costs(
 
 
 def met(stream: models.Stream) -> dict[str, float]:
-    """How many tokens the next one meets besides itself: mean, least and most.
+    """How many tokens the next one attends to besides itself: mean, least and most.
 
-    What is held is counted by layer and kv head. Of what a policy chooses for each query head, the
-    mean of a layer counts as one.
+    What is cached is counted by layer and kv head. Of what a policy chooses for each query head,
+    the mean of a layer counts as one.
     """
     llm, lengths = stream.llm, stream.lengths
     if isinstance(stream.policies[0], Chooses | MagicPIG):
@@ -243,7 +244,7 @@ def shares_met(
     config: Config, policies: tuple[Policy, ...], weights: Any, states: Any, token: Array,
     position: Array, number: Array,
 ) -> Float[Array, " L"]:  # fmt: skip
-    """Of the keys between the ends the share that one token meets, by layer."""
+    """Of the keys between the ends the share that one token attends to, by layer."""
 
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
         out, _ = step(policy, spec, state, *new)

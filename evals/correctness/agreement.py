@@ -1,10 +1,9 @@
-"""How far we agree with others: the figures that the tests of agreement measure, as one record.
+"""Agreement with other implementations: the figures of the agreement tests, as one record.
 
-`python -m jaxkv.evals.correctness.agreement` runs them with what is needed (the extras parity and
+`python -m jaxkv.evals.correctness.agreement` runs them with all they need (the extras parity and
 tpu-check, and ../shared/data): logits and greedy tokens beside transformers for every family, the
-recorded perplexities at every chunk size, the same tokens on virtual devices, and what the TPU's
-compiler says of the memory of a decode step. One test that fails or is skipped, and nothing is
-written.
+recorded perplexities at every chunk size, the same tokens on virtual devices, and the memory of a
+decode step according to the TPU's compiler. If a test fails or is skipped, nothing is written.
 """
 
 from __future__ import annotations

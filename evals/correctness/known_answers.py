@@ -1,8 +1,8 @@
-"""What chance does to samples: the figures of the tests with known answers, as one record.
+"""Statistical tests with known answers, as one record.
 
 `python -m jaxkv.evals.correctness.known_answers` runs them: whether each token of a stream is
-equally likely to be in a reservoir, how far halved blocks are from attention to all beside uniform
-sampling, how the error of merge and reduce falls with its size. One test that fails, and nothing is
+equally likely to be in a reservoir, how far halved blocks are from full attention beside uniform
+sampling, how the error of merge-and-reduce falls with its size. If a test fails, nothing is
 written.
 """
 

@@ -1,4 +1,4 @@
-"""The same weights in transformers, to compare with: loaded from a folder, or drawn at random."""
+"""The baseline: the same weights in transformers, loaded from a folder or random."""
 
 from __future__ import annotations
 

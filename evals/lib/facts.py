@@ -1,9 +1,9 @@
-"""Streams of facts: that a name has a value is said, and asked for a few times later on.
+"""Streams of facts: a name has a value, and is asked several times later on.
 
-Between facts stand letters that mean nothing. A name is asked by itself, and the fact follows as
-it was said. A name is given another value only when its last was asked for the last time. A fact
-is one token, so that one layer can find it: where name and value are two, models this small did
-not learn to in 14 million tokens.
+Random letters stand between facts. A name is asked by itself; the answer is the fact as it was
+stated. A name gets another value only after the last question about the old one. A fact is one
+token, so that one layer can find it: models this small did not learn facts of two tokens, name and
+value, in 14 million tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def letters(random: np.random.Generator, count: int) -> list[int]:
 def question(
     length: int, distances: tuple[int, ...], seed: tuple[int, ...], facts: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A stream of `length` tokens, and a fact for each distance that was said so many tokens before
-    its end. Of their names nothing else is said. facts: others stand in it."""
+    """A stream of `length` tokens, and a fact for each distance that was said this many tokens
+    before its end. Of their names nothing else is said. facts: others stand in it."""
     random = np.random.default_rng(seed)
     names = random.permutation(NAMES)
     asked, others = names[: len(distances)], names[len(distances) :]
@@ -80,7 +80,7 @@ def question(
 
 
 def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.Tokens:
-    """The streams as a data folder, the last two held back; or the one that is there."""
+    """The streams as a data folder, the last two held out; or the one that is there."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")
     folder.mkdir(parents=True, exist_ok=True)

@@ -132,7 +132,7 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sink_tables(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of every arm while it was trained (StreamingLLM, Figure 6)."""
+    """Loss of every variant while it was trained (StreamingLLM, Figure 6)."""
     for arm in results["arms"].values():
         steps, losses = zip(*(look[:2] for look in arm["curve"]), strict=True)
         million = arm["tokens"] / arm["recipe"]["steps"] / 1e6
@@ -171,7 +171,7 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
 
 
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a thinned prompt; medians of seeds, least to most (BalanceKV,
+    """Error of attention to a compressed prompt; medians of seeds, least to most (BalanceKV,
     Figure 3)."""
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
@@ -200,7 +200,7 @@ def recall(axes: Any, results: dict[str, Any]) -> None:
 
 
 def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers behind a thinned prompt by how far back a fact stands, mean over trained
+    """Right answers after a compressed prompt by how far back a fact stands, mean over trained
     models. Dashed: a guess."""
     names = [name for name in results["thinned"] if ", " not in name]
     draw_recall(axes, results, ["full", "streaming", *names])
@@ -214,7 +214,7 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
         axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
     axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
              ylim=(0, None))  # fmt: skip
-    # A name is one of so many values, and a guess is right as often.
+    # A name is one of this many values, and a guess is right as often.
     axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
     beside = zip(distances, [*distances[1:], math.inf], strict=True)
     axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
@@ -222,7 +222,7 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
 
 
 def sparse(axes: Any, results: dict[str, Any]) -> None:
-    """Loss behind a prompt over full attention's, two standard errors over stretches, by the share
+    """Loss after a prompt over full attention's, two standard errors over stretches, by the share
     of the keys between that is read."""
     found = next(iter(results["perplexity"].values()))
     by_share = list(found["shares"].values())
@@ -259,7 +259,7 @@ def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
-    """Shares as they were asked for, and what the ends of a cache are worth alone."""
+    """Shares as requested, and what the ends of a cache are worth alone."""
     axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
     at = [100 * float(share) for share in shares]
     axes.set(xscale="log", xlabel="of the keys between the ends, read (%)")
@@ -312,7 +312,7 @@ def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
 
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
     """Every K and L by what is read and how far it is off, and those that none is better than; the
-    line is the error asked for."""
+    line is the target error."""
     for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
         at = [100 * point["share"] for point in found["points"]]
         off = [point["error"]["mean"] for point in found["points"]]

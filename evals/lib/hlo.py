@@ -21,7 +21,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
-    """Lines in the bodies of loops, and in what they call, that copy so many elements.
+    """Lines in the bodies of loops, and in what they call, that copy this many elements.
 
     Raises ValueError where there is no loop.
     """

@@ -88,7 +88,7 @@ def over(found: dict[str, Any] | None) -> str:
 
 
 def cost() -> str:
-    """What a token costs behind a long prompt."""
+    """What a token costs after a long prompt."""
     lines = table(
         "policy", "tokens held or read", "memory while the prompt is read", "while it is answered",
         "time of a token, over full's",

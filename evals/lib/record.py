@@ -1,7 +1,7 @@
-"""What a run measured and what it takes to run it again, as evals/results/NAME.json.
+"""Records: measurements and what it takes to repeat them, as evals/results/NAME.json.
 
-A run opens its record before it measures, so that commit, date and load are those it ran with,
-and saves it whole at the end or not at all. No path of one machine gets into a record.
+A run opens its record before it measures, so that commit, date and load are those of the start. It
+saves the record whole at the end or not at all. No path of one machine gets into a record.
 """
 
 from __future__ import annotations

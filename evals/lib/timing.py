@@ -61,19 +61,19 @@ def rate(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def faster(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
-    """Of the variants whose names begin so, the one with the lowest median: a rival at its best."""
+    """Of the variants with a name prefix, the one with the lowest median: the fastest baseline."""
     return min((n for n in seconds if n.startswith(kinds)), key=lambda n: np.median(seconds[n]))
 
 
 def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> dict[str, object]:
-    """A measured number against what was asked of it; the median decides."""
+    """A measured number against its bar; the median decides."""
     middle = value["median"] if isinstance(value, dict) else value
     met = middle >= ask if sense == ">=" else middle <= ask
     return {"bar": name, "value": value, "ask": f"{sense} {ask:g}", "met": bool(met)}
 
 
 def decoding(stream: Stream, tokens: int) -> Variant:
-    """Writes so many tokens a row, every time from the state that the stream is in now."""
+    """Writes this many tokens a row, every time from the state that the stream is in now."""
     lengths = stream.lengths
     stream.reserve(tokens)  # which takes time of its own
     start = jax.tree.map(jnp.copy, stream.decoding)

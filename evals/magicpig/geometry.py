@@ -1,6 +1,6 @@
 """Where keys, queries and values of a layer lie (MagicPIG, Figures 2, 4, 9 to 11).
 
-Keys are turned to where they stand, as a cache has them; the first of a stretch is the sink.
+Keys are rotated to their positions, as a cache has them; the first of a stretch is the sink.
 """
 
 from __future__ import annotations

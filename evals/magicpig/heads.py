@@ -1,7 +1,7 @@
-"""Layers as a model saw them: their queries, keys and values, and what policies make of them.
+"""Captured layers: queries, keys and values of a model, and the output of policies on them.
 
-The last tokens of every stretch of text ask. A query sees the ends exactly, and of the keys between
-those that a policy chooses for it; MagicPIG is given what comes before the queries as its prompt.
+The last tokens of every stretch of text are the queries. A query attends exactly to both ends, and
+to a selection of the keys between. MagicPIG takes the tokens before the queries as its prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
 
 
 def turned(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
-    """The queries that ask [B,Q,N,H], and all keys [B,K,T,H], both turned to where they stand."""
+    """The queries that ask [B,Q,N,H], and all keys [B,K,T,H], both rotated to their positions."""
     at = places(layer)
     q = spec.encoding.rotate(layer.q[:, -QUERIES:], at[:, -QUERIES:])
     return q, spec.encoding.rotate(layer.k, at).transpose(0, 2, 1, 3)
@@ -167,7 +167,7 @@ def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
 
 
 def exactly(spec: Spec, layer: Layer, title: str) -> jax.Array:
-    """Attention of the last queries to everything [B,Q,N,H]; ends the run where it is no number."""
+    """Full attention of the last queries [B,Q,N,H]. Raises SystemExit where it is not finite."""
     exact = meet(TopK(share=1.0), spec, layer).out
     if not np.isfinite(np.asarray(exact)).all():
         raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")

@@ -25,9 +25,9 @@ def log_u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndar
 
 
 def cross_polytope(angle: float, directions: int, points: int = 160) -> float:
-    """The chance that two vectors at an angle are nearest to the same of so many normal directions,
-    on the same side: 2m times the integral, over both products with one of them, of their density
-    and of the chance that the other m - 1 lie within."""
+    """The chance that two vectors at an angle are nearest to the same of this many normal
+    directions, on the same side: 2m times the integral, over both products with one of them, of
+    their density and of the chance that the other m - 1 lie within."""
     x, weight = np.polynomial.legendre.leggauss(points)
     # Sum and difference of the two products are independent, with these deviations over root 2.
     sure, apart = math.sqrt(2) * math.cos(angle / 2), math.sqrt(2) * math.sin(angle / 2)
@@ -62,7 +62,7 @@ def orthogonal(bits: int, tables: int) -> float:
 
 
 def isotropic(bits: int, tables: int, dims: int, points: int = 20_001) -> float:
-    """The mean of u over keys of random direction in so many dimensions."""
+    """The mean of u over keys of random direction in this many dimensions."""
     angle = np.linspace(0, math.pi, points)
     weight = np.sin(angle) ** (dims - 2)  # how many directions lie at this angle
     return float((u(np.cos(angle), bits, tables) * weight).sum() / weight.sum())

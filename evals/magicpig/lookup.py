@@ -1,10 +1,10 @@
-"""What it costs MagicPIG to attend by its tables, beside the best dense form.
+"""Time of MagicPIG's attention by tables, beside the best dense form.
 
-One kv head with four query heads, d = 128, K = 10, L = 150, float32: keys of random direction in a
-subspace of 88 dimensions, which share what Table 8 measured, with an offset in common. All variants
-take turns in one process, a turn being some tokens, each with queries of its own, one after another
-as they are decoded. What a token reads is counted beside the time: the rows of its sample, the
-blocks of the buckets, the tallies, the planes, the zone, the first and the newest tokens.
+One KV head with four query heads, d = 128, K = 10, L = 150, float32. Keys have random directions in
+a subspace of 88 dimensions, which gives the shares of Table 8, and a common offset. All variants
+alternate in one process; a round decodes some tokens, each with queries of its own. The bytes that
+a token reads are counted beside the time: the sampled keys and values, the blocks of the buckets,
+the counts, the planes, the unindexed tail, the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxkv.rotary import NoPosition
 GROUP, DIM, DIMS = 4, 128, 88
 TURN = 32  # tokens
 POLICY = MagicPIG(K=10, L=150, sinks=4, window=64)
-FASTER = {131_072: 3.0, 32_768: 2.0}  # at least so many times
+FASTER = {131_072: 3.0, 32_768: 2.0}  # at least this many times
 READ = 0.12  # of the bytes of dense attention, at most
 SPEC = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 

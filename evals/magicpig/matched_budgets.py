@@ -1,8 +1,8 @@
-"""Methods that read a part of a long cache, so set that all read an equal share of it.
+"""Sparse-attention methods at matched budgets: all read an equal share of a long cache.
 
-The share is of the keys between the first tokens and the newest, which all of them read. Most take
-it as a setting. What MagicPIG meets follows from K, L and the angles between queries and keys: K
-is as in its Table 8, and L is what the angles found on one text ask for; on another the share is
+The share is of the keys between the first tokens and the newest, which all methods read. Most take
+it as a setting. MagicPIG's share follows from K, L and the angles between queries and keys: K is
+that of its Table 8, and L is computed from the angles on one text. On another text the share is
 then measured.
 """
 
@@ -31,7 +31,7 @@ from jaxkv.typing import Array, Float32
 PAGE = 4  # keys of Quest's: with 16 a short prompt has no page as small as a share
 ASKED = 16  # queries that shares are measured on, of each stretch
 SEEDS = 4  # of each stretch, which share no draw
-ROOM = 128  # tokens behind a prompt for which tables make room
+ROOM = 128  # tokens after a prompt for which tables make room
 _BINS = 4000
 Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of every layer
 
@@ -60,7 +60,7 @@ class Ends:
     kept = staticmethod(met.kept)
 
     def choose(self, asked: Asked) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between: none is met."""
+        """The log weight of each key between: none is attended to."""
         return met.only(jnp.zeros_like(asked.logits, bool))
 
 
@@ -71,7 +71,7 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
     """Every method at one share; tables: K and L."""
     ends = {"sinks": sinks, "window": window}
     best = share / 2
-    # With these no query draws more than it was told to.
+    # With these no query draws more than it was set to.
     fixed = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}
     return {
         "magicpig": MagicPIG(*tables, **ends, zone=ROOM),
@@ -96,7 +96,7 @@ class Angles(NamedTuple):
 
 
 def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int) -> Angles:
-    """Of all queries behind the prompt with the keys between them and its first, in all layers."""
+    """Of all queries after the prompt with the keys between them and its first, in all layers."""
     edges, found = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
     for seen in each:
         for q, k, _ in seen:
@@ -113,9 +113,9 @@ def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: in
 
 
 def tables(found: Angles, share: float) -> tuple[int, int]:
-    """K, and the L with which the share that is met is nearest to this one.
+    """K, and the L with which the share that is attended to is nearest to this one.
 
-    By Table 8 a bit less meets two and a half times as many: K is 10 at 2 %, 9 at 5, 7 at 20.
+    By Table 8 a bit less attends to two and a half times as many: K is 10 at 2 %, 9 at 5, 7 at 20.
     """
     bits = min(12, max(4, round(10 - math.log2(share / 0.02))))
     low, high = 2, MOST_TABLES
@@ -161,7 +161,7 @@ def _read(
 def met_of(
     chosen: Policy, spec: Spec, state: Any, asking: Chunk, last: int | Array
 ) -> Float32[Array, ""]:
-    """The share of the keys between that some queries meet; last: number of the first of them."""
+    """The share of the keys between that the queries attend to; last: number of the first query."""
     if isinstance(chosen, MagicPIG):
         return jnp.mean(met_by_tables(chosen, spec, state, asking, last))
     shares = []
@@ -179,7 +179,7 @@ def met_of(
 def met_by_tables(
     chosen: MagicPIG, spec: Spec, state: hashed.Hashed, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
-    """The share of the keys between that is met; last: number of the first token that asks."""
+    """The share of the keys between that is attended to; last: number of the first query."""
     state = chosen.extend(spec, state, asking)
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What MagicPIG prints and a formula gives: Tables 7 and 8, and the zoo of its appendix G."""
+"""MagicPIG's published tables that follow from a formula: 7 and 8, and the zoo of appendix G."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
 
-WITHIN_7, WITHIN_8 = 0.01, 0.2  # of what is printed
+WITHIN_7, WITHIN_8 = 0.01, 0.2  # of the published figures
 ROUNDED_8 = 0.0005  # or half of its last digit
 DIMS = 88  # of isotropic keys whose shares are those of Table 8
 
@@ -64,7 +64,7 @@ def table_7(model: str, bits: int, tables: int, thousand: int) -> dict[str, floa
 
 
 def table_8() -> list[dict[str, float]]:
-    """Of each K and L what is printed, equation 21's share, and that of isotropic keys."""
+    """Of each K and L the published figures, equation 21's share, and that of isotropic keys."""
     return [
         {
             "K": bits, "L": tables, "printed": share / 100,

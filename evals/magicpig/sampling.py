@@ -1,14 +1,14 @@
-"""What MagicPIG rests on, in small: the error of attention to a share of the keys, by how they are
-chosen (arXiv 2410.16179, Figures 2 to 5 and 8a, Tables 7 and 8, appendices B, D and G).
+"""MagicPIG's premises at small scale: the error of attention to a share of the keys, by selection
+(arXiv 2410.16179, Figures 2 to 5 and 8a, Tables 7 and 8, appendices B, D and G).
 
-Models read stretches of text that are no longer than those they were trained on, and the last
-tokens of each ask. `captured`: both ends are exact, and of the keys between a share is read, by the
-methods of evals/magicpig/matched_budgets.py; K and L of a layer are such that the chances of its
-keys have that share for their mean. What was read is measured: Quest takes whole pages, and oracle
-draws meet a key more than once. `budgets`: all keys are to be chosen from, but for the query's own,
-and oracle draws count each. `drawn`: attention over 16,384 keys that is drawn
-(evals/magicpig/synthetic.py), with tables as published too. Errors are over the length of exact
-attention, in the mean over query heads; intervals are over the stretches.
+Models read stretches of text within their trained context; the last tokens of each are the queries.
+`captured`: both ends are exact, and a share of the keys between is selected by the methods of
+evals/magicpig/matched_budgets.py. K and L of a layer are chosen so that the mean inclusion
+probability of its keys is that share. The share that was read is measured: Quest takes whole pages,
+and oracle draws may select a key more than once. `budgets`: all keys but the query's own may be
+selected, and each oracle draw counts. `drawn`: synthetic attention over 16,384 keys
+(evals/magicpig/synthetic.py), also with tables as published. Errors are divided by the norm of
+exact attention and averaged over query heads; intervals are over the stretches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def arguments(module: str, about: str | None, model: str) -> argparse.ArgumentParser:
-    """What experiments on captured layers are told; model: the help of that flag."""
+    """Arguments of experiments on captured layers; model: the help of that flag."""
     ask = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=about,
@@ -203,7 +203,7 @@ def against(captured: dict[str, Any]) -> None:
 
 
 def tables(seeds: list[int]) -> dict[str, Any]:
-    """What is printed and a formula gives, and shares that are counted."""
+    """Published figures that a formula gives, and shares that are counted."""
     seven = [
         {"model": model, "K": K, "L": L, "thousand_tokens": n,
          "printed": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,

@@ -1,12 +1,12 @@
-"""What methods that read a part of a long cache are worth and cost, end to end.
+"""Sparse attention end to end: loss, recall, bytes and speed at matched budgets.
 
-A prompt is read exactly and sealed; what follows sees both ends of it, and of the keys between an
-equal share by each method. Experiments:
-  perplexity  books behind a prompt of three quarters of the context: the loss over full attention
-  protocol    MagicPIG with the prompt's last tokens read behind the seal, and with a dense layer
+A prompt is read exactly. Later queries attend to both ends of it and to an equal share of the keys
+between, selected by each method. Experiments:
+  perplexity  books after a prompt of three quarters of the context: the loss over full attention
+  protocol    MagicPIG with the prompt's last tokens read after prefill, and with a dense layer
   bytes       what each holds of a prompt, tables included
-  recall      evals.reservoir.recall's questions, the name asked being the one token behind the seal
-  tokens      MagicPIG's tokens a second behind long prompts (evals/magicpig/sparse_tokens.py)
+  recall      the questions of evals.reservoir.recall; the name is the one token after prefill
+  tokens      MagicPIG's tokens a second after long prompts (evals/magicpig/sparse_tokens.py)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
 SINKS, WINDOW = 4, 16
 FLOOR, FLOORED = 1e-4, 0.05  # u_floor of the published code, and the share at which it is tried
-QUESTION = 32  # last tokens of a prompt that may be read behind the seal
+QUESTION = 32  # last tokens of a prompt that may be read after the end of prefill
 ANGLES = 4  # stretches that K and L are chosen on
 LONG = (32_768, 131_072)  # of which bytes are counted
 
@@ -155,7 +155,7 @@ class Text(NamedTuple):
 
 
 def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
-    """Of each model and method the loss behind prompts, over that of full attention; of the second
+    """Of each model and method the loss after prompts, over that of full attention; of the second
     model at the middle shares, and without those that drop keys."""
     found = {}
     for text in texts:
@@ -217,7 +217,7 @@ def thinned(prompt: int) -> dict[str, Policy]:
 def losses(
     text: Text, chosen: Policy | Sequence[Policy], seeds: int, title: str, question: int = 0
 ) -> np.ndarray:
-    """The mean loss behind the prompt of each stretch, by seed and stretch."""
+    """The mean loss after the prompt of each stretch, by seed and stretch."""
     count = len(text.stretches)
     one = partial(behind, text, chosen, question=question)
 
@@ -228,15 +228,15 @@ def losses(
     found = [mean(0)]  # compiles
     with ThreadPoolExecutor(cores()) as pool:
         found += told(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
-    jax.clear_caches()  # a process can map only so many compiled programs
+    jax.clear_caches()  # a process can map only this many compiled programs
     return np.reshape(found, (seeds, count))
 
 
 def behind(
     text: Text, chosen: Policy | Sequence[Policy], stretch: int, seed: int, question: int = 0
 ) -> float:
-    """The mean loss of a stretch behind its prompt; question: so many of its last tokens are read
-    behind the seal."""
+    """The mean loss of a stretch after its prompt; question: this many of its last tokens are read
+    after the end of prefill."""
     tokens, prompt = text.stretches[stretch], text.prompt
     stream = models.Stream(text.llm, chosen, seed=seed, tokens=len(tokens))
     stream.read([tokens[: prompt - question]], prompt)
@@ -295,7 +295,7 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
 
 
 def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of the state of a sealed prompt, by method."""
+    """Bytes of the state after prefill, by method."""
     text = texts[0]
     own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, zone=1)
            for share, tables in text.tables(given.shares).items()}  # fmt: skip
@@ -324,7 +324,7 @@ def of_prompt(
 
 
 def sealed_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
-    """Of all layers, once a prompt was read and sealed; nothing is allocated."""
+    """Of all layers, after prefill; nothing is allocated."""
     return layers * sparse_tokens.sealed_bytes(chosen, spec, prompt)
 
 

@@ -1,7 +1,7 @@
-"""Right answers to evals.reservoir.recall's questions by the share of the keys that is read.
+"""Right answers to the questions of evals.reservoir.recall by the share of the keys that is read.
 
-The name that is asked is the one token behind the seal, so the question is sparse: were it read in
-front of it, full attention would answer.
+The name that is asked is the one token after prefill, so the question is read sparsely: as part of
+the prompt, full attention would answer it.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
         for name, line in lines.items():
             line["share_read"] = matched_budgets.read(llm, chosen[name], seen, prompt, NAMES)
         found["shares"][f"{share:g}"] = lines
-        jax.clear_caches()  # a process can map only so many compiled programs
+        jax.clear_caches()  # a process can map only this many compiled programs
     return found
 
 
 def captured(llm: Llm, seed: int) -> list[Seen]:
-    """What exact attention makes of prompts with names behind them, of the facts farthest back."""
+    """What exact attention makes of prompts with names after them, of the facts farthest back."""
     asked = [facts.question(LENGTH_WITHIN, DISTANCES, (seed, i)) for i in range(STRETCHES)]
     return matched_budgets.captured(llm, [
         [*llm.tokenizer.front, *prompt, *(FIRST_NAME + fact // VALUES for fact in known[-NAMES:])]

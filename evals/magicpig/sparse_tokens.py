@@ -1,9 +1,9 @@
-"""What MagicPIG costs to write with behind a long prompt, beside full attention.
+"""Decoding speed of MagicPIG after a long prompt, beside full attention.
 
-A Llama of 110 million random weights. Nobody waits until it has read so many tokens: its caches
-are filled with keys of random direction in two thirds of the dimensions, offset, as those of real
-models are. So each query meets about as many keys as there, and the text is of no interest. Layers
-are left out where the caches would not fit into memory.
+A Llama of 110 million random weights. Prefill would take too long, so the caches are filled with
+keys of random direction in two thirds of the dimensions, with an offset, as in real models. Each
+query then attends to about as many keys as there, and the text does not matter. Layers are left out
+where the caches would not fit into memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jaxkv.stack import spell
 from jaxkv.typing import Array
 
 SIZES = (32_768, 131_072)
-ROOM = 1024  # tokens behind the prompt
-BUDGET = 8192  # keys of a query head: more than it meets, so that none is left out
+ROOM = 1024  # tokens after the prompt
+BUDGET = 8192  # keys of a query head: more than it attends to, so that none is left out
 MEMORY = 12 * 2**30  # that the caches of both may take
 
 
@@ -54,7 +54,8 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     llm, _ = random_llama(shape | {"layers": layers})
     found: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
     streams: dict[str, models.Stream] = {}
-    for name in sorted(policies, reverse=True):  # the one that seals while there is most room
+    # the one that finishes prefill while there is most room
+    for name in sorted(policies, reverse=True):
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
             found["seconds_to_seal"] = sealed(streams[name])
@@ -78,7 +79,7 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
 
 
 def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
-    """Of a layer that has read and sealed so many tokens; nothing is allocated."""
+    """Of a layer after a prefill of this many tokens; nothing is allocated."""
 
     def build() -> Any:
         state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
@@ -88,7 +89,7 @@ def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
 
 
 def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
-    """A stream whose layers hold a prompt of random keys and values, and room behind it where it
+    """A stream whose layers hold a prompt of random keys and values, and room after it where it
     is not made by sealing."""
     stream = models.Stream(llm, chosen)
     more = 0 if hasattr(chosen, "seal") else ROOM

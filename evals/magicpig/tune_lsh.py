@@ -1,10 +1,10 @@
-"""Which K and L MagicPIG should have for a model and a text: the error of attention by what is read
-and by what the tables hold (arXiv 2410.16179, appendix F).
+"""Finds K and L of MagicPIG for a model and a text: the error of attention by the share of keys read
+and by the bytes of the tables (arXiv 2410.16179, appendix F).
 
-Stretches are read as in evals.magicpig.sampling and the last tokens of each ask, both ends exact.
-For each hash and K keys and queries are hashed once, with planes for the most tables, of which
-smaller L take the first; planes are drawn anew for every seed, stretch, layer and kv head. Bytes
-are those of the tables of one kv head, for as many keys as --keys says, beside its keys and values.
+Stretches are read as in evals.magicpig.sampling: the last tokens of each are the queries, both ends
+are exact. For each hash and K, keys and queries are hashed once, with planes for the largest L;
+smaller L take the first planes. Planes are drawn again for every seed, stretch, layer and KV head.
+Bytes are those of the tables of one KV head for --keys keys, beside its keys and values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What of recorded agent sessions need not be read again, by cache and by memory.
+"""Tokens of recorded agent sessions that prefix caching saves, by policy and memory.
 
-Every turn of a session sends all before it once more; the sessions take turns side by side. A full
-cache keeps pages of a chunk and forgets nothing: it saves the most that can be saved on the grid,
-in a memory that grows with the text. Bounded caches keep whole states, so many as are given room.
-Bytes are those of the default model, of all the states held at most; `distinct` leaves out pages
-that states share, for which the engine keeps room all the same. (evals.prefix_caching.engine sends
-such turns through the engine.)
+Every turn of a session sends the whole conversation again; the sessions are interleaved. A full
+cache keeps pages of one chunk and evicts nothing: it saves all that the chunk grid allows, in
+memory that grows with the text. Bounded caches keep whole states, as many as there are slots.
+Bytes are those of the default model, for the largest number of stored states; `distinct` leaves out
+pages that states share, for which the engine reserves room all the same.
+(evals.prefix_caching.engine sends such turns through the engine.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recorded requests through the engine and the default model: with prefixes kept, and without.
+"""Recorded requests through the engine and the default model: with and without prefix caching.
 
 Lengths are divided, for the model is small: of Mooncake's traces 512 tokens become a chunk. What an
 id of a block stands for follows from the id. All requests wait from the beginning, so the engine is
@@ -35,7 +35,7 @@ FILES = {
 }
 FIRST_ID = 3  # of the vocabulary: those before are special
 STREAMING, BALANCED = "streaming:sinks=4,window=252", "balance-stream:sinks=4,window=124"
-REPORTED = 459.22 / 416.92  # items a second with prefixes kept over without, of equal prompts
+REPORTED = 459.22 / 416.92  # items a second with prefix caching over without, of equal prompts
 
 
 class Load(NamedTuple):
@@ -98,7 +98,7 @@ def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict
 
 
 def mooncake(llm: Llm, path: Path, count: int, divide: int) -> Load:
-    """The first requests of a trace, prompts and answers so many times shorter."""
+    """The first requests of a trace, prompts and answers shortened by this factor."""
     chunk, made = MOONCAKE_BLOCK // divide, []
     with path.open(encoding="utf-8") as file:
         for row in map(json.loads, islice(file, count)):
@@ -145,7 +145,7 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
 def run(
     llm: Llm, load: Load, policy: str, slots: int, kept: int, count: int, title: str
 ) -> dict[str, Any]:
-    """Items a second and seconds to the first token, with so many prefixes kept and without.
+    """Items a second and seconds to the first token, with this many cached prefixes and without.
 
     Raises RuntimeError where an answer differs by whether its prefix was kept.
     """

@@ -54,8 +54,8 @@ def items(axes: Any, results: dict[str, Any]) -> None:
 
 
 def agents(axes: Any, results: dict[str, Any]) -> None:
-    """What of agents' turns need not be read again, by the memory of what is kept: caches that
-    forget by their slots, a full one with all its pages."""
+    """What of agents' turns need not be read again, by cache memory: evicting caches
+    by their slots, a full one with all its pages."""
     widths = iter((4.0, 2.5, 1.2))  # what lies below shows beside it
     for name, found in results["policies"].items():
         policy = name.split(":")[0]

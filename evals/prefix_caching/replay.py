@@ -1,13 +1,13 @@
-"""How much of what was asked an index of prefixes would have had: the index alone, no model.
+"""Hit rates of a prefix index on recorded requests: the index alone, no model.
 
 A trace is a file of Mooncake (block ids), of recorded agents (messages) or of Azure (lengths), or
-`report`: the prompts of "Hashing Table Prefixing Implementation Report". Unless --cap is given a
-prompt may be found whole, as both the report and the published replays count.
+`report`: the prompts of "Hashing Table Prefixing Implementation Report". Unless --cap is given, a
+whole prompt may be found, as both the report and the published replays count.
 
-Times are those of the calls of the index alone: reading keys, admitting, publishing, giving back.
-Of Mooncake's traces the ids are looked up as they stand, one a block (--keys ids), or 512 tokens
-that follow from each (--keys tokens): the blocks found are the same, but the keys of longer blocks
-take longer to hash. Azure publishes lengths alone, so nothing is ever found there.
+Times are those of calls of the index alone: reading keys, admitting, publishing, releasing.
+Mooncake's ids are looked up directly, one per block (--keys ids), or as 512 tokens derived from
+each (--keys tokens): the hits are equal, but the keys of longer blocks take longer to hash. Azure
+publishes only lengths, so nothing is ever found there.
 
 `--record` measures all that evals/results/prefix_replay.json holds.
 """
@@ -114,7 +114,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def setting_of(given: argparse.Namespace) -> report.Setting:
-    """The report's experiment as it was asked for."""
+    """The report's experiment as requested."""
     names = {field.name for field in fields(report.Setting)}
     asked = {name: value for name, value in vars(given).items() if name in names}
     return report.Setting(**{k: v for k, v in asked.items() if v is not None})

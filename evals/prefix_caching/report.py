@@ -1,4 +1,4 @@
-"""The experiment of "Hashing Table Prefixing Implementation Report" (2024), made anew.
+"""The experiment of "Hashing Table Prefixing Implementation Report" (2024), repeated.
 
 A thousand requests stand in a queue. A step admits the next ones while a slot is free, looks each
 prompt up once and makes it findable at once, so that those of one step see each other; then every
@@ -31,7 +31,7 @@ CURVES = {
 }
 TEN_SEEDS = {8: (3.76, 3.0, 4.8), 16: (7.47, 6.5, 8.7), 32: (15.26, 13.5, 17.7),
              64: (28.40, 26.3, 29.5)}  # slots: mean, least, most; in percent  # fmt: skip
-# Hits in percent where so many unused blocks stay; p = 0.5. All are of the same three draws, in
+# Hits in percent where this many unused blocks stay; p = 0.5. All are of the same three draws, in
 # which 49.7 % are frequent prompts: what differs from the reference does so to one side.
 POOLS = {
     ("alias", 16): {0: 22.3, 16: 24.1, 64: 29.6, 256: 42.8, 1024: 50.2},
@@ -122,7 +122,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
 def draw_prompts(
     setting: Setting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
 ) -> list[list[int]]:
-    """All prompts in the order in which they come. ids: the first, and the one behind the last."""
+    """All prompts in the order in which they come. ids: the first, and the one after the last."""
     shape = (setting.frequent, setting.length)
     frequent = rng.integers(*ids, shape).tolist()
     often = rng.random(setting.requests) < setting.p
@@ -145,7 +145,7 @@ def measure(setting: Setting, seeds: int = 3) -> dict[str, float]:
 
 
 def closed_form(slots: int, setting: Setting = ONE_PROMPT) -> float:
-    """Hits in percent where prompts shorter than a block meet only those of the same step."""
+    """Hits in percent where prompts shorter than a block match only those of the same step."""
     load = slots / np.mean(setting.outputs)
     alone = (1 - math.exp(-load)) / load
     return 100 * (slots - 1 + (setting.requests - slots) * (1 - alone)) / setting.requests

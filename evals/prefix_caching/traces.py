@@ -1,7 +1,7 @@
-"""Recorded requests, and an index of prefixes that sees them one after another.
+"""Recorded requests, and a prefix index that sees them one after another.
 
-A request is admitted, made findable and given back before the next one comes: a trace says what
-was asked, and how much of it an index of some size would have had.
+A request is admitted, published and released before the next one comes. A trace gives the prompts;
+a replay gives the fraction of them that an index of some size finds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Found(NamedTuple):
     seconds: float
 
     def rates(self) -> dict[str, Any]:
-        """What a replay is asked for."""
+        """Settings of a replay."""
         return {
             "hit_rate_blocks": self.blocks_hit / self.blocks,
             "hit_rate_tokens": self.tokens_hit / self.tokens,
@@ -183,7 +183,7 @@ def replay(
     cap: bool = False,
     prepare: Callable[[Asked], Asked] = same,
 ) -> Found:
-    """What an index finds that keeps so many blocks, None for all.
+    """What an index finds that keeps this many blocks, None for all.
 
     block: keys in one. prepare: what is done to a request before it is looked up, and not timed.
     """

@@ -1,9 +1,9 @@
-"""How often something said n tokens ago can still be used: accuracy by distance, at equal bytes.
+"""Recall by distance: accuracy on facts n tokens back, at equal bytes.
 
-What the papers claim in words. A small model is trained on evals/lib/facts.py by `models.pretrain`;
-then every policy reads streams in which a fact was said at each of several distances from the end,
-among other facts or (needle) among letters alone, and is asked for its name, each time as if for
-the first. Methods that thin a finished prompt do so before a name is asked.
+The papers claim this in words. A small model is trained on evals/lib/facts.py by `models.pretrain`.
+Every policy then reads streams with a fact at each of several distances from the end, among other
+facts or (needle) among letters alone. Each name is asked as if it were the first question. Methods
+that compress a finished prompt do so before a name is asked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POLICIES = {  # of as many slots, where the name says nothing else
     "balance-stream, weighted": f"balance-stream:{ENDS},levels=3,block=32,weighted=true",
     "h2o": "h2o:heavy=64,window=64",
 }
-# A prompt is read whole and then thinned to as many tokens as these leave of LENGTH_WITHIN.
+# A prompt is read whole and then compressed to as many tokens as these leave of LENGTH_WITHIN.
 LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
 THINNED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
@@ -137,7 +137,7 @@ def answers(
     seeds: Sequence[Sequence[int]],
 ) -> tuple[Int32[np.ndarray, "B X"], int]:  # fmt: skip
     """What the model says to the name of each fact that is known, each asked as if it alone were,
-    behind a prompt that was read and sealed; the bytes of a row. seeds: of each row's draws."""
+    after prefill; the bytes of a sequence. seeds: of each sequence's draws."""
     drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
     held = models.Stream(llm, text, rows=len(prompts), seed=drawn)
     held.read([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)

@@ -1,9 +1,9 @@
-"""What a sample of the past costs, and what it is worth, beside StreamingLLM.
+"""Cost and loss of sampled caches, beside StreamingLLM.
 
 Three experiments:
-  worth     books without end through every cache at equal bytes: the loss of each block, memory
-  token     a token of each against one of `streaming` at equal slots, whatever is halved included
-  thinning  making a long prompt small, against reading it (a Llama of 110 million random weights)
+  worth     an endless stream of books through every cache at equal bytes: loss per block, memory
+  token     time of a token over that of `streaming` at equal slots, with all halving included
+  thinning  compressing a long prompt, against prefill (a Llama of 110 million random weights)
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
 
 
 def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that a prompt is thinned in, and that it was read in."""
+    """Seconds that a prompt is compressed in, and that it was read in."""
     large, _ = random_llama(SMALL if given.quick else LARGE)
     tokens = prompt(large, given.prompt)
     clock()

@@ -1,12 +1,12 @@
-"""How fast text is made: after a million tokens, against re-computation, against transformers.
+"""Decoding speed: after a million tokens, against re-computation, against transformers.
 
-Every figure is a ratio between variants that take turns in one process. Five experiments:
+Every figure is a ratio between variants that alternate in one process. Five experiments:
   seen      time per token after 1 K, 32 K and 1 M tokens in one cache
   recompute streaming against a sliding window with re-computation (the paper's Figure 10)
   generate  tokens a second against transformers' own `generate`, the same weights and tokens
-  bound     decoding against what the memory of this machine can give
+  bound     decoding against the memory bandwidth of this machine
   prefill   a long prompt beside transformers
-and what lies inside the compiled loop (evals/speed/profile.py).
+and a profile of the compiled loop (evals/speed/profile.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies inside the compiled loop that writes tokens, and what each part of it costs."""
+"""Profile of the compiled decode loop: the cost of each of its parts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What the engine makes of a model: many at once, prefixes taken up again, and what that costs.
+"""Throughput of the engine, time to first token with prefix hits, and the cost of misses.
 
-The default model and books. Everything that is compared takes turns in one process. `throughput`:
-answers a second with 64 requests at a time, and one at a time by models.generate, by an engine of
-one slot and by the same engine. `first`: seconds to the first token of a prompt of 4,096 tokens
-that is new, and of one that was read before. `cost`: prompts that are all new, with prefixes kept
-and without.
+The default model and books; compared variants alternate in one process. `throughput`: answers a
+second with 64 concurrent requests, and one at a time by models.generate, by an engine of one slot
+and by the same engine. `first`: seconds to the first token of a new prompt of 4,096 tokens, and of
+one that was read before. `cost`: prompts that are all new, with and without prefix caching.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[int, ...]]:
-    """Stretches of books without end, each from elsewhere: `islice` them to a length."""
+    """Stretches of an endless stream of books, each from elsewhere: `islice` them to a length."""
     rng = np.random.default_rng(seed)
     while True:
         text = texts[int(rng.integers(len(texts)))]

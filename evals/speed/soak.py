@@ -1,10 +1,9 @@
-"""Ten thousand requests to a server, many at a time, of which some clients hang up: is all given
-back, and is every answer the one that the same request gets alone?
+"""Ten thousand concurrent requests to a server, some cancelled by the client: no leaks, equal answers.
 
-Each of some hundred requests is first asked alone, of a server that keeps no prefixes. Then they
-come in any order, streamed or whole; of some the client leaves before or amid the answer. Memory
-and open files are those of the server's process, counted while it rests, and slots and prefixes are
-what it tells itself.
+Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
+come in any order, streamed or whole; some clients disconnect before or during the answer. Memory
+and open files are those of the server's process, counted while it is idle; slots and prefixes are
+those that the server reports.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def some(rng: np.random.Generator) -> Asked:
 
 
 async def many(port: int, kinds: list[dict[str, Any]], batch: list[Asked]) -> list[str]:
-    """The texts of a batch, so many clients at a time."""
+    """The texts of a batch, this many clients at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(each: Asked) -> str:

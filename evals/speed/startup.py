@@ -1,8 +1,7 @@
-"""How long a start takes: from the command to the first text, each time as a process of its own.
+"""Start-up time: from the command to the first text, each time in a new process.
 
-The first start compiles and keeps what it compiled; what counts is every start after it. Beside
-the times of the whole command stand those of compiling and running alone, with and without kept
-compilations, as the command itself reports them.
+The first start fills the compilation cache; the starts after it count. Compile and run times, with
+and without that cache, stand beside the times of the whole command, as the command reports them.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main() -> None:
             "compile and run, kept": partial(compile_and_run, generate, kept),
             "compile and run, not kept": partial(compile_and_run, generate, "off"),
         }
-        # The round that does not count fills the kept compilations.
+        # The round that does not count fills the cached compilations.
         seconds = rounds(variants, 2 if given.quick else given.rounds, "startup")
     share = ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"])
     results = {

@@ -1,4 +1,4 @@
-"""Text without end: millions of tokens of books through one cache, the loss of every block.
+"""Unbounded generation: millions of tokens of books through one cache, with the loss per block.
 
 The paper's Figure 5 shows perplexity flat to four million tokens. A book is harder than another,
 so a flat curve by itself shows little: here each block of the long stream is compared with the

@@ -1,9 +1,9 @@
 """Does a model need its first tokens? Sinks, cache sizes, positions (StreamingLLM, Tables 1, 2, 6).
 
 Every policy reads the same text; losses are compared token by token with those of 4 sinks and a
-window of 252. Full attention and the window with re-computation read the beginning, for their
-cost grows with the square of a length. Nothing is scored if full attention misses the loss that
-is recorded for the model.
+window of 252. Full attention and the window with re-computation read only the beginning, because
+their cost grows with the square of the length. Nothing is scored if full attention misses the loss
+that is recorded for the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHERS = [
     "streaming:sinks=4,window=253",  # what the published code sees: it evicts after attending
 ]
 NEWLINES = "4 newlines in place of the first tokens"
-SPAN = 1_000  # losses of neighbours are alike: standard errors are those of means of so many
+SPAN = 1_000  # losses of neighbours are alike: standard errors are those of means of this many
 
 
 def main() -> None:

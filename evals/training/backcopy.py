@@ -1,10 +1,10 @@
 """Sinks on a laptop: bigram-backcopy streams (Guo et al. 2024, arXiv 2410.13835), and Table 3.
 
-Letters follow a Markov chain, but for a few triggers: behind one comes the letter that stood before
-it. A head that copies has nothing to do at every other letter, and where it can it then looks at
-something that says nothing: a sink. Every arm is trained by `models.pretrain` as it stands, and
-reads held-back letters under caches of one size, with and without its first tokens. Plain softmax
-is tried with more layers, another learning rate and more steps too: might it grow a sink then?
+Letters follow a Markov chain, except for a few triggers: the letter after a trigger copies the one
+before it. A copying head is idle at every other letter, and then attends to a token without
+information, if there is one: a sink. Every variant is trained by `models.pretrain` and reads
+held-out letters under caches of one size, with and without its first tokens. Plain softmax is also
+tried with more layers, another learning rate and more steps, because it might then grow a sink.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRIES = {  # of plain softmax
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
 TRIGGERS = 20  # of the letters, the most frequent ones
 SPREAD = 0.3  # of the Dirichlet distribution that each letter's successors are drawn from
-DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held back
+DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ class Chain:
         """A stream, as numbers of letters."""
         chance = np.random.default_rng([self.seed, seed]).random(count)
         ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
-        # Two triggers in a row would follow each other for ever; behind a letter none comes second.
+        # Two triggers in a row would follow each other for ever; after a letter none comes second.
         before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
         found = []
         for x in chance:
@@ -113,7 +113,7 @@ class Chain:
         return np.array(found)
 
     def floor(self, letters: np.ndarray) -> float:
-        """The least mean loss there can be: none behind a trigger, the chain's own elsewhere."""
+        """The least mean loss there can be: none after a trigger, the chain's own elsewhere."""
         known = np.isin(letters[:-1], self.triggers)
         chances = self.follows[letters[:-1], letters[1:]]
         return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
@@ -146,7 +146,7 @@ def recipe_of(arm: str, seed: int) -> Recipe:
 def run(
     recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
 ) -> dict[str, Any]:
-    """Train one model and read the held-back letters with it."""
+    """Train one model and read the held-out letters with it."""
     llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
     log = logged(out)
     cache = llm.config.context // 2

@@ -199,7 +199,7 @@ def model(llm: Llm) -> dict[str, Any]:
 
 
 def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str, Any]:
-    """Texts of so many tokens, a line for each block, beside what the same measures give books."""
+    """Generated texts of this length, a line per block, with the same measures of books."""
     every = [set(words(text)) for text in texts]
     known = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
     found: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}

@@ -1,7 +1,7 @@
-"""How much of a device's arithmetic a training step uses: its operations over the peak's.
+"""Model FLOPs utilisation of a training step: its operations over the device's peak.
 
-On a CPU the peak is what a large float32 product reaches, taken in turns with the steps; on an
-accelerator it is the data sheet's. Operations are 6 N + 12 L (N H) T a token (PaLM, appendix B),
+On a CPU the peak is that of a large float32 product, measured in alternation with the steps; on an
+accelerator it is the data sheet's. Operations are 6 N + 12 L (N H) T per token (PaLM, appendix B),
 whatever a causal mask leaves out.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
-    """Every arm's step and the peak in turns."""
+    """Every variant's step and the peak in turns."""
     on_cpu = jax.default_backend() == "cpu"
     variants: dict[str, Variant] = {}
     for sinks in SINKS:

@@ -1,7 +1,7 @@
 """Models trained with and without sinks: StreamingLLM's Tables 3 and 4, Figures 2, 6 and 7.
 
-Every run is a folder that `jaxkv pretrain` wrote, one an arm, trained alike but for `sinks`. All
-arms read the same text under caches of one size; zero-shot tasks take the likeliest of some
+Every run is a folder that `jaxkv pretrain` wrote, one per variant, trained alike but for `sinks`.
+All variants read the same text under caches of one size; zero-shot tasks take the likeliest of some
 choices, by the mean log-likelihood of their tokens.
 """
 
@@ -60,7 +60,7 @@ def main() -> None:
         if path.stem in texts or (path / "manifest.json").exists():
             raise SystemExit(f"texts need names of their own, and no split for training: {path}")
         ids, files = tokens_of(first, path, given.tokens + 1)
-        # What the tokenizer of an arm puts in front is that arm's own.
+        # What the tokenizer of a variant puts in front is that variant's own.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
         data += files
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
-    """Exit where two runs are of one arm and seed, or differ in anything else."""
+    """Exit where two runs are of one variant and seed, or differ in anything else."""
     if len(set(names)) < len(names):
         raise SystemExit(f"every run must be an arm and a seed of its own, got {', '.join(names)}")
     for run in runs[1:]:
@@ -120,7 +120,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 
 def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
-    """Everything about one arm that is read from its model."""
+    """Everything about one variant that is read from its model."""
     cache = llm.config.context // 2
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
@@ -146,7 +146,7 @@ def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, fl
     ids, losses = [*llm.tokenizer.front, *text], {}
     for sinks in SINKS:
         policy = f"streaming:sinks={sinks},window={cache - sinks}"
-        # Not what stands in front, nor the token behind it, which some arms do not predict.
+        # Not what stands in front, nor the token after it, which some variants do not predict.
         losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
     return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
 
@@ -233,7 +233,7 @@ def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """Of each choice behind its context: mean log-likelihood, and whether each token is likeliest.
+    """Of each choice after its context: mean log-likelihood, and whether each token is likeliest.
 
     A text that is longer than the model's context loses its beginning, but not its sink tokens, nor
     the one token that stands before the choice.
@@ -268,7 +268,7 @@ def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]
 def _score(
     config: Config, weights: Weights, ids: Int32[Array, "B X"], asked: Bool[Array, "B T"]
 ) -> tuple[Float32[Array, " B"], Bool[Array, " B"]]:
-    """Mean loss of the tokens behind the asked places, and whether each was the likeliest."""
+    """Mean loss of the tokens after the asked places, and whether each was the likeliest."""
     decoder, hidden, _ = uncached.forward(config, weights, ids[:, :-1])
     logits, targets = decoder.logits(hidden), ids[:, 1:]
     picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]

@@ -56,7 +56,7 @@ def test_every_method_keeps_as_many(name):
 
 
 def test_a_sample_of_tokens_that_are_equal_is_exact():
-    """Whatever is kept, if it counts for what it stands for; and not if it counts once."""
+    """Whatever is cached, if it counts for what it stands for; and not if it counts once."""
     q, k, v = drawn(64 + 32 + QUERIES)
     k[:64], v[:64] = k[0], v[0]
     names = ("uniform, weighted", "uniform")

@@ -1,4 +1,4 @@
-"""The error of a thinned cache: captured is what the layer saw, and more rounds cost more."""
+"""The error of a compressed cache: captured is what the layer saw, and more rounds cost more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 2 * single_layer.ENDS + 2 * single_layer.BLOCK
 
 @pytest.fixture(scope="module")
 def drawn():
-    """q, k, v of a prompt and the queries behind it: an autoregression, so neighbours are alike."""
+    """q, k, v of a prompt and the queries after it: an autoregression, so neighbours are alike."""
     random = np.random.default_rng(0)
     noise = random.normal(size=(3, TOKENS + single_layer.QUERIES, 4, 8))
     for i in range(1, noise.shape[1]):
@@ -64,7 +64,7 @@ def test_more_rounds_more_error_and_weights_help(drawn):
     mean = {name: np.mean(found[name]["3"]) for name in single_layer.METHODS}
     assert mean["uniform, weighted"] < mean["uniform"]
     assert mean["stratified"] < mean["uniform, weighted"]
-    assert len(set(found["uniform"]["1"])) == 3  # every seed draws anew
+    assert len(set(found["uniform"]["1"])) == 3  # every seed draws again
     assert all(0 <= share <= 1 for share in found["saturated"].values())
     shown = single_layer.summary({"0": found, "1": found}, [1, 3])
     assert shown["uniform"]["3"]["median"] == np.median(found["uniform"]["3"])

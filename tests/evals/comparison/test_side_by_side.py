@@ -1,4 +1,4 @@
-"""Every policy is set to as many tokens, and what it meets is counted."""
+"""Every policy is set to as many tokens, and what it attends to is counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_policy_has_a_setting(llm, rounds):
 
 
 def met(llm, name, prompt, more=0):
-    """What the setting of the short prompt meets behind so many tokens and some more."""
+    """What the setting of the short prompt attends to after this many tokens and some more."""
     ids = passage(llm, prompt + more)
     stream = models.Stream(llm, side_by_side.settings(SHORT)[name], tokens=len(ids))
     stream.read([ids[:prompt]])

@@ -64,7 +64,7 @@ def test_table_7_is_what_the_formula_gives(row, given):
 
 
 def test_table_8_is_that_of_isotropic_keys():
-    """Within a fifth, or what is printed is rounded."""
+    """Within a fifth, or the published figure is rounded."""
     rows = table_8()
     assert len(rows) == sum(map(len, TABLE_8.values()))
     for row in rows:

@@ -65,7 +65,7 @@ def test_a_share_of_all_leaves_no_error(layer, name):
 def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
     met = heads.meet(methods[name], SPEC, layer, 0)
     rounded = 1 / BETWEEN if name != "quest" else 0.05  # up, and of Quest whole pages
-    # Oracle draws that share, and meets a key again.
+    # Oracle draws that share with replacement.
     assert (0.02 if name == "oracle" else 0.1) < met.share.min()
     assert met.share.max() < 0.1 + 2 * rounded
     assert 0 < heads.errors(met.out, heads.exactly(SPEC, layer, "test")).max() < 3

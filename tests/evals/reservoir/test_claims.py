@@ -123,7 +123,7 @@ CASES = {
     "at one T of two": (balance.nearer_than_uniform, errors(NEAREST, NO_NEARER), PART),
     "no nearer than uniform": (balance.nearer_than_uniform, errors(NO_NEARER), NOT),
     "by every constant": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=0.5), HOLDS),
-    "not by the theorem's": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
+    "not by theory": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
     "by none": (balance.nearer_on_paper, halves(walk=1.0, pairs=0.5, theory=1.0), NOT),
     "both steep": (balance.falls_faster, slopes(-0.9, -0.9), HOLDS),
     "the practical one": (balance.falls_faster, slopes(-0.9, -0.5), PART),

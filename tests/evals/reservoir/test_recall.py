@@ -78,7 +78,7 @@ def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
     # Each question is asked as if it alone were.
     later, _ = recall.answers(llm, "full", prompts, [facts[1:] for facts in known], SEEDS)
     np.testing.assert_array_equal(later[:, 0], wanted[:, 1])
-    # Of those that thin, snapkv alone keeps more than the ends of so short a prompt.
+    # Of those that compress, snapkv alone keeps more than the ends of so short a prompt.
     all_of = recall.POLICIES | recall.THINNED
     for name in ("streaming", "balance-stream", "snapkv"):
         said, _ = recall.answers(llm, all_of[name], prompts, known, SEEDS)

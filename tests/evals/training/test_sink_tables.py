@@ -1,4 +1,4 @@
-"""Tables of trained arms: scores of choices against one by one, and what a record must be."""
+"""Tables of trained variants: scores of choices against one by one, and what a record must be."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
     assert list(found) == ["0+12", "1+11", "2+10", "4+8"]
     ids = [*llm.tokenizer.front, *text]
     losses = np.concatenate(list(models.losses(llm, ids, "streaming:sinks=2,window=10")))
-    # The token behind the sink is the first that no arm need predict.
+    # The token after the sink is the first that no variant need predict.
     assert found["2+10"]["loss"] == pytest.approx(losses[1:].mean(), rel=1e-5)
     assert found["0+12"]["loss"] != found["2+10"]["loss"]
     assert found["4+8"]["loss_over_base"] == 0
