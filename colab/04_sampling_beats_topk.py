@@ -75,8 +75,8 @@ runtime.Text(long_tail.tell_heads(spec, layers, by_head))
 
 # %%
 budgets = runtime.size((0.01, 0.02, 0.05, 0.1, 0.2, 0.4), (0.02, 0.05))
-of_head, told = {}, long_tail.telling(by_head)
-for name, at in told.items():
+of_head, reported = {}, long_tail.telling(by_head)
+for name, at in reported.items():
     n, head = by_head.layer[at], by_head.head[at]
     one = long_tail.alone(spec, layers[n], head)
     of_head[f"{name}:\nlayer {n}, head {head}"] = long_tail.budgets(*one, budgets, seeds)
@@ -179,8 +179,8 @@ runtime.Text(long_tail.tell_tables(read))
 policies = long_tail.ways(0.1, (8, 75))
 part = long_tail.read_by(spec, layers, policies)
 scored = dict(list(policies.items())[: runtime.size(len(policies), 3)])
-behind = long_tail.losses(llm, ids, count, scored)
-runtime.Text(long_tail.tell_losses(behind, part))
+after_prompt = long_tail.losses(llm, ids, count, scored)
+runtime.Text(long_tail.tell_losses(after_prompt, part))
 
 # %% [markdown]
 # In our model's losses what lies between the ends counts, and an even sample of it brings back a part.
@@ -205,7 +205,7 @@ flattest, between, peak = (
 )
 centred = {pair: read[*pair, True].share / read[*pair, False].share for pair in pairs}
 cosines = [long_tail.cosines(spec, layers[0], center) for center in (True, False)]
-lost = {name: over["mean"] for name, over in behind.items()}
+lost = {name: over["mean"] for name, over in after_prompt.items()}
 ours = {
     "top-k is nearest in most heads": np.mean((top < by_weight) & (top < even)) > 0.5,
     "in each head of the first layer top-k is the farthest": (

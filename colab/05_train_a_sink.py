@@ -54,7 +54,9 @@ floor = chain.floor(chain.letters(200_000, 99))
 
 # %%
 def of_each(measure):
-    return [{name: measure(arm, letters) for name, arm in found.items()} for found in trained]
+    return [
+        {name: measure(variant, letters) for name, variant in found.items()} for found in trained
+    ]
 
 
 places, shares = of_each(sink_variants.loss_by_place), of_each(sink_variants.share_of_first)
@@ -103,11 +105,13 @@ CACHES = {"0 + 24": "window:window=24"}
 CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1, 2, 4)}
 count = runtime.size(20_000, 4_000)
 found = of_each(
-    lambda arm, of: sink_variants.losses(arm, sink_variants.held_back(arm, of, count), CACHES)
+    lambda variant, of: sink_variants.losses(
+        variant, sink_variants.held_back(variant, of, count), CACHES
+    )
 )
 context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times as many as in a sample")
-named = [{f"{arm}, seed {seed}": loss for arm, loss in one.items()}
+named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
 runtime.Text(sink_variants.table({name: loss for one in named for name, loss in one.items()}))
 

@@ -106,8 +106,10 @@ conversations.draw_first(served, turns, caption)
 from jaxkv.evals.prefix_caching import engine, traces
 
 trace = traces.read(conversations.TRACE)
-total = sum(one.tokens for one in trace.asked)
-print(f"{len(trace.asked)} requests, {total:,} tokens, {total / len(trace.asked):,.0f} in the mean")
+total = sum(one.tokens for one in trace.requests)
+print(
+    f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} in the mean"
+)
 
 # %% [markdown]
 # How many blocks does an index find that has room for some of them, and gives up those that were not
@@ -117,7 +119,7 @@ print(f"{len(trace.asked)} requests, {total:,} tokens, {total / len(trace.asked)
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 found = conversations.by_capacity(trace, shares)
 conversations.draw_capacity(
-    found, shares, f"the first {len(trace.asked)} requests of a trace, one after another"
+    found, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
 )
 
 # %% [markdown]
@@ -130,15 +132,15 @@ conversations.draw_capacity(
 load = engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
 longest = max(len(request.tokens) + request.max_new_tokens for request in load.requests)
 POLICY = "streaming:sinks=4,window=124"
-asked = conversations.serve(
+recorded = conversations.serve(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
     Prefixes(runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
-runtime.Text(conversations.table({POLICY: asked}))
+runtime.Text(conversations.table({POLICY: recorded}))
 
 # %%
 caption = f"from a free slot to the first token, one dot a request; {runtime.device()}"
-conversations.draw_each(asked, caption)
+conversations.draw_each(recorded, caption)
 
 # %% [markdown]
 # How long a request takes follows from what is new in it, and from what the other three slots are at
@@ -174,13 +176,15 @@ import numpy as np
 
 same, parted = (conversations.keys(prompt) for prompt in (ids, other))
 at_16, by_formula = (hits[name][1]["median"] for name in ("rekey", "formula"))
-pairs = [(pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*served.values(), asked)]
+pairs = [
+    (pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*served.values(), recorded)
+]
 last = [np.median(one.first[:, -users:]) for pair in pairs[:2] for one in pair]
 by_turn = [(b.found / b.prompts).reshape(turns, users).mean(axis=1) for _, b in pairs[:2]]
 grown, forgot = by_turn
-anew, kept = pairs[2]
+recomputed, kept = pairs[2]
 much = kept.found > 0.5 * kept.prompts
-sooner = kept.first[:, much].sum() / max(anew.first[:, much].sum(), 1e-9)
+sooner = kept.first[:, much].sum() / max(recomputed.first[:, much].sum(), 1e-9)
 runtime.verify(
     MODEL,
     always={

@@ -95,8 +95,8 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
         for number, at in enumerate(0.55 * CENTRES):
             of_group = signs[found.group == number]
-            told = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
-            axes.annotate(told, at, ha="center", va="center", fontsize=8)
+            reported = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
+            axes.annotate(reported, at, ha="center", va="center", fontsize=8)
         axes.set_title(f"{name},\nkept : dropped", fontsize=9)
         axes.set(xlabel="key, 1st number", ylabel="key, 2nd number", aspect="equal",
                  xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
@@ -286,7 +286,7 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
         stream.read([ids])
         return jax.block_until_ready(stream.decoding).states
 
-    def thin(name: str) -> tuple[Any, ...]:
+    def compress(name: str) -> tuple[Any, ...]:
         chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
         made = (seal_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
@@ -294,8 +294,8 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
     states = read()  # of one form, whichever of these will compress them
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
     variants = {"read it (ms)": timing.timed(read)}
-    variants |= {f"thin it: {name} (ms)": timing.timed(partial(thin, name)) for name in names}
+    variants |= {f"thin it: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
     seconds = timing.rounds(variants, count, f"thinning {len(ids):,} tokens")
     size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
     found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
-    return found | {"memory left (%)": 100 * size(thin("uniform, weighted")) / size(states)}
+    return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

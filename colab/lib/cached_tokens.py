@@ -20,7 +20,7 @@ SHADES = 8  # of a token's background
 MOST = 4.0  # weight from which a shade is the darkest
 
 
-class Held(NamedTuple):
+class Coverage(NamedTuple):
     """weights: of each token of the text by layer and kv head, 0 where it is not held."""
 
     weights: Float32[np.ndarray, "L K T"]
@@ -41,7 +41,7 @@ class Held(NamedTuple):
         return float(np.mean(self.weights[:, :, place] > 0))
 
 
-def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str, Held]:
+def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str, Coverage]:
     """What caches hold once they have read a text, and finished prefill."""
     found = {}
     for name, setting in settings.items():
@@ -52,7 +52,7 @@ def read(llm: Llm, ids: Sequence[int], settings: Mapping[str, str]) -> dict[str,
             of_layer(*policy.kept(llm.spec, state), len(ids))
             for policy, state in zip(stream.policies, stream.decoding.states, strict=True)
         ]
-        found[name] = Held(np.stack(layers), stream.state_bytes)
+        found[name] = Coverage(np.stack(layers), stream.state_bytes)
     return found
 
 
@@ -66,7 +66,7 @@ def of_layer(positions: np.ndarray, log_weight: np.ndarray, tokens: int) -> np.n
     return made
 
 
-def draw(found: Mapping[str, Held]) -> runtime.Picture:
+def draw(found: Mapping[str, Coverage]) -> runtime.Picture:
     """A strip for each cache, the text from left to right."""
     figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(found))
     image = axes.imshow(
@@ -113,7 +113,7 @@ def places(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> dict[str, 
     return {name: place for name, place in found.items() if place is not None}
 
 
-def sizes(found: Mapping[str, Held], settings: Mapping[str, str]) -> runtime.Text:
+def sizes(found: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.Text:
     """How many tokens a kv head holds in each cache, its bytes, and how it was set."""
     lines = [f"{'tokens of a kv head:':16}{'mean':>6}{'least':>7}{'most':>6}{'bytes':>12}  setting"]
     for name, held in found.items():
@@ -122,7 +122,7 @@ def sizes(found: Mapping[str, Held], settings: Mapping[str, str]) -> runtime.Tex
     return runtime.Text("\n".join(lines))
 
 
-def shares(found: Mapping[str, Held], places: Mapping[str, slice]) -> runtime.Text:
+def shares(found: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.Text:
     """The fraction of heads that cache the tokens of some places, and the bytes of each cache."""
     lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
     for name, held in found.items():
@@ -132,7 +132,7 @@ def shares(found: Mapping[str, Held], places: Mapping[str, slice]) -> runtime.Te
 
 
 def shade(
-    llm: Llm, ids: Sequence[int], found: Mapping[str, Held], names: Sequence[str]
+    llm: Llm, ids: Sequence[int], found: Mapping[str, Coverage], names: Sequence[str]
 ) -> runtime.Page:
     """A text, or its beginning, once for each cache, every token on a ground as dark as its weight.
 

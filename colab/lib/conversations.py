@@ -105,14 +105,14 @@ def serve(
                         queue_tokens=2**24, prefixes=kept)
         for name, kept in ((ANEW, None), (KEPT, prefixes))
     }  # fmt: skip
-    told: dict[str, list[list[Collected]]] = {name: [] for name in engines}
+    reported: dict[str, list[list[Collected]]] = {name: [] for name in engines}
     for engine in engines.values():  # what runs for the first time takes longer
         answer(engine, [Request((1, 2, 3), 2)])
     for number in range(rounds):
         for name in list(engines)[:: 1 if number % 2 else -1]:
             engines[name].forget()
-            told[name].append(talk(engines[name]))
-    return {name: Served(told[name], engines[name].bytes_of_prefixes) for name in engines}
+            reported[name].append(talk(engines[name]))
+    return {name: Served(reported[name], engines[name].bytes_of_prefixes) for name in engines}
 
 
 def room(said: Said) -> int:
@@ -143,7 +143,7 @@ def hits(slots: Sequence[int], requests: int, seeds: int) -> dict[str, list[dict
 
 def by_capacity(trace: traces.Trace, shares: Sequence[float]) -> list[float]:
     """Blocks found in percent where an index keeps so large a share of all that are distinct."""
-    distinct = len({key for one in trace.asked for key in one.keys})
+    distinct = len({key for one in trace.requests for key in one.keys})
     found = [traces.replay(trace, round(share * distinct)) for share in shares]
     return [100 * one.blocks_hit / one.blocks for one in found]
 

@@ -67,8 +67,10 @@ def some(layers: Sequence[Layer]) -> dict[int, Layer]:
 
 def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     """By query head the weight of the 1, 2, ... heaviest keys, in the mean over queries."""
-    asked = heads.ask(spec, layer, 0, 1)
-    logits = np.where(asked.between | asked.exact, np.asarray(asked.logits, np.float64), -np.inf)
+    queries = heads.ask(spec, layer, 0, 1)
+    logits = np.where(
+        queries.between | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
+    )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     _, kv_heads, group, _, size = weights.shape
@@ -78,8 +80,10 @@ def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
 
 def sink(spec: Spec, layer: Layer) -> float:
     """The weight of the first token, in the mean over heads and queries."""
-    asked = heads.ask(spec, layer, 0, 1)
-    logits = np.where(asked.between | asked.exact, np.asarray(asked.logits, np.float64), -np.inf)
+    queries = heads.ask(spec, layer, 0, 1)
+    logits = np.where(
+        queries.between | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
+    )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
 
@@ -110,8 +114,10 @@ def by_head(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -
     for number, layer in layers.items():
         exact = heads.exactly(spec, layer, f"layer {number}")
         for kind, line in error.items():
-            met = [heads.meet(chosen(kind, share), spec, layer, seed) for seed in range(seeds)]
-            each = [heads.errors_by_head(one.out, exact) for one in met]
+            attended = [
+                heads.estimate(chosen(kind, share), spec, layer, seed) for seed in range(seeds)
+            ]
+            each = [heads.errors_by_head(one.out, exact) for one in attended]
             line.append(np.mean(each, axis=(0, 1)))
     return Heads(
         np.repeat(list(fifth), [len(each) for each in fifth.values()]),
@@ -152,9 +158,9 @@ def budgets(spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int) -> di
 
 def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: int) -> Read:
     """Means over stretches, heads and seeds."""
-    met = [heads.meet(policy, spec, layer, seed) for seed in range(seeds)]
-    error = np.mean([heads.errors(one.out, exact) for one in met])
-    return Read(float(np.mean([one.share for one in met])), float(error))
+    attended = [heads.estimate(policy, spec, layer, seed) for seed in range(seeds)]
+    error = np.mean([heads.errors(one.out, exact) for one in attended])
+    return Read(float(np.mean([one.share for one in attended])), float(error))
 
 
 def world(
@@ -228,7 +234,7 @@ def read_by(
 ) -> dict[str, float]:
     """The share of the keys between the ends that the last queries read, in the mean."""
     each = {
-        name: [np.mean(heads.meet(policy, spec, layer, n).share) for n, layer in layers.items()]
+        name: [np.mean(heads.estimate(policy, spec, layer, n).share) for n, layer in layers.items()]
         for name, policy in policies.items()
     }
     return {name: float(np.mean(line)) for name, line in each.items()}
@@ -290,10 +296,10 @@ def tell_tables(found: Mapping[tuple[int, int, bool], Read]) -> str:
     return "\n".join(lines)
 
 
-def tell_losses(behind: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
+def tell_losses(after_prompt: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
     """By policy what it reads between the ends, and what it loses."""
     lines = [f"{'':12}{'keys read':>11}   loss over full attention's ± two standard errors"]
-    for name, over in behind.items():
+    for name, over in after_prompt.items():
         lines.append(f"{name:12}{read[name]:11.1%}{over['mean']:+11.4f}"
                      f" ± {over['two_errors']['stretches']:.4f}")  # fmt: skip
     return "\n".join(lines)

@@ -29,8 +29,8 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: where lines lie if all keys count alike"
     which = ", ".join(map(str, found))
-    told = f"a line for each query head of layers {which}; {caption}"
-    return runtime.picture(figure, told, dpi=80)
+    reported = f"a line for each query head of layers {which}; {caption}"
+    return runtime.picture(figure, reported, dpi=80)
 
 
 def draw_when(

@@ -226,8 +226,8 @@ def environment(smoke: bool, install: bool) -> Mapping[str, str]:
 def packages() -> dict[str, str]:
     """Name and version of whatever is installed here."""
     asked = [sys.executable, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    return dict(line.split("==", 1) for line in told.splitlines() if "==" in line)
+    reported = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    return dict(line.split("==", 1) for line in reported.splitlines() if "==" in line)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def powers() -> str:
     free = memory.available()
     of_gpu = "Triton's" if triton.runs() else "XLA's"
     kernels = {"gpu": of_gpu, "tpu": "Mosaic's"}.get(jax.default_backend(), "XLA's")
-    told = "" if free is None else f"{memory.show(free)} free, "
-    return f"{told}computes in {native_dtype(jax.local_devices()[0])}, by {kernels} kernels"
+    reported = "" if free is None else f"{memory.show(free)} free, "
+    return f"{reported}computes in {native_dtype(jax.local_devices()[0])}, by {kernels} kernels"
 
 
 def device() -> str:

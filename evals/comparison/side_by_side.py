@@ -58,15 +58,15 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
     """
     slots, share = prompt_of(rounds) + more, 0.5**rounds
     ends = f"sinks={SINKS},window={WINDOW}"
-    thin = f"{ends},rounds={rounds}"
+    compress = f"{ends},rounds={rounds}"
     snap = f"capacity={BUDGET},window={WINDOW}"
     bits, tables = TABLES[rounds]
     best = share / 2
     drawn = (share - best) / (1 - best)
     grow = {
         "full": "",
-        "balance": thin,
-        "uniform": thin,
+        "balance": compress,
+        "uniform": compress,
         "snapkv": snap,
         "pyramidkv": snap,
         "magicpig": f"K={bits},L={tables},{ends}",
@@ -130,7 +130,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     rows: dict[str, Any] = {
         name: {"policy": setting, "behind_a_prompt": sparse.over(
             base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
-            base), "tokens": met_behind(text, setting)}
+            base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
     }  # fmt: skip
     without_end = {
@@ -177,18 +177,18 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
         return each.mean(axis=1, dtype=np.float64)
 
     name = setting.split(":")[0]
-    return np.stack(sparse.told(map(one, range(seeds)), seeds, f"{name}, without end"))
+    return np.stack(sparse.reported(map(one, range(seeds)), seeds, f"{name}, without end"))
 
 
-def met_behind(text: Text, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
     """The tokens attended to after the prompt of the first stretch, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
     stream.read([tokens[:prompt]])
     stream.seal()
-    first = met(stream)
+    first = attended(stream)
     stream.read([tokens[prompt:]])
-    return {"first": first, "last": met(stream)}
+    return {"first": first, "last": attended(stream)}
 
 
 def costs(
@@ -204,7 +204,7 @@ def costs(
         stream.read([ids])
         reading = stream.state_bytes
         stream.seal()
-        tokens = met(stream)
+        tokens = attended(stream)
         variants[name] = timing.decoding(stream, WRITTEN)
         found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
                        "tokens": tokens}  # fmt: skip
@@ -215,7 +215,7 @@ def costs(
     return found
 
 
-def met(stream: models.Stream) -> dict[str, float]:
+def attended(stream: models.Stream) -> dict[str, float]:
     """How many tokens the next one attends to besides itself: mean, least and most.
 
     What is cached is counted by layer and kv head. Of what a policy chooses for each query head,
@@ -226,7 +226,7 @@ def met(stream: models.Stream) -> dict[str, float]:
         stream.reserve(1)
         stream.lengths = lengths
         between = int(lengths[0]) + 1 - SINKS - WINDOW
-        read = shares_met(
+        read = attended_shares(
             llm.config, stream.policies, llm.weights, stream.decoding.states,
             jnp.argmax(stream.decoding.logits, axis=-1)[:, None].astype(jnp.int32),
             stream.decoding.position[:, None], jnp.int32(lengths[0]),
@@ -240,7 +240,7 @@ def met(stream: models.Stream) -> dict[str, float]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def shares_met(
+def attended_shares(
     config: Config, policies: tuple[Policy, ...], weights: Any, states: Any, token: Array,
     position: Array, number: Array,
 ) -> Float[Array, " L"]:  # fmt: skip
@@ -248,7 +248,7 @@ def shares_met(
 
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
         out, _ = step(policy, spec, state, *new)
-        return out, matched_budgets.met_of(policy, spec, state, Chunk(*new[:5]), number)
+        return out, matched_budgets.attended_share(policy, spec, state, Chunk(*new[:5]), number)
 
     decoder = Decoder(config, weights, run=watch)
     return jnp.stack(decoder(token, position, jnp.ones((1, 1), bool), policies, states)[1])

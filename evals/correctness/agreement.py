@@ -36,30 +36,30 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()  # fmt: skip
     record = Record("agreement", [STORIES], seeds=[0])
-    results = told_by(TESTS, "--must-run=parity,tpu_check")
+    results = reported_by(TESTS, "--must-run=parity,tpu_check")
     print("wrote", record.save(results | {"bars": bars(results)}))
 
 
-def told_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
+def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
     """What the tests of some files measure, compiled as users' programs are.
 
     Raises SystemExit where one fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder, "tests.xml")
+        reported = Path(folder, "tests.xml")
         command = [sys.executable, "-m", "pytest", "-m", "record or not record", *options,
-                   f"--junitxml={told}", *tests.values()]  # fmt: skip
+                   f"--junitxml={reported}", *tests.values()]  # fmt: skip
         as_users = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
         if code := subprocess.run(command, cwd=ROOT, env=as_users).returncode:
             raise SystemExit(f"nothing is written: pytest ended with {code}")
-        return {name: figures(told, path) for name, path in tests.items()}
+        return {name: figures(reported, path) for name, path in tests.items()}
 
 
 def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
     """The worst of each kind against what was asked."""
-    logits = [told["largest_logit_difference"] for told in results["parity"].values()]
-    losses = [abs(told["perplexity"] / told["reference"] - 1)
-              for told in results["perplexity"].values()]  # fmt: skip
+    logits = [reported["largest_logit_difference"] for reported in results["parity"].values()]
+    losses = [abs(reported["perplexity"] / reported["reference"] - 1)
+              for reported in results["perplexity"].values()]  # fmt: skip
     (tpu,) = results["tpu"].values()
     early, late = (sum(tpu[f"bytes_after_{seen}"].values()) for seen in (1_000, 1_000_000))
     return [
@@ -72,14 +72,14 @@ def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def figures(told: Path, path: str) -> dict[str, dict[str, Any]]:
+def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     """What each test of a file gave to `record_property`."""
     module = path.removesuffix(".py").replace("/", ".")
     return {
         case.attrib["name"]: {
             each.attrib["name"]: json.loads(each.attrib["value"]) for each in properties
         }
-        for case in ElementTree.parse(told).iter("testcase")
+        for case in ElementTree.parse(reported).iter("testcase")
         if case.attrib["classname"] == module and (properties := case.findall("*/property"))
     }
 

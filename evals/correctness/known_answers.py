@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxkv.evals.correctness.agreement import told_by
+from jaxkv.evals.correctness.agreement import reported_by
 from jaxkv.evals.lib.record import Record
 
 TESTS = {
@@ -25,7 +25,7 @@ def main() -> None:
         prog="python -m jaxkv.evals.correctness.known_answers", description=__doc__
     ).parse_args()
     record = Record("known_answers", seeds=[0])
-    print("wrote", record.save(told_by(TESTS)))
+    print("wrote", record.save(reported_by(TESTS)))
 
 
 if __name__ == "__main__":

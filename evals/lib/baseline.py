@@ -23,7 +23,7 @@ LARGE = {"layers": 12, "width": 768, "heads": 12, "mlp": 2048, "vocab": 32_000}
 SMALL = {"layers": 2, "width": 128, "heads": 4, "mlp": 352, "vocab": 2_000}
 
 
-class Rival:
+class Baseline:
     """transformers' own Llama on torch, in float32 on the CPU."""
 
     def __init__(self, model: Any):
@@ -33,13 +33,13 @@ class Rival:
         self.model.generation_config.pad_token_id = 0
 
     @staticmethod
-    def load(folder: Path) -> Rival:
+    def load(folder: Path) -> Baseline:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        return Rival(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        return Baseline(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int, **how: Any) -> list[list[int]]:
         """The greedy continuations, by its own `generate`."""
@@ -64,13 +64,13 @@ class Rival:
             out = self.model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
-    def compiled(self) -> Rival:
+    def compiled(self) -> Baseline:
         """A second one over the same weights whose forward went through torch.compile."""
         import copy
 
         import torch
 
-        other = Rival(copy.copy(self.model))
+        other = Baseline(copy.copy(self.model))
         other.model.forward = torch.compile(self.model.forward, dynamic=False)
         return other
 
@@ -87,7 +87,7 @@ def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
     return {f"{name}, {n} threads": timed(partial(run, n)) for n in (1, 2)}
 
 
-def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Rival]:
+def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
     """A Llama of random weights, tied embeddings: ours and transformers', the same numbers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -114,11 +114,11 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Rival]:
     # Nobody reads this text, but the time of making it belongs to ours.
     table = tuple(f" {i}".encode() for i in range(config.vocab))
     tokenizer = Tokenizer(lambda _: [], table, frozenset(), None, (), False)
-    return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Rival(theirs)
+    return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
 
 
-def same_tokens(llm: Llm, rival: Rival, prompts: Sequence[Sequence[int]], new: int) -> None:
+def same_tokens(llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int) -> None:
     """Both sides write the same greedy tokens, or there is nothing to compare."""
     answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True)
-    if [answer.tokens for answer in answers] != rival.generate(prompts, new):
+    if [answer.tokens for answer in answers] != baseline.generate(prompts, new):
         raise SystemExit("the two sides write different tokens: their times say nothing")

@@ -133,10 +133,10 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
 
 def sink_tables(axes: Any, results: dict[str, Any]) -> None:
     """Loss of every variant while it was trained (StreamingLLM, Figure 6)."""
-    for arm in results["arms"].values():
-        steps, losses = zip(*(look[:2] for look in arm["curve"]), strict=True)
-        million = arm["tokens"] / arm["recipe"]["steps"] / 1e6
-        sinks = arm["recipe"]["sinks"]
+    for variant in results["arms"].values():
+        steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
+        million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
+        sinks = variant["recipe"]["sinks"]
         axes.plot([million * step for step in steps], losses, color=ARMS[sinks], label=sinks)
     axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
 
@@ -151,17 +151,20 @@ def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> Non
 def backcopy(axes: Any, results: dict[str, Any]) -> None:
     """What a cache loses that holds fewer of the first tokens; medians of seeds, least to most
     (StreamingLLM, Table 3, in small)."""
-    for number, (arm, found) in enumerate(results["arms"].items()):
+    for number, (variant, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
-        draw_spreads(axes, at, over, fmt="o", color=ARMS[arm], label=arm)
+        draw_spreads(axes, at, over, fmt="o", color=ARMS[variant], label=variant)
     axes.set_xticks(range(len(over)), over)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
 
 
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     """Whether a sink grows: attention on the first token while each model was trained."""
-    runs = [(arm, found["seeds"][0], ARMS[arm], "solid") for arm, found in results["arms"].items()]
+    runs = [
+        (variant, found["seeds"][0], ARMS[variant], "solid")
+        for variant, found in results["arms"].items()
+    ]
     tries = zip(results["tries"].items(), OTHERS, strict=True)
     runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
     for label, found, colour, line in runs:

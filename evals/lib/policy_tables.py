@@ -74,9 +74,9 @@ def predicted() -> str:
     for name, row in rows().items():
         first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
         grows = f"{first:.0f}" if round(first) == round(last) else f"{first:.0f} to {last:.0f}"
-        behind = "0" if name == "full" else over(row["behind_a_prompt"])
+        after_prompt = "0" if name == "full" else over(row["behind_a_prompt"])
         endless = "0" if name == "streaming" else over(row.get("without_end"))
-        lines.append(f"| `{name}` | {grows} | {behind} | {endless} |")
+        lines.append(f"| `{name}` | {grows} | {after_prompt} | {endless} |")
     return "\n".join(lines) + "\n"
 
 

@@ -58,8 +58,8 @@ def _value_norms(layer: Layer) -> dict[str, float]:
 def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
     """Over the keys of one query, in the mean over queries: of log|v - o| and of the logits, both
     of which stand in the exponent of the best chance to draw a key by."""
-    asked = ask(spec, layer, 0, 0)
-    rows, kv_heads, group, queries, _ = asked.logits.shape
+    scores = ask(spec, layer, 0, 0)
+    rows, kv_heads, group, queries, _ = scores.logits.shape
     out = np.asarray(exactly(spec, layer, title), np.float64)
     out = out.reshape(rows, queries, kv_heads, group, -1)
     v = np.asarray(layer.v, np.float64)
@@ -68,10 +68,10 @@ def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
     norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
     own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
     distance = 0.5 * np.log(np.maximum(norms - 2 * product + own, 1e-12))
-    seen = np.broadcast_to(np.asarray(asked.between), distance.shape)
+    seen = np.broadcast_to(np.asarray(scores.between), distance.shape)
     return {
         name: float(np.std(what, axis=-1, where=seen).mean())
-        for name, what in (("log |v - o|", distance), ("logits", np.asarray(asked.logits)))
+        for name, what in (("log |v - o|", distance), ("logits", np.asarray(scores.logits)))
     }
 
 
@@ -91,8 +91,8 @@ def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
 @partial(jax.jit, static_argnums=(0, 1))
 def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
-    asked = ask(spec, layer, chosen.sinks, chosen.window)
-    bias = chosen.choose(asked)
-    top = met.log_sum(asked.logits, asked.between & (bias == 0))
-    weight = jnp.exp(top - met.log_sum(asked.logits, asked.between))
-    return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(asked, bias, layer.v).out
+    scores = ask(spec, layer, chosen.sinks, chosen.window)
+    bias = chosen.choose(scores)
+    top = met.log_sum(scores.logits, scores.between & (bias == 0))
+    weight = jnp.exp(top - met.log_sum(scores.logits, scores.between))
+    return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(scores, bias, layer.v).out

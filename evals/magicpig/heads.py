@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     v: jax.Array
 
 
-class Met(NamedTuple):
+class Estimate(NamedTuple):
     """out [B,Q,N,H] of Q queries. share [B]: of the keys between, how many were read."""
 
     out: jax.Array
@@ -79,28 +79,28 @@ def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def meet(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Met:
+def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Estimate:
     """What the last queries get by MagicPIG, or by a policy that chooses as jaxkv.met has it."""
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
-    asked = ask(spec, layer, chosen.sinks, chosen.window, seed)
-    return attend(asked, chosen.choose(asked), layer.v)
+    queries = ask(spec, layer, chosen.sinks, chosen.window, seed)
+    return attend(queries, chosen.choose(queries), layer.v)
 
 
-def attend(asked: Asked, weights: jax.Array, v: jax.Array) -> Met:
+def attend(queries: Asked, weights: jax.Array, v: jax.Array) -> Estimate:
     """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
-    bias = jnp.where(asked.exact, np.float32(0), weights)
-    read = jnp.sum((weights > -jnp.inf) & asked.between, axis=(1, 2, 3, 4))
+    bias = jnp.where(queries.exact, np.float32(0), weights)
+    read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
     heads = weights.shape[1] * weights.shape[2]
-    share = read.astype(jnp.float32) / _count(asked.between, heads)
-    return Met(blend(asked.logits + bias, v.transpose(0, 2, 1, 3)).out, share)
+    share = read.astype(jnp.float32) / _count(queries.between, heads)
+    return Estimate(blend(queries.logits + bias, v.transpose(0, 2, 1, 3)).out, share)
 
 
 def _count(between: jax.Array, heads: int) -> jax.Array:
     return np.float32(heads) * jnp.sum(between, axis=(1, 2, 3, 4)).astype(jnp.float32)
 
 
-def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Met:
+def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Estimate:
     rows, length, heads = layer.q.shape[:3]
     at, there = places(layer), jnp.ones((rows, length), bool)
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
@@ -112,12 +112,12 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
     out = chosen.ask(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
-    met = jax.lax.map(
+    attended = jax.lax.map(
         lambda one: hashed.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
     )
-    read = jnp.sum(met, axis=(0, 2)).astype(jnp.float32)
+    read = jnp.sum(attended, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)
-    return Met(out, read / (heads * jnp.sum(between, axis=1)).astype(jnp.float32))
+    return Estimate(out, read / (heads * jnp.sum(between, axis=1)).astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -155,12 +155,12 @@ def interval(values: np.ndarray) -> dict[str, float]:
 def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
     """The same items; on stderr how many are done, how fast, and how long the rest may take."""
     items = items if isinstance(items, Sized) else list(items)
-    begun = told = time.perf_counter()
+    begun = reported = time.perf_counter()
     for number, item in enumerate(items, 1):
         yield item
         now = time.perf_counter()
-        if number == len(items) or now - told > TOLD:
-            told, rate = now, number / (now - begun)
+        if number == len(items) or now - reported > TOLD:
+            reported, rate = now, number / (now - begun)
             left = (len(items) - number) / rate
             print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {left:.0f} s left",
                   file=sys.stderr, flush=True)  # fmt: skip
@@ -168,7 +168,7 @@ def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
 
 def exactly(spec: Spec, layer: Layer, title: str) -> jax.Array:
     """Full attention of the last queries [B,Q,N,H]. Raises SystemExit where it is not finite."""
-    exact = meet(TopK(share=1.0), spec, layer).out
+    exact = estimate(TopK(share=1.0), spec, layer).out
     if not np.isfinite(np.asarray(exact)).all():
         raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
     return exact

@@ -191,7 +191,7 @@ def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, i
     """Of a token: of all query heads together, but for the planes."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.indexing.how)[0].T
     first = np.asarray(state.tables.first)[0, 0]
-    met = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
+    attended = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
            for code in np.asarray(codes)]  # fmt: skip
     entries = state.tables.entries
     block = entries.shape[4] * entries.dtype.itemsize
@@ -202,7 +202,7 @@ def bytes_read(state: Hashed, q: jax.Array, found: buckets.Drawn) -> dict[str, i
     waiting = -(-waiting // buckets.COMPARED) * buckets.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
-        "buckets": int(np.sum(met)) * block + GROUP * POLICY.L * 8,
+        "buckets": int(np.sum(attended)) * block + GROUP * POLICY.L * 8,
         "tallies": GROUP * places * 9 // 4,  # a byte and a bit of each, written and read
         "planes": state.planes.nbytes,
         "zone": GROUP * POLICY.L * waiting * state.zone.dtype.itemsize,

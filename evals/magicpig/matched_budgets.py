@@ -59,9 +59,9 @@ class Ends:
     extend = staticmethod(met.extend)
     kept = staticmethod(met.kept)
 
-    def choose(self, asked: Asked) -> Float32[Array, "B K G T S"]:
+    def choose(self, scores: Asked) -> Float32[Array, "B K G T S"]:
         """The log weight of each key between: none is attended to."""
-        return met.only(jnp.zeros_like(asked.logits, bool))
+        return met.only(jnp.zeros_like(scores.logits, bool))
 
 
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream
@@ -90,7 +90,7 @@ class Angles(NamedTuple):
     cosine: np.ndarray
     share: np.ndarray
 
-    def met(self, bits: int, tables: int) -> float:
+    def attended(self, bits: int, tables: int) -> float:
         """The share of the keys that is found, on average over planes."""
         return float(np.sum(self.share * u(self.cosine, bits, tables)))
 
@@ -121,8 +121,8 @@ def tables(found: Angles, share: float) -> tuple[int, int]:
     low, high = 2, MOST_TABLES
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if found.met(bits, middle) < share else (low, middle)
-    return bits, min((low, high), key=lambda count: abs(found.met(bits, count) - share))
+        low, high = (middle, high) if found.attended(bits, middle) < share else (low, middle)
+    return bits, min((low, high), key=lambda count: abs(found.attended(bits, count) - share))
 
 
 def read(
@@ -155,20 +155,20 @@ def _read(
     state = chosen.reserve(spec, chosen.seal(spec, state), len(q) - prompt)
     if last > prompt:
         state = chosen.extend(spec, state, middle)
-    return met_of(chosen, spec, state, asking, last)
+    return attended_share(chosen, spec, state, asking, last)
 
 
-def met_of(
+def attended_share(
     chosen: Policy, spec: Spec, state: Any, asking: Chunk, last: int | Array
 ) -> Float32[Array, ""]:
     """The share of the keys between that the queries attend to; last: number of the first query."""
     if isinstance(chosen, MagicPIG):
-        return jnp.mean(met_by_tables(chosen, spec, state, asking, last))
+        return jnp.mean(attended_by_tables(chosen, spec, state, asking, last))
     shares = []
 
-    def choose(asked: Asked) -> Array:
-        weight = chosen.choose(asked)
-        there = jnp.sum(asked.between, axis=-1)
+    def choose(scores: Asked) -> Array:
+        weight = chosen.choose(scores)
+        there = jnp.sum(scores.between, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
 
@@ -176,7 +176,7 @@ def met_of(
     return shares[0]
 
 
-def met_by_tables(
+def attended_by_tables(
     chosen: MagicPIG, spec: Spec, state: hashed.Hashed, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
     """The share of the keys between that is attended to; last: number of the first query."""
@@ -184,8 +184,8 @@ def met_by_tables(
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)
 
-    def one(asked: Any) -> Array:
-        q, position, number = asked
+    def one(query: Any) -> Array:
+        q, position, number = query
         found = hashed.find(state, chosen.indexing, chosen.budget, q, number[None], position)
         return found.count / (number + 1 - chosen.sinks - chosen.window)
 

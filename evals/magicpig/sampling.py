@@ -30,7 +30,15 @@ from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
-from jaxkv.evals.magicpig.heads import Layer, errors, exactly, interval, layers_of, meet, progress
+from jaxkv.evals.magicpig.heads import (
+    Layer,
+    errors,
+    estimate,
+    exactly,
+    interval,
+    layers_of,
+    progress,
+)
 from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
 from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
 from jaxkv.lsh import Hashing
@@ -179,9 +187,9 @@ def measured(
     found, read = [], []
     for n, layer in layers.items():
         # No draw serves two layers; stretches are rows, of which each draws for itself.
-        each = [meet(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
-        found.append([errors(met.out, exact[n]) for met in each])
-        read.append([np.asarray(met.share, np.float64) for met in each])
+        each = [estimate(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
+        found.append([errors(attended.out, exact[n]) for attended in each])
+        read.append([np.asarray(attended.share, np.float64) for attended in each])
     of_all = np.array(found)  # [layers,seeds,B]
     by_layer = {
         n: {"error": interval(of_all[i]), "share": np.mean(read[i])} for i, n in enumerate(layers)
@@ -245,9 +253,9 @@ def show(results: dict[str, Any]) -> None:
     for sigma, found in results["drawn"].items():
         for line in found["by_tables"]:
             kinds = ("magicpig", "topk", "oracle", "uniform")
-            told = ", ".join(f"{kind} {line[kind]['error']['median']:.3f}" for kind in kinds)
+            reported = ", ".join(f"{kind} {line[kind]['error']['median']:.3f}" for kind in kinds)
             print(f"drawn, sigma {sigma}, K={line['K']}, L={line['L']}, "
-                  f"{line['magicpig']['share']:.1%} read: {told}")  # fmt: skip
+                  f"{line['magicpig']['share']:.1%} read: {reported}")  # fmt: skip
 
 
 if __name__ == "__main__":

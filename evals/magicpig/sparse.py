@@ -161,7 +161,7 @@ def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, An
     for text in texts:
         first = text is texts[0]
         wanted = given.shares if first else middle(given.shares)
-        kept = thinned(text.prompt) if first else {}
+        kept = compressed(text.prompt) if first else {}
         found[text.llm.folder.name] = of_text(text, wanted, kept, given.seeds)
     return found
 
@@ -200,7 +200,7 @@ def of_text(
     return found
 
 
-def thinned(prompt: int) -> dict[str, Policy]:
+def compressed(prompt: int) -> dict[str, Policy]:
     """Policies that keep a half, a quarter and an eighth of the keys between and drop the rest."""
     found: dict[str, Policy] = {}
     for times in (1, 2, 3):
@@ -219,7 +219,7 @@ def losses(
 ) -> np.ndarray:
     """The mean loss after the prompt of each stretch, by seed and stretch."""
     count = len(text.stretches)
-    one = partial(behind, text, chosen, question=question)
+    one = partial(after_prompt, text, chosen, question=question)
 
     def mean(number: int) -> float:
         seed, stretch = divmod(number, count)
@@ -227,12 +227,12 @@ def losses(
 
     found = [mean(0)]  # compiles
     with ThreadPoolExecutor(cores()) as pool:
-        found += told(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
+        found += reported(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
     jax.clear_caches()  # a process can map only this many compiled programs
     return np.reshape(found, (seeds, count))
 
 
-def behind(
+def after_prompt(
     text: Text, chosen: Policy | Sequence[Policy], stretch: int, seed: int, question: int = 0
 ) -> float:
     """The mean loss of a stretch after its prompt; question: this many of its last tokens are read
@@ -250,7 +250,7 @@ def behind(
     return float(found.mean(dtype=np.float64))
 
 
-def told(items: Iterator[Item], count: int, title: str) -> list[Item]:
+def reported(items: Iterator[Item], count: int, title: str) -> list[Item]:
     """All of them, with the rate and the time left on stderr."""
     found, begun = [], perf_counter()
     for number, item in enumerate(items, 1):
@@ -282,14 +282,14 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     for share, (bits, tables) in text.tables(given.shares[:2]).items():
         chosen = MagicPIG(bits, tables, SINKS, WINDOW, zone=matched_budgets.ROOM)
         first = by_layer(f"0=full:max={text.llm.config.context};*={spell(chosen)}", layers)
-        arms = {f"question {read}, {of}": (policies, question)
+        variants = {f"question {read}, {of}": (policies, question)
                 for of, policies in (("all layers sampled", (chosen,) * layers),
                                      ("first layer dense", first))
                 for read, question in (("dense", 0), ("sparse", QUESTION))}  # fmt: skip
         found[f"{share:g}"] = {
             name: {"policy": spell(policies), "question": question, "over_full": over(
                 losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base)}
-            for name, (policies, question) in arms.items()
+            for name, (policies, question) in variants.items()
         }  # fmt: skip
     return {"question": QUESTION, "shares": found}
 
@@ -299,13 +299,13 @@ def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     text = texts[0]
     own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, zone=1)
            for share, tables in text.tables(given.shares).items()}  # fmt: skip
-    own |= {"topk, oracle, quest, vattention": Ends(start=text.prompt), **thinned(text.prompt)}
+    own |= {"topk, oracle, quest, vattention": Ends(start=text.prompt), **compressed(text.prompt)}
     found = {str(text.prompt): of_prompt(own, text.llm.spec, text.llm.config.layers, text.prompt)}
     heads = LARGE["heads"]
     dim = LARGE["width"] // heads
     spec = Spec(heads, dim, dim**-0.5, NoPosition(), group=1)
     for size in LONG:
-        long = {"magicpig": MagicPIG(start=size, zone=1), **thinned(size)}
+        long = {"magicpig": MagicPIG(start=size, zone=1), **compressed(size)}
         found[str(size)] = of_prompt(long, spec, LARGE["layers"], size)
     return found
 

@@ -23,7 +23,7 @@ from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.timing import Variant, rate, ratio, rounds, timed, write
-from jaxkv.evals.magicpig.matched_budgets import met_by_tables
+from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
@@ -139,7 +139,7 @@ def share_met(llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int) -> d
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:
         out, _ = step(policy, spec, state, *new)
         asking = Chunk(*new[:5])
-        return out, jnp.mean(met_by_tables(chosen, spec, state, asking, jnp.int32(size)))
+        return out, jnp.mean(attended_by_tables(chosen, spec, state, asking, jnp.int32(size)))
 
     @jax.jit
     def ask(weights: Any, states: Any) -> Any:

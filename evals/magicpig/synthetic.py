@@ -76,7 +76,7 @@ def cone(flat: Layer, sigma: float) -> Layer:
     return Layer(*map(jnp.asarray, (q, k, v)))
 
 
-def asked(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
+def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
     """One query for these keys, none of which it sees of itself."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
@@ -91,7 +91,7 @@ def error(
     chosen: TopK | Oracle, drawing: Drawing, seed: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
-    of, v = asked(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
+    of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
     exact = attend(of, met.only(of.between), v).out
     found = attend(of, chosen.choose(of), v)
     return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
@@ -112,7 +112,7 @@ def error_of_tables(
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
     out = chosen.ask(SPEC, state, q[:, None], number, last).out
     met_by = hashed.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
-    of = asked(drawing.logits, seed)
+    of = queries(drawing.logits, seed)
     exact = attend(of, met.only(of.between), v).out
     share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share

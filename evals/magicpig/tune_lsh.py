@@ -1,4 +1,4 @@
-"""Finds K and L of MagicPIG for a model and a text: the error of attention by the share of keys read
+"""Finds MagicPIG's K and L for a model and a text: the error of attention by the share of keys read
 and by the bytes of the tables (arXiv 2410.16179, appendix F).
 
 Stretches are read as in evals.magicpig.sampling: the last tokens of each are the queries, both ends
@@ -25,8 +25,8 @@ from jaxkv.errors import UserError
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig.heads import (
+    Estimate,
     Layer,
-    Met,
     ask,
     attend,
     centred,
@@ -127,7 +127,9 @@ def of_model(
         for n, layer in layers.items():
             for seed in range(given.seeds):
                 every = by_tables(spec, layer, how, tuple(given.tables), given.seeds * n + seed)
-                found.append([(errors(met.out, exact[n]), met.share) for met in every])
+                found.append(
+                    [(errors(attended.out, exact[n]), attended.share) for attended in every]
+                )
         for i, tables in enumerate(given.tables):
             size = buckets.nbytes(keys, bits, tables)
             points.append({
@@ -149,25 +151,25 @@ def of_model(
 @partial(jax.jit, static_argnums=(0, 2, 3))
 def by_tables(
     spec: Spec, layer: Layer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
-) -> list[Met]:
+) -> list[Estimate]:
     """What the queries get with each of these L, smallest first, by the first planes of `how`."""
-    asked = ask(spec, layer, SINKS, WINDOW, seed)
+    scores = ask(spec, layer, SINKS, WINDOW, seed)
     keys, cosines = centred(spec, layer, SINKS, WINDOW)
     found = []
-    for count, same in zip(tables, agreements(asked, keys, how, tables), strict=True):
+    for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
         weights = replace(how, tables=count)(cosines)
-        met = asked.between & (same >= how.least)
-        found.append(attend(asked, jnp.where(met, weights, -jnp.inf), layer.v))
+        attended = scores.between & (same >= how.least)
+        found.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
     return found
 
 
 def agreements(
-    asked: Asked, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
+    scores: Asked, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
 ) -> list[jax.Array]:
     """In how many of the first L tables a query and a key have one code [B,K,G,Q,T], of each L."""
-    rows, kv_heads, group, queries, length = asked.logits.shape
+    rows, kv_heads, group, queries, length = scores.logits.shape
     head_dim = keys.shape[-1]
-    q = asked.q.reshape(rows, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    q = scores.q.reshape(rows, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
 
     def one(head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         key, q, k = (a[None] for a in head)
@@ -184,9 +186,9 @@ def agreements(
         return tuple(found)
 
     # A head at a time: the products of all with every plane would be large.
-    heads = asked.key, q.reshape(rows, kv_heads, -1, head_dim), keys
+    heads = scores.key, q.reshape(rows, kv_heads, -1, head_dim), keys
     found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
-    return [count.reshape(asked.logits.shape) for count in found]
+    return [count.reshape(scores.logits.shape) for count in found]
 
 
 def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from jaxkv.engine import pool
 from jaxkv.engine.store import page_names
 from jaxkv.evals.lib.record import ROOT, Record
 from jaxkv.evals.prefix_caching import traces
-from jaxkv.evals.prefix_caching.traces import Asked
+from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
 from jaxkv.prefix import BlockPool, Snapshots, root
 from jaxkv.stack import by_layer, state_bytes
@@ -50,7 +50,7 @@ def main() -> None:
     if not given.trace.is_file():
         ask.error(f"--trace must be a file of sessions, got {given.trace}")
     record = Record("agents", [given.trace], [0], given.quick)
-    llm, turns = models.load(), traces.read(given.trace).asked
+    llm, turns = models.load(), traces.read(given.trace).requests
     results = measure(llm, turns[:40] if given.quick else turns)
     for policy, found in results["policies"].items():
         most = max(point["saved"] for point in found["slots"].values())
@@ -66,7 +66,7 @@ def main() -> None:
         print("drew", *draw("agents"))
 
 
-def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
+def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
     """Tokens saved and the bytes that it takes, by an index of each kind."""
     full = BlockPool(CHUNK, mode="full")
     for turn in turns:
@@ -90,7 +90,7 @@ def measure(llm: Llm, turns: list[Asked]) -> dict[str, Any]:
     return results
 
 
-def snapshots(llm: Llm, policy: str, turns: list[Asked], slots: int) -> dict[str, Any]:
+def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -> dict[str, Any]:
     """So many states of a bounded cache: what they save, and the bytes of those held at most."""
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)

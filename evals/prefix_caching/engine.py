@@ -129,7 +129,7 @@ def azure(llm: Llm, path: Path, count: int, divide: int) -> Load:
 
 def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
     """The first turns of recorded agents, an answer of 8 tokens each."""
-    turns = trace.asked[:count]
+    turns = trace.requests[:count]
     return Load([Request(tuple(map(int, turn.keys)), 8) for turn in turns], chunk)
 
 
@@ -155,26 +155,26 @@ def run(
                         queue=len(load.requests), queue_tokens=2**31 - 1, prefixes=prefixes)
         for name, prefixes in (("none", None), ("kept", Prefixes(kept)))
     }  # fmt: skip
-    told: dict[str, list] = {}
+    answers: dict[str, list] = {}
 
     def all_of_them(name: str) -> float:
         engines[name].forget()
         begun = perf_counter()
-        told[name] = answer(engines[name], load.requests)
+        answers[name] = answer(engines[name], load.requests)
         return perf_counter() - begun
 
     seconds = rounds({name: lambda name=name: all_of_them(name) for name in engines}, count, title)
-    if [one.tokens for one in told["kept"]] != [one.tokens for one in told["none"]]:
+    if [one.tokens for one in answers["kept"]] != [one.tokens for one in answers["none"]]:
         raise RuntimeError(f"{title}: answers differ by whether prefixes were kept")
-    return summary(load, told, seconds, engines["kept"]) | {
+    return summary(load, answers, seconds, engines["kept"]) | {
         "policy": policy, "slots": slots, "prefixes": kept,
     }  # fmt: skip
 
 
 def summary(
-    load: Load, told: dict[str, Sequence], seconds: dict[str, list[float]], engine: Engine
+    load: Load, answers: dict[str, Sequence], seconds: dict[str, list[float]], engine: Engine
 ) -> dict[str, Any]:
-    cached = sum(one.outcome.cached_tokens for one in told["kept"])
+    cached = sum(one.outcome.cached_tokens for one in answers["kept"])
     return {
         "requests": len(load.requests), "chunk": load.chunk,
         "prompt_tokens": sum(len(one.tokens) for one in load.requests),
@@ -185,7 +185,7 @@ def summary(
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
         },
         "times_faster": ratio(seconds["none"], seconds["kept"]),
-        "first_token_seconds": {name: first_tokens(ones) for name, ones in told.items()},
+        "first_token_seconds": {name: first_tokens(ones) for name, ones in answers.items()},
     }  # fmt: skip
 
 

@@ -116,8 +116,8 @@ def check(given: argparse.Namespace) -> None:
 def setting_of(given: argparse.Namespace) -> report.Setting:
     """The report's experiment as requested."""
     names = {field.name for field in fields(report.Setting)}
-    asked = {name: value for name, value in vars(given).items() if name in names}
-    return report.Setting(**{k: v for k, v in asked.items() if v is not None})
+    given_fields = {name: value for name, value in vars(given).items() if name in names}
+    return report.Setting(**{k: v for k, v in given_fields.items() if v is not None})
 
 
 def refuse(message: str) -> NoReturn:

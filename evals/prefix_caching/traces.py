@@ -32,7 +32,7 @@ SNAPSHOTS = {  # hits of tokens in our reference, by slots
 }
 
 
-class Asked(NamedTuple):
+class RecordedRequest(NamedTuple):
     """One prompt. keys: its tokens, or ids of `piece` tokens each, of which the last may be cut."""
 
     keys: Sequence[int] | np.ndarray
@@ -41,10 +41,10 @@ class Asked(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """kind: whose it is. asked: its prompts in order."""
+    """kind: whose it is. requests: its prompts in order."""
 
     kind: str
-    asked: list[Asked]
+    requests: list[RecordedRequest]
 
 
 class Found(NamedTuple):
@@ -95,9 +95,9 @@ def read(path: Path) -> Trace:
     )
 
 
-def _some(kind: str, asked: Iterable[Asked]) -> Trace:
-    trace = Trace(kind, list(asked))
-    if not trace.asked:
+def _some(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
+    trace = Trace(kind, list(requests))
+    if not trace.requests:
         raise ValueError("it holds no prompt")
     return trace
 
@@ -109,7 +109,7 @@ def _row(line: str) -> dict[str, Any]:
     return row
 
 
-def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
+def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
     for row in rows:
         ids, tokens = row["hash_ids"], row["input_length"]
         if not isinstance(ids, list) or not all(is_whole(one) and 0 <= one < IDS for one in ids):
@@ -121,10 +121,10 @@ def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
                 f"input_length must have an id for each {MOONCAKE_BLOCK} tokens, got "
                 f"{tokens!r:.60} with {len(ids)}"
             )
-        yield Asked(ids, tokens, MOONCAKE_BLOCK)
+        yield RecordedRequest(ids, tokens, MOONCAKE_BLOCK)
 
 
-def _azure(file: Iterator[str]) -> Iterator[Asked]:
+def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
     """Only lengths are known, so no token of a prompt is like any other."""
     begun = 0
     for row in csv.DictReader(file):
@@ -132,11 +132,11 @@ def _azure(file: Iterator[str]) -> Iterator[Asked]:
         if not 0 <= tokens <= LONGEST or begun + tokens > IDS * MOONCAKE_BLOCK:
             raise ValueError(f"ContextTokens must be from 0 to {LONGEST}, got {tokens}")
         if tokens:
-            yield Asked(np.arange(begun, begun + tokens), tokens)
+            yield RecordedRequest(np.arange(begun, begun + tokens), tokens)
             begun += tokens
 
 
-def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
+def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
     """Sessions side by side, a turn of each in its turn; every turn sends all before it again.
 
     Messages are encoded one by one, as a chat template would have them between special tokens.
@@ -159,19 +159,19 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
     for turn in range(max((len(turns) for _, turns in sessions), default=0)):
         for prompt, turns in sessions:
             if turn < len(turns):
-                yield Asked(prompt[: turns[turn]], turns[turn])
+                yield RecordedRequest(prompt[: turns[turn]], turns[turn])
 
 
-def same(asked: Asked) -> Asked:
+def same(request: RecordedRequest) -> RecordedRequest:
     """A request as it stands."""
-    return asked
+    return request
 
 
-def spell_out(asked: Asked) -> Asked:
+def spell_out(request: RecordedRequest) -> RecordedRequest:
     """A request of Mooncake with tokens: what an id stands for follows from the id."""
-    ids = np.asarray(asked.keys, np.int64)
+    ids = np.asarray(request.keys, np.int64)
     tokens = (ids[:, None] * MOONCAKE_BLOCK + np.arange(MOONCAKE_BLOCK)).ravel()
-    return Asked(tokens[: asked.tokens], asked.tokens)
+    return RecordedRequest(tokens[: request.tokens], request.tokens)
 
 
 def replay(
@@ -181,7 +181,7 @@ def replay(
     mode: str = "full",
     order: str = "linked",
     cap: bool = False,
-    prepare: Callable[[Asked], Asked] = same,
+    prepare: Callable[[RecordedRequest], RecordedRequest] = same,
 ) -> Found:
     """What an index finds that keeps this many blocks, None for all.
 
@@ -189,7 +189,7 @@ def replay(
     """
     pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
     name, seconds, hit_tokens = root(), 0.0, 0
-    for one in trace.asked:
+    for one in trace.requests:
         one = prepare(one)
         begun = perf_counter()
         lease = pool.admit(pool.read(one.keys, name))
@@ -199,7 +199,7 @@ def replay(
         hit_tokens += min(lease.cached * one.piece, one.tokens)
     found = pool.counts.first
     return Found(
-        found.blocks, found.blocks_hit, sum(one.tokens for one in trace.asked), hit_tokens,
+        found.blocks, found.blocks_hit, sum(one.tokens for one in trace.requests), hit_tokens,
         found.requests, found.requests_hit, pool.counts.evictions,
         {reason: count for reason, count in found.missed.items() if count}, seconds,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
     """
     index = Snapshots(slots, 1, where)
     name, hit = root(), 0
-    for one in trace.asked:
+    for one in trace.requests:
         visit = index.visit(index.read(one.keys, name))
         index.leave(visit)
         hit += visit.at * one.piece
@@ -221,4 +221,4 @@ def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
             snapshot = index.claim(visit.prompt, boundary)
             if snapshot is not None:
                 index.publish(snapshot)
-    return hit / sum(one.tokens for one in trace.asked)
+    return hit / sum(one.tokens for one in trace.requests)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.baseline import LARGE, SMALL, Rival, on_threads, random_llama, same_tokens
+from jaxkv.evals.lib.baseline import LARGE, SMALL, Baseline, on_threads, random_llama, same_tokens
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import (
     Variant,
@@ -80,7 +80,7 @@ def main() -> None:
 
     weights = given.model / "model.safetensors"
     record = Record("latency", [weights], seeds=[0], quick=quick)
-    small = models.load(given.model), Rival.load(given.model)
+    small = models.load(given.model), Baseline.load(given.model)
     large = random_llama(scale.shape)
     results: dict[str, Any] = {"shape": scale.shape}
     results["bars"] = []
@@ -98,7 +98,7 @@ def main() -> None:
         draw("latency")
 
 
-Pair = tuple[Llm, Rival]
+Pair = tuple[Llm, Baseline]
 
 
 def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
     The forward is the faster of ours and transformers': a slow baseline would flatter the cache.
     """
-    (llm, rival), new, table = large, 8, []
+    (llm, other), new, table = large, 8, []
     for cache in scale.caches:
         stream = models.Stream(llm, f"streaming:sinks=4,window={cache - 4}")
         stream.read([prompt(llm, cache + 64)])
@@ -136,7 +136,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         variants = {
             "streaming": decoding(stream, new),
             "jaxkv": timed(partial(forward, llm, ids)),
-            **on_threads("transformers", partial(rival.prefill, ids)),
+            **on_threads("transformers", partial(other.prefill, ids)),
         }
         seconds = rounds(variants, scale.few, f"recompute, cache {cache}")
         seconds["streaming"] = [s / new for s in seconds["streaming"]]
@@ -178,52 +178,52 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     """Whole answers: prompt in, 240 tokens out, against transformers' own `generate`."""
     results, bars = {}, []
     for name, (ours, ask) in ASKS.items():
-        llm, rival = small if name.startswith("260K") else large
+        llm, other = small if name.startswith("260K") else large
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
-        same_tokens(llm, rival, prompts, new)
+        same_tokens(llm, other, prompts, new)
         stream = models.Stream(llm, POLICY, rows=batch)
         stream.read(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),
             "loop": decoding(stream, new),
-            **on_threads("transformers", partial(rival.generate, prompts, new)),
+            **on_threads("transformers", partial(other.generate, prompts, new)),
         }
         if name == "260K batch 1":
-            variants |= static_cache(rival, prompts, new)
+            variants |= static_cache(other, prompts, new)
         count = scale.rounds if llm is small[0] else scale.few
         seconds = rounds(variants, count, f"generate, {name}")
-        rivals = {kind: faster(seconds, kind) for kind in ("transformers", "compiled")
+        others = {kind: faster(seconds, kind) for kind in ("transformers", "compiled")
                   if any(n.startswith(kind) for n in seconds)}  # fmt: skip
         times = {
             f"{side} over {kind}": ratio(seconds[best], seconds[side])
-            for kind, best in rivals.items()
+            for kind, best in others.items()
             for side in ("call", "loop")
         }
         results[name] = {
             "tokens_per_second": {n: rate(batch * new, s) for n, s in seconds.items()},
-            "best_of_transformers": rivals,
+            "best_of_transformers": others,
             "times_faster": times,
         }
         if ask:
             found = times[f"{ours} over transformers"]
             bars.append(bar(f"{name}: {ours} over transformers' generate", found, ">=", ask))
-        if "compiled" in rivals:
+        if "compiled" in others:
             found = times["loop over compiled"]
             bars.append(bar(f"{name}: loop over torch.compile, StaticCache", found, ">=", 6))
     return results | {"bars": bars}
 
 
-def static_cache(rival: Rival, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Variant]:
+def static_cache(other: Baseline, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Variant]:
     """transformers with torch.compile and a static cache; nothing where it does not compile."""
-    compiled = rival.compiled()
+    compiled = other.compiled()
 
     def run() -> list[list[int]]:
         return compiled.generate(prompts, new, cache_implementation="static", disable_compile=True)
 
     try:
-        same = run() == rival.generate(prompts, new)
+        same = run() == other.generate(prompts, new)
     except Exception as error:  # whatever torch's compiler lacks here, it is not ours to mend
         print(f"torch.compile is left out: {type(error).__name__}: {error}"[:200])
         return {}
@@ -271,7 +271,7 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     """A long prompt, up to the logits of the next token."""
-    llm, rival = large
+    llm, other = large
     ids = prompt(llm, scale.prompt)
     policies = {"full": "full:max=8192", "streaming": "streaming:sinks=4,window=1020"}
 
@@ -281,10 +281,10 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         stream.seal()
         return int(jnp.argmax(stream.decoding.logits[0]))
 
-    if rival.prefill(ids) != read(policies["full"]):
+    if other.prefill(ids) != read(policies["full"]):
         raise SystemExit("the two sides read different next tokens: their times say nothing")
     variants = {name: timed(partial(read, policy)) for name, policy in policies.items()}
-    variants |= on_threads("transformers", partial(rival.prefill, ids))
+    variants |= on_threads("transformers", partial(other.prefill, ids))
     seconds = rounds(variants, scale.few, "prefill")
     best = faster(seconds, "transformers")
     times = {name: ratio(seconds[best], seconds[name]) for name in policies}

@@ -1,4 +1,4 @@
-"""Ten thousand concurrent requests to a server, some cancelled by the client: no leaks, equal answers.
+"""Ten thousand concurrent requests to a server, some cancelled: no leaks, equal answers.
 
 Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
 come in any order, streamed or whole; some clients disconnect before or during the answer. Memory
@@ -32,7 +32,7 @@ LEAVES = {"before": 0.1, "amid": 0.2}  # of clients
 GROWTH = 1.05  # of resident memory from the first rest to the last, at most
 
 
-class Asked(NamedTuple):
+class SoakRequest(NamedTuple):
     """What is sent, and how the client behaves: `leaves` is before, amid or empty."""
 
     kind: int
@@ -122,7 +122,7 @@ async def answers_alone(policy: str, kinds: list[dict[str, Any]]) -> list[str]:
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         port = listening(process)
-        return [await asked(port, body, Asked(n, False, "")) for n, body in enumerate(kinds)]
+        return [await asked(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)]
     finally:
         process.terminate()
         process.wait(30)
@@ -136,23 +136,25 @@ def listening(process: subprocess.Popen) -> int:
     raise RuntimeError("the server ended before it listened")
 
 
-def some(rng: np.random.Generator) -> Asked:
+def some(rng: np.random.Generator) -> SoakRequest:
     leaves = str(rng.choice(["", *LEAVES], p=[1 - sum(LEAVES.values()), *LEAVES.values()]))
-    return Asked(int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves)
+    return SoakRequest(
+        int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves
+    )
 
 
-async def many(port: int, kinds: list[dict[str, Any]], batch: list[Asked]) -> list[str]:
+async def many(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
     """The texts of a batch, this many clients at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(each: Asked) -> str:
+    async def one(each: SoakRequest) -> str:
         async with gate:
             return await asked(port, kinds[each.kind], each)
 
     return await asyncio.gather(*map(one, batch))
 
 
-async def asked(port: int, body: dict[str, Any], how: Asked) -> str:
+async def asked(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     """The text of an answer, as much as its client waits for.
 
     Raises RuntimeError for a status other than 200.

@@ -89,8 +89,8 @@ def compile_and_run(command: list[str], kept: str) -> float:
     """Seconds of compiling, reading and writing in one process, imports and loading left out."""
     done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(kept),
                           stdout=subprocess.PIPE, check=True)  # fmt: skip
-    told = json.loads(done.stdout)
-    return float(np.sum([told[f"{part}_seconds"] for part in ("compile", "prefill", "decode")]))
+    reported = json.loads(done.stdout)
+    return float(np.sum([reported[f"{part}_seconds"] for part in ("compile", "prefill", "decode")]))
 
 
 def environment(kept: str) -> dict[str, str]:

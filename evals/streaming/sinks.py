@@ -67,11 +67,13 @@ def check(llm: Llm) -> None:
     if not file.exists():
         print(f"no {file.name} beside the model: full attention is not checked")
         return
-    told = json.loads(file.read_text("utf-8"))
-    count = told["dense512"]["predictions"]
-    found = np.exp(gather(models.losses(llm, told["first4096_ids"][: count + 1], "full")).mean())
-    if abs(found / told["dense512"]["ppl"] - 1) > 1e-3:
-        raise SystemExit(f"full attention gives perplexity {found:.4f}, not {told['dense512']}")
+    reported = json.loads(file.read_text("utf-8"))
+    count = reported["dense512"]["predictions"]
+    found = np.exp(
+        gather(models.losses(llm, reported["first4096_ids"][: count + 1], "full")).mean()
+    )
+    if abs(found / reported["dense512"]["ppl"] - 1) > 1e-3:
+        raise SystemExit(f"full attention gives perplexity {found:.4f}, not {reported['dense512']}")
 
 
 def run(llm: Llm, ids: Sequence[int], beginning: int, name: str) -> dict[str, Any]:

@@ -59,13 +59,13 @@ def main() -> None:
         chain = Chain(0)
         tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, given.tokens).tolist()
-        arms: dict[str, Any] = {}
-        for arm in given.arms:
+        variants: dict[str, Any] = {}
+        for variant in given.arms:
             found = [
-                run(recipe_of(arm, seed), chain, tokens, ids, runs / f"{arm}-{seed}")
+                run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
                 for seed in given.seeds
             ]
-            arms[arm] = {"seeds": found, "summary": summary(found)}
+            variants[variant] = {"seeds": found, "summary": summary(found)}
         tries = {}
         for name in given.tries:
             recipe = dataclasses.replace(recipe_of("none", given.seeds[0]), **TRIES[name])
@@ -74,7 +74,7 @@ def main() -> None:
     results = {
         "recipe": dataclasses.asdict(PRESETS["backcopy"]),
         "floor": chain.floor(chain.letters(10**6, 99)),
-        "arms": arms,
+        "arms": variants,
         "tries": tries,
     }
     print("wrote", record.save(results))
@@ -139,8 +139,8 @@ def write(chain: Chain, folder: Path) -> data.Tokens:
     )
 
 
-def recipe_of(arm: str, seed: int) -> Recipe:
-    return dataclasses.replace(PRESETS["backcopy"], sinks=arm, seed=seed)
+def recipe_of(variant: str, seed: int) -> Recipe:
+    return dataclasses.replace(PRESETS["backcopy"], sinks=variant, seed=seed)
 
 
 def run(

@@ -126,14 +126,14 @@ def main() -> None:
     if len(files) < 2 or given.tokens % len(files):
         ask.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
     record = Record("default_model", files, [0], given.quick)
-    told = training(given.run, given.data)
+    reported = training(given.run, given.data)
     folder = TRIALS / "default" if given.quick else DEFAULT
     with tempfile.TemporaryDirectory() as scratch:
         stored = store(given.run, Path(scratch))
         results = measure(models.load(stored), files, given.tokens, given.block)
         weights = stored / "model.safetensors"
         record.about["data"][f"models/default/{weights.name}"] = sha256(weights)
-        results = {"training": told, **results}
+        results = {"training": reported, **results}
         text = card(json.loads(json.dumps(plain(record.about | {"results": results}))))
         (stored / CARD).write_text(text, "utf-8")
         shutil.copytree(stored, folder, dirs_exist_ok=True)
@@ -283,7 +283,7 @@ def card(record: dict[str, Any]) -> str:
     training, writing = results["training"], results["writing"]
     recipe, summary = training["recipe"], results["reading"]["summary"]
     run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax")
-    told = ("steps", "rows", "context", "seed", "dtype")
+    reported = ("steps", "rows", "context", "seed", "dtype")
     texts, colder = writing[f"{TEMPERATURE:g}"], writing[f"{COLDER:g}"]
     known = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]
     of_books = [100 * book["known"] for book in writing["books"]]
@@ -296,7 +296,7 @@ def card(record: dict[str, Any]) -> str:
         tested=len(writing["books"]),
         tested_loss=np.mean([block["loss"] for block in results["reading"]["endless"]]),
         last_steps=LAST,
-        recipe=", ".join(f"{key} {value}" for key, value in recipe.items() if key not in told),
+        recipe=", ".join(f"{key} {value}" for key, value in recipe.items() if key not in reported),
         minutes=training["seconds"] / 60,
         valid=training["valid_loss"],
         megabytes=results["model"]["bytes"] / 1e6,

@@ -88,8 +88,8 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
     parts = setting.split(runs)
 
     def step() -> None:
-        held[0], told = training.update(setting, held[0], parts)
-        jax.block_until_ready(told)
+        held[0], reported = training.update(setting, held[0], parts)
+        jax.block_until_ready(reported)
 
     return timed(step)
 

@@ -66,15 +66,15 @@ def main() -> None:
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
     data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
     record = Record(given.name, data, quick=given.quick)
-    arms: dict[str, Any] = {}
-    for folder, run, arm in zip(given.runs, runs, names, strict=True):
+    variants: dict[str, Any] = {}
+    for folder, run, variant in zip(given.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
-        arms[arm] = trained(folder, run, llm) | measure(llm, texts, tasks, arm)
+        variants[variant] = trained(folder, run, llm) | measure(llm, texts, tasks, variant)
         where = TRIALS if given.quick else RESULTS
         where.mkdir(parents=True, exist_ok=True)
-        (where / f"{given.name}_{arm}.png").write_bytes(draw(llm, texts, arm))
-    record.about["seeds"] = sorted({arm["recipe"]["seed"] for arm in arms.values()})
-    print("wrote", record.save({"arms": arms}))
+        (where / f"{given.name}_{variant}.png").write_bytes(draw(llm, texts, variant))
+    record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
+    print("wrote", record.save({"arms": variants}))
     if not given.quick:
         from jaxkv.evals.lib.figures import FIGURES
         from jaxkv.evals.lib.figures import draw as draw_record
@@ -119,18 +119,18 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-def measure(llm: Llm, texts: dict, tasks: dict, arm: str) -> dict[str, Any]:
+def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
     """Everything about one variant that is read from its model."""
     cache = llm.config.context // 2
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
         lines = table_3(llm, text, cache)
         shown = ", ".join(f"{key} {line['perplexity']:.3f}" for key, line in lines.items())
-        print(f"{arm}: {name}: {shown}", flush=True)
+        print(f"{variant}: {name}: {shown}", flush=True)
         found["perplexity"][name] = {"predictions": len(text) - 1, **lines}
     for task, rows in tasks.items():
         found["zeroshot"][task] = accuracy(llm, rows)
-        print(f"{arm}: {task}: {found['zeroshot'][task]['accuracy']:.3f}", flush=True)
+        print(f"{variant}: {task}: {found['zeroshot'][task]['accuracy']:.3f}", flush=True)
     mass = first_token(llm, texts)
     found["first_token"] = {
         "by_head": mass.tolist(),
@@ -174,7 +174,7 @@ def first_token(llm: Llm, texts: dict, skip: int = 64) -> Float32[np.ndarray, "L
     return np.mean([mass(runs[a : a + 4], skip) for a in range(0, SAMPLES, 4)], axis=0)
 
 
-def draw(llm: Llm, texts: dict, arm: str) -> bytes:
+def draw(llm: Llm, texts: dict, variant: str) -> bytes:
     """Figures 2 and 7: the attention of every head, as a PNG."""
     from matplotlib.figure import Figure
 
@@ -195,7 +195,7 @@ def draw(llm: Llm, texts: dict, arm: str) -> bytes:
     figure.colorbar(picture, ax=grid, shrink=0.6, label="attention")
     front = len(llm.tokenizer.front)
     caption = (
-        f"sinks={arm}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), mean of "
+        f"sinks={variant}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), mean of "
         f"{SAMPLES} samples" + (f", {front} sink token(s) first" if front else "")
     )
     return pictures.finish(figure, caption)

@@ -47,13 +47,13 @@ def test_an_index_with_room_for_all_finds_what_was_there():
     """Counted anew: leading ids of a request that an earlier one had."""
     trace = traces.read(conversations.TRACE)
     seen, blocks, found = set(), 0, 0
-    for one in trace.asked:
+    for one in trace.requests:
         found += len(list(takewhile(seen.__contains__, one.keys)))
         seen |= set(one.keys)
         blocks += len(one.keys)
     few, all_of_them = conversations.by_capacity(trace, (0.1, 1.0))
     assert all_of_them == pytest.approx(100 * found / blocks)
-    assert few < all_of_them and len(trace.asked) == 400
+    assert few < all_of_them and len(trace.requests) == 400
 
 
 def test_what_is_kept_of_a_trace_is_as_it_was_published(shared):
@@ -69,10 +69,10 @@ def test_what_is_found_need_not_be_read(llm):
         llm, "streaming:sinks=2,window=30", partial(conversations.converse, said=said),
         conversations.room(said), Prefixes(8), chunk=32, rounds=2,
     )  # fmt: skip
-    anew, kept = served[conversations.ANEW], served[conversations.KEPT]
-    assert anew.tokens == kept.tokens and anew.bytes == 0 and not anew.found.any()
-    assert (kept.read + kept.found == anew.read).all() and kept.found.sum() >= 64
-    first, second = (anew.prompts[at : at + 2] for at in (0, 2))
+    recomputed, kept = served[conversations.ANEW], served[conversations.KEPT]
+    assert recomputed.tokens == kept.tokens and recomputed.bytes == 0 and not recomputed.found.any()
+    assert (kept.read + kept.found == recomputed.read).all() and kept.found.sum() >= 64
+    first, second = (recomputed.prompts[at : at + 2] for at in (0, 2))
     more = [len(said[0][user]) + len(said[1][user]) + conversations.NEW for user in (0, 1)]
     assert second.tolist() == more and first.tolist() == [len(each) for each in said[0]]
     assert kept.first.shape == (2, 4) and (kept.first > 0).all()

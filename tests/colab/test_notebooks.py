@@ -48,8 +48,8 @@ def test_what_is_kept_is_small_and_whole(name):
     file = FOLDER / f"{name}.ipynb"
     assert file.stat().st_size <= LARGEST
     *_, last = [cell for cell in nbformat.read(file, 4).cells if cell.cell_type == "code"]
-    told = last.outputs[-1]["text"].splitlines()
-    assert told and all(line.startswith("holds  ") for line in told)
+    reported = last.outputs[-1]["text"].splitlines()
+    assert reported and all(line.startswith("holds  ") for line in reported)
     text = file.read_text("utf-8")
     assert "JAXKV_SMOKE" not in text and '"output_type": "error"' not in text
 
@@ -149,8 +149,8 @@ def test_the_third_cell_tells_what_is_known_in_the_end(written, tmp_path):
     nbformat.write(before, tmp_path / f"{name}.ipynb")
     notebooks.tell_minutes(name)
     after = nbformat.read(tmp_path / f"{name}.ipynb", 4)
-    told = [cell.outputs[0]["text"].strip() for cell in after.cells]
-    assert told == ["before", "before", "now", "before"]
+    reported = [cell.outputs[0]["text"].strip() for cell in after.cells]
+    assert reported == ["before", "before", "now", "before"]
 
 
 def test_what_runs_is_what_is_installed(written, monkeypatch, tmp_path):
@@ -211,8 +211,8 @@ def test_times_are_those_of_our_model_on_a_cpu(capsys, monkeypatch, platform, mo
             runtime.verify(model, {"one": True}, times={"it is quick": False})
     else:
         runtime.verify(model, {"one": True}, times={"it is quick": False})
-        told = "not with this model" if model else "not on this device"
-        assert told in capsys.readouterr().out
+        reported = "not with this model" if model else "not on this device"
+        assert reported in capsys.readouterr().out
 
 
 def test_a_runtime_says_what_it_can_do():

@@ -47,15 +47,15 @@ def test_a_loss_by_place_is_that_of_reading_a_sample(trained, monkeypatch):
     """Of one sample; a sink token stands where its first letter was."""
     monkeypatch.setattr(sink_variants, "RUNS", 1)
     found, letters = trained
-    for arm in found.values():
-        front, sample = arm.tokenizer.front, letters.run("valid", 0, 49).tolist()
+    for variant in found.values():
+        front, sample = variant.tokenizer.front, letters.run("valid", 0, 49).tolist()
         ids = [*front, *sample[len(front) :]]
-        read = np.concatenate(list(models.losses(arm, ids, "full")))
-        np.testing.assert_allclose(sink_variants.loss_by_place(arm, letters), read, atol=1e-4)
+        read = np.concatenate(list(models.losses(variant, ids, "full")))
+        np.testing.assert_allclose(sink_variants.loss_by_place(variant, letters), read, atol=1e-4)
 
 
-@pytest.mark.parametrize("at_first, told", [(False, (1, 1)), (True, (1, 0))])
-def test_letters_look_where_they_look(trained, monkeypatch, at_first, told):
+@pytest.mark.parametrize("at_first, reported", [(False, (1, 1)), (True, (1, 0))])
+def test_letters_look_where_they_look(trained, monkeypatch, at_first, reported):
     """Triggers look one back, others at themselves or at the first token, which may be a sink."""
     found, letters = trained
     triggers = backcopy.Chain(0).triggers
@@ -70,16 +70,16 @@ def test_letters_look_where_they_look(trained, monkeypatch, at_first, told):
         return None, None, [seen]
 
     monkeypatch.setattr(sink_variants.uncached, "forward", look)
-    assert sink_variants.looks(found["none"], letters) == told
+    assert sink_variants.looks(found["none"], letters) == reported
     assert sink_variants.looks(found["token"], letters) == (1, 1)
 
 
 def test_the_stretch_that_is_drawn_looks_most_at_its_first_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "STRETCHES", 9)
-    arm, letters = trained[0]["token"], trained[1]
-    chosen = sink_variants.most_idle(arm, letters, 7)
+    variant, letters = trained[0]["token"], trained[1]
+    chosen = sink_variants.most_idle(variant, letters, 7)
     shares = {
-        start: sink_variants.maps(arm, [sink_variants.held_back(arm, letters, 7, start)])[
+        start: sink_variants.maps(variant, [sink_variants.held_back(variant, letters, 7, start)])[
             0, :, 0
         ].mean()
         for start in range(0, 63, 7)

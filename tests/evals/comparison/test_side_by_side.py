@@ -25,7 +25,7 @@ def test_every_policy_has_a_setting(llm, rounds):
         llm.policies(setting)
 
 
-def met(llm, name, prompt, more=0):
+def attended(llm, name, prompt, more=0):
     """What the setting of the short prompt attends to after this many tokens and some more."""
     ids = passage(llm, prompt + more)
     stream = models.Stream(llm, side_by_side.settings(SHORT)[name], tokens=len(ids))
@@ -33,22 +33,22 @@ def met(llm, name, prompt, more=0):
     stream.seal()
     if more:
         stream.read([ids[prompt:]])
-    return side_by_side.met(stream)
+    return side_by_side.attended(stream)
 
 
 @pytest.mark.slow
 def test_behind_the_prompt_as_many_are_met(llm):
     prompt = side_by_side.prompt_of(SHORT)
     for name in ("window", "uniform"):
-        assert met(llm, name, prompt) == {"mean": BUDGET, "min": BUDGET, "max": BUDGET}
-    assert met(llm, "full", prompt)["mean"] == prompt
-    assert met(llm, "topk", prompt)["mean"] == pytest.approx(BUDGET, abs=1)
+        assert attended(llm, name, prompt) == {"mean": BUDGET, "min": BUDGET, "max": BUDGET}
+    assert attended(llm, "full", prompt)["mean"] == prompt
+    assert attended(llm, "topk", prompt)["mean"] == pytest.approx(BUDGET, abs=1)
 
 
 def test_a_thinned_prompt_keeps_what_follows(llm):
     prompt = side_by_side.prompt_of(SHORT)
-    assert met(llm, "uniform", prompt, 8)["mean"] == BUDGET + 8
-    assert met(llm, "topk", prompt, 8)["mean"] == pytest.approx(BUDGET + 2, abs=1)
+    assert attended(llm, "uniform", prompt, 8)["mean"] == BUDGET + 8
+    assert attended(llm, "topk", prompt, 8)["mean"] == pytest.approx(BUDGET + 2, abs=1)
 
 
 def test_another_model_or_passage_is_refused():

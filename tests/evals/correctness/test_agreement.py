@@ -13,11 +13,11 @@ XML = """<testsuites><testsuite>
 
 
 def test_figures_of_one_file(tmp_path):
-    told = tmp_path / "tests.xml"
-    told.write_text(XML)
-    found = figures(told, "tests/models/test_parity.py")
+    reported = tmp_path / "tests.xml"
+    reported.write_text(XML)
+    found = figures(reported, "tests/models/test_parity.py")
     assert found == {"test_a[llama]": {"worst": 1.5e-6, "bytes": {"code": 3}}}
-    assert figures(told, "tests/test_tpu.py") == {"test_a[llama]": {"worst": 2}}
+    assert figures(reported, "tests/test_tpu.py") == {"test_a[llama]": {"worst": 2}}
 
 
 def test_the_worst_of_each_kind_counts():

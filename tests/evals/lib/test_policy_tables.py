@@ -70,13 +70,13 @@ def test_what_readme_advises_is_what_was_measured():
 def test_what_readme_says_of_recall_is_what_was_measured():
     far = recalled(lambda distance: distance > 128)
     near = recalled(lambda distance: distance <= 128)
-    sampled, thinned = (
+    sampled, compressed = (
         ("reservoir", "stratified", "balance-stream"),
         ("balance", "uniform", "snapkv"),
     )
-    for name in (*sampled, *thinned, "pyramidkv"):
+    for name in (*sampled, *compressed, "pyramidkv"):
         assert far[name] > 1.2 * far["streaming"] and near[name] < 0.99 * near["streaming"]
-    assert far["pyramidkv"] > 1.2 * max(far[name] for name in thinned)
+    assert far["pyramidkv"] > 1.2 * max(far[name] for name in compressed)
 
 
 def recalled(takes):

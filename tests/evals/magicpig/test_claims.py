@@ -86,11 +86,11 @@ def loss(more, error=0.001):
 
 
 def perplexity(at_two, at_ten, quest=0.5, error=0.001):
-    def arms(more):
+    def variants(more):
         others = dict.fromkeys(claims.METHODS[1:], loss(quest))
         return {"magicpig": loss(more, error), **others}
 
-    by_share = {"0.02": arms(at_two), "0.1": arms(at_ten)}
+    by_share = {"0.02": variants(at_two), "0.1": variants(at_ten)}
     found = {"full": {"loss": 2.0}, "ends alone": loss(1.0), "shares": by_share}
     return {"perplexity": {"ours": found}}
 
@@ -112,9 +112,9 @@ def test_less_than_quest(quest, verdict):
 @pytest.mark.parametrize(("sparse", "verdict"), [((0.3, 0.4), HOLDS), ((0.3, 0.2), PART),
                                                  ((0.1, 0.2), NOT)])  # fmt: skip
 def test_questions(sparse, verdict):
-    arms = {f"question dense, {i}": loss(0.1 * (i + 1)) for i in range(2)}
-    arms |= {f"question sparse, {i}": loss(x) for i, x in enumerate(sparse)}
-    record = {"protocol": {"question": 32, "shares": {"0.02": arms}}}
+    variants = {f"question dense, {i}": loss(0.1 * (i + 1)) for i in range(2)}
+    variants |= {f"question sparse, {i}": loss(x) for i, x in enumerate(sparse)}
+    record = {"protocol": {"question": 32, "shares": {"0.02": variants}}}
     assert claims.by_question(record)[1] == verdict
 
 

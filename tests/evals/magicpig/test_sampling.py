@@ -54,21 +54,21 @@ def test_with_every_key_it_is_attention(layer):
 @pytest.mark.parametrize("name", ["topk", "uniform", seldom("quest"), seldom("vattention")])
 def test_a_share_of_all_leaves_no_error(layer, name):
     whole = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
-    met = heads.meet(whole, SPEC, layer, 0)
-    assert heads.errors(met.out, heads.exactly(SPEC, layer, "test")).max() < 1e-5
-    np.testing.assert_array_equal(met.share, 1)
+    attended = heads.estimate(whole, SPEC, layer, 0)
+    assert heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 1e-5
+    np.testing.assert_array_equal(attended.share, 1)
 
 
 @pytest.mark.parametrize(
     "name", ["topk", "oracle", "uniform", seldom("quest"), seldom("vattention")]
 )
 def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
-    met = heads.meet(methods[name], SPEC, layer, 0)
+    attended = heads.estimate(methods[name], SPEC, layer, 0)
     rounded = 1 / BETWEEN if name != "quest" else 0.05  # up, and of Quest whole pages
     # Oracle draws that share with replacement.
-    assert (0.02 if name == "oracle" else 0.1) < met.share.min()
-    assert met.share.max() < 0.1 + 2 * rounded
-    assert 0 < heads.errors(met.out, heads.exactly(SPEC, layer, "test")).max() < 3
+    assert (0.02 if name == "oracle" else 0.1) < attended.share.min()
+    assert attended.share.max() < 0.1 + 2 * rounded
+    assert 0 < heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 3
 
 
 @pytest.mark.slow
@@ -76,8 +76,8 @@ def test_tables_read_the_share_that_their_chances_have(layer):
     angles = sampling.angles_of(SPEC, layer)
     bits, tables = matched_budgets.tables(angles, 0.1)
     chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, zone=128)
-    read = np.mean([heads.meet(chosen, SPEC, layer, seed).share for seed in range(4)])
-    assert abs(angles.met(bits, tables) / 0.1 - 1) < 0.05
+    read = np.mean([heads.estimate(chosen, SPEC, layer, seed).share for seed in range(4)])
+    assert abs(angles.attended(bits, tables) / 0.1 - 1) < 0.05
     assert abs(read / 0.1 - 1) < 0.3
 
 

@@ -46,7 +46,7 @@ def seen(text):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, reported",
     [
         (["--shares", "0"], "--shares must be above 0"),
         (["--stretches", "1"], "--stretches must be at least 2"),
@@ -55,13 +55,13 @@ def seen(text):
         ([], "holds only"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(words, told, monkeypatch, capsys, tmp_path):
+def test_bad_arguments_are_refused_in_one_line(words, reported, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["sparse", "--texts", str(tmp_path), *words])
     with pytest.raises(SystemExit) as end:
         sparse.main()
     assert end.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "error" in last and told in last
+    assert "error" in last and reported in last
 
 
 def test_stretches_and_those_between_share_nothing(llm, tmp_path):
@@ -85,7 +85,7 @@ def test_tables_meet_the_share_that_was_asked_for(text, seen):
     assert angles.share.sum() == pytest.approx(1)
     for wanted in (0.05, 0.2):
         bits, tables = matched_budgets.tables(angles, wanted)
-        near = [abs(angles.met(bits, tables + more) - wanted) for more in (-1, 0, 1)]
+        near = [abs(angles.attended(bits, tables + more) - wanted) for more in (-1, 0, 1)]
         assert min(near) == near[1]
         found = matched_budgets.read(text.llm, MagicPIG(bits, tables, **ENDS), seen, text.prompt, 8)
         assert found["mean"] == pytest.approx(wanted, rel=0.15)
@@ -110,7 +110,7 @@ def test_each_method_reads_its_share(text, seen):
 @pytest.mark.slow
 def test_full_is_full_however_it_is_read(text):
     whole = sparse.losses(text, FULL, 1, "full")[0]
-    apart = [sparse.behind(text, FULL, stretch, 0, question=8) for stretch in range(3)]
+    apart = [sparse.after_prompt(text, FULL, stretch, 0, question=8) for stretch in range(3)]
     np.testing.assert_allclose(apart, whole, rtol=1e-5)
     for tokens, mean in zip(text.stretches, whole, strict=True):
         wanted = np.concatenate(list(models.losses(text.llm, tokens, FULL)))[text.prompt :]
@@ -131,7 +131,7 @@ def test_all_of_the_keys_are_full_attention(text):
 def test_methods_that_draw_know_their_seed(text):
     found = matched_budgets.methods(0.2, (4, 12), SINKS, WINDOW)
     for name, chosen in found.items():
-        same = len({sparse.behind(text, chosen, 0, seed) for seed in (0, 1)}) == 1
+        same = len({sparse.after_prompt(text, chosen, 0, seed) for seed in (0, 1)}) == 1
         assert same != (name in matched_budgets.DRAWING), name
 
 
@@ -147,7 +147,7 @@ def test_errors_over_stretches_and_over_seeds():
 @pytest.mark.slow
 def test_tables_are_held_beside_every_key(text):
     spec = text.llm.spec
-    policies = {"magicpig": MagicPIG(4, 20, **ENDS, start=72, zone=1)} | sparse.thinned(72)
+    policies = {"magicpig": MagicPIG(4, 20, **ENDS, start=72, zone=1)} | sparse.compressed(72)
     found = sparse.of_prompt(policies, spec, 2, 72)
     assert found["full"]["tokens_of_full"] == 72
     assert found["magicpig"]["over_full"] > 1 > found["snapkv, 1/2"]["over_full"]

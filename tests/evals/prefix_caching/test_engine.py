@@ -14,7 +14,7 @@ import pytest
 from jaxkv import models
 from jaxkv.engine import Engine, Prefixes
 from jaxkv.evals.prefix_caching import agents, engine
-from jaxkv.evals.prefix_caching.traces import Asked
+from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.evals.speed import serving, soak
 from tests.engine.plain import VOCAB, plain
 from tests.server.conftest import serving as serve
@@ -65,10 +65,12 @@ def test_equal_prompts_are_found_but_for_the_first(llm):
 
 def test_answers_that_differ_end_the_run(llm, monkeypatch):
     load = engine.report_load(llm, 1.0, 4)
-    told = iter(range(100))
+    reported = iter(range(100))
     made = types.SimpleNamespace(forget=lambda: True, bytes_of_prefixes=0)
     monkeypatch.setattr(engine, "engine_of", lambda *_, **__: made)
-    monkeypatch.setattr(engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(told)])])
+    monkeypatch.setattr(
+        engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
+    )
     with pytest.raises(RuntimeError, match="answers differ"):
         engine.run(llm, load, "full", 2, 4, 1, "title")
 
@@ -95,7 +97,7 @@ def test_what_agents_save_is_what_was_said_before(llm):
     rng = np.random.default_rng(4)
     said = rng.integers(3, 4000, 2000).tolist()
     turns = [said[:n] + rng.integers(3, 4000, 40).tolist() for n in (300, 600, 900, 500, 1990)]
-    found = agents.measure(llm, [Asked(tuple(turn), len(turn)) for turn in turns])
+    found = agents.measure(llm, [RecordedRequest(tuple(turn), len(turn)) for turn in turns])
     saved = 0
     for n, turn in enumerate(turns):
         alike = [sum(itertools.takewhile(bool, map(lambda a, b: a == b, turn, old)))
@@ -113,10 +115,10 @@ def test_a_soak_reads_answers_streamed_and_whole():
     with serve(FakeEngine()) as served:
 
         async def ask(*hows):
-            return [await soak.asked(served.port, body, soak.Asked(0, *how)) for how in hows]
+            return [await soak.asked(served.port, body, soak.SoakRequest(0, *how)) for how in hows]
 
-        told = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
-        assert told == ["some words", "some words", "", ""]
+        reported = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
+        assert reported == ["some words", "some words", "", ""]
         figures = asyncio.run(soak.metrics(served.port))
         assert figures["jaxkv:num_requests_waiting"] == 0
         body["model"] = "nobody"

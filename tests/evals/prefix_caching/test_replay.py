@@ -131,7 +131,7 @@ def test_mooncake_by_tokens(mooncake, capacity, wanted):
 
 @pytest.mark.parametrize("order", ["nested", "frequency"])
 def test_orders_of_eviction_on_a_part_of_a_trace(mooncake, order):
-    part = traces.Trace("mooncake", mooncake.asked[:1500])
+    part = traces.Trace("mooncake", mooncake.requests[:1500])
     linked = traces.replay(part, 2_000)
     other = traces.replay(part, 2_000, order=order)
     assert (other.blocks_hit == linked.blocks_hit) == (order == "nested")
@@ -194,8 +194,8 @@ def test_agents_send_all_again(tmp_path, monkeypatch, capsys):
     words = ("--trace", tmp_path / "agents.jsonl", "--json", "--block", "4", "--mode", "full")
     found = ask(monkeypatch, capsys, *words)
     assert found["requests"] == 2 and found["hit_rate_requests"] == 0.5
-    asked = traces.read(tmp_path / "agents.jsonl").asked
-    share = len(asked[0].keys) // 4 * 4 / sum(one.tokens for one in asked)
+    requests = traces.read(tmp_path / "agents.jsonl").requests
+    share = len(requests[0].keys) // 4 * 4 / sum(one.tokens for one in requests)
     assert found["hit_rate_tokens"] == pytest.approx(share)
 
 
@@ -239,9 +239,9 @@ def test_what_cannot_be_asked_is_said_in_one_line(trace, monkeypatch, capsys, wo
     monkeypatch.setattr("sys.argv", ["x", *(str(files.get(word, word)) for word in words)])
     with pytest.raises(SystemExit) as end:
         replay.main()
-    told = capsys.readouterr()
-    assert end.value.code == 2 and not told.out
-    assert said in told.err and told.err.count("\n") == 1
+    reported = capsys.readouterr()
+    assert end.value.code == 2 and not reported.out
+    assert said in reported.err and reported.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

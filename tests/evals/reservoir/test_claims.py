@@ -12,8 +12,10 @@ METHODS = (*balance.PAPERS, *balance.OTHERS)
 
 
 def chi_squares(uniform, geometric):
-    told = {"uniform": uniform, "geometric": geometric}
-    return {"reservoir": {"test": told | {"tokens": 64, "sample": 8, "seeds": 4000}, "other": {}}}
+    reported = {"uniform": uniform, "geometric": geometric}
+    return {
+        "reservoir": {"test": reported | {"tokens": 64, "sample": 8, "seeds": 4000}, "other": {}}
+    }
 
 
 def costs(ratio):
@@ -59,7 +61,7 @@ def samples(*shares):
     return answers(found)
 
 
-def thinned(balance, *others):
+def compressed(balance, *others):
     names = ("uniform", "snapkv", "pyramidkv", "streaming")
     return answers(dict(zip(names, others, strict=True)) | {"balance": balance}, near=0.5)
 
@@ -89,9 +91,9 @@ def halves(**ratio):
 
 def slopes(walk, theory):
     lines = {"walk": walk, "theory": theory}
-    told = {f"test[{name}]": {"slope": x, "slope_of_uniform": -0.5, "tokens": 8192}
+    reported = {f"test[{name}]": {"slope": x, "slope_of_uniform": -0.5, "tokens": 8192}
             for name, x in lines.items()}  # fmt: skip
-    return {"levels": told | {"lost": {"denominator_lost": 0.5, "tokens": 512}}}
+    return {"levels": reported | {"lost": {"denominator_lost": 0.5, "tokens": 512}}}
 
 
 CASES = {
@@ -110,9 +112,9 @@ CASES = {
     "each sample better": (claims.larger_is_better, samples(0.2, 0.4, 0.7), HOLDS),
     "the largest alone": (claims.larger_is_better, samples(0.2, 0.22, 0.6), PART),
     "none better": (claims.larger_is_better, samples(0.2, 0.2, 0.2), NOT),
-    "best in small": (balance.in_small, thinned(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
-    "better than some": (balance.in_small, thinned(0.8, 0.8, 0.4, 0.4, 0.4), PART),
-    "better than none": (balance.in_small, thinned(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
+    "best in small": (balance.in_small, compressed(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
+    "better than some": (balance.in_small, compressed(0.8, 0.8, 0.4, 0.4, 0.4), PART),
+    "better than none": (balance.in_small, compressed(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
     "nearest of all": (balance.nearer_than_uniform, errors(NEAREST), HOLDS),
     "seeds overlap": (balance.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
     "in one layer of two": (

@@ -19,7 +19,7 @@ GIVEN = Namespace(tokens=1_200, block=400, written=20, prompt=640, rounds=2, qui
 
 
 @pytest.fixture(scope="module")
-def thin(shared):
+def compress(shared):
     """One layer: quick to compile."""
     llm = models.load(shared / "models" / "stories260K")
     return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
@@ -33,9 +33,9 @@ def few(monkeypatch):
 
 
 @pytest.mark.slow
-def test_streaming_is_given_no_fewer_bytes(thin, few, shared):
-    ids, _ = tokens_of(thin, shared / "text" / "tinystories" / "valid.txt", GIVEN.tokens + 1)
-    found = sampled.worth(thin, ids, GIVEN)
+def test_streaming_is_given_no_fewer_bytes(compress, few, shared):
+    ids, _ = tokens_of(compress, shared / "text" / "tinystories" / "valid.txt", GIVEN.tokens + 1)
+    found = sampled.worth(compress, ids, GIVEN)
     caches = found["caches"]
     assert set(caches) == {"streaming", *CACHES}
     sizes = {name: line["state_bytes"][0] for name, line in caches.items()}
@@ -53,16 +53,16 @@ def test_a_loss_that_is_no_number_is_told():
 
 
 @pytest.mark.slow
-def test_a_token_of_each_is_timed_beside_streaming(thin, few):
-    found = sampled.token(thin, [], GIVEN)
+def test_a_token_of_each_is_timed_beside_streaming(compress, few):
+    found = sampled.token(compress, [], GIVEN)
     assert set(found["ratio"]) == set(CACHES) and set(found["microseconds"]) > set(CACHES)
     assert found["bars"][0]["value"] == found["ratio"]["balance-stream"]
 
 
 @pytest.mark.slow
-def test_a_prompt_is_thinned_anew_each_time(thin):
+def test_a_prompt_is_thinned_anew_each_time(compress):
     pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
-    found = sampled.thinning(thin, [], GIVEN)
+    found = sampled.thinning(compress, [], GIVEN)
     assert found["share"]["median"] > 0
     whole, left = found["state_bytes"]  # of one size each time
     assert left < whole / 2

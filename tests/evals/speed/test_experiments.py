@@ -20,7 +20,7 @@ def llm(shared):
 
 
 @pytest.fixture(scope="module")
-def thin(llm):
+def compress(llm):
     """Its first layer alone, for tests of what does not depend on depth: quick to compile."""
     return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
 
@@ -31,8 +31,8 @@ def ids(llm, shared):
     return endless.tokens_of(llm, text, 513)[0]
 
 
-def test_a_long_stream_and_its_blocks_read_afresh(thin, ids):
-    found = endless.run(thin, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
+def test_a_long_stream_and_its_blocks_read_afresh(compress, ids):
+    found = endless.run(compress, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
     assert [block["tokens"] for block in found["endless"]] == [128, 256, 384, 512]
     # The first block of the stream is a fresh one, whatever its first position.
     assert found["endless"][0]["loss"] == found["fresh"][0]["loss"]
@@ -58,9 +58,11 @@ def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
 
 
 def test_attention_on_the_first_token(llm, shared):
-    told = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
-    found = sinks.first_token(llm, told["first4096_ids"][:512])
-    np.testing.assert_allclose(found, told["first_token_attention"]["per_layer_mean"], rtol=1e-3)
+    reported = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
+    found = sinks.first_token(llm, reported["first4096_ids"][:512])
+    np.testing.assert_allclose(
+        found, reported["first_token_attention"]["per_layer_mean"], rtol=1e-3
+    )
 
 
 def test_full_attention_is_checked_before_anything_is_scored(llm):
@@ -73,10 +75,10 @@ def test_losses_are_compared_prediction_by_prediction():
     assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
 
 
-def test_the_decoder_without_nnx_is_the_same_program(thin):
+def test_the_decoder_without_nnx_is_the_same_program(compress):
     plain = profile.PLAIN
     texts = {
-        profile.lowered(module, module.Stream(thin, profile.POLICY)).as_text()
+        profile.lowered(module, module.Stream(compress, profile.POLICY)).as_text()
         for module in (plain, streams)
     }
     assert len(texts) == 1
@@ -86,8 +88,8 @@ def test_a_ring_far_out_is_exact():
     assert profile.far_error(chunk=64) < 2e-6
 
 
-def test_every_state_of_a_stream_is_measured_from_its_own_start(thin):
-    stream = profile.started(models.Stream(thin, profile.POLICY))
+def test_every_state_of_a_stream_is_measured_from_its_own_start(compress):
+    stream = profile.started(models.Stream(compress, profile.POLICY))
     before = int(stream.decoding.position[0])
     variant = timing.decoding(stream, 10)
     assert variant() > 0

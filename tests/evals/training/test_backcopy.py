@@ -16,8 +16,8 @@ def test_behind_a_trigger_comes_the_letter_before_it():
     letters = chain.letters(5000, 1)
     triggers = np.isin(letters, chain.triggers)
     assert 0.1 < triggers.mean() < 0.5 and not (triggers[1:] & triggers[:-1]).any()
-    behind = np.flatnonzero(triggers[1:-1]) + 1
-    np.testing.assert_array_equal(letters[behind + 1], letters[behind - 1])
+    after_prompt = np.flatnonzero(triggers[1:-1]) + 1
+    np.testing.assert_array_equal(letters[after_prompt + 1], letters[after_prompt - 1])
     assert 0 < chain.floor(letters) < np.log(len(LETTERS))
 
 
