@@ -1,7 +1,7 @@
 # %% [markdown]
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/01_endless_generation.ipynb)
 #
-# # Text without end in a fixed memory
+# # Unbounded generation in constant memory
 #
 # A model that was trained on 512 tokens at a time writes 20,000, and the last word costs as much time
 # and memory as the thousandth. The third cell says where it has been run, and how long it took.
@@ -10,7 +10,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("01_endless_generation")
 
@@ -57,9 +57,9 @@ print("...", full.text[-400:])
 import tempfile
 from pathlib import Path
 
-from jaxkv.evals import arms, by_position
+from jaxkv.colab import loss_by_position, sink_variants
 
-trained, letters = arms.train(
+trained, letters = sink_variants.train(
     ["token"], runtime.size(800, 300), seed=2, folder=Path(tempfile.mkdtemp())
 )
 small = trained["token"]
@@ -68,8 +68,8 @@ print(f"{small.config.layers} layer, trained on {small.config.context} letters a
 
 # %% tags=["picture"]
 SMALL = ["full", "window:window=24", "streaming:sinks=1,window=23"]
-copying = by_position.losses(small, [[small.config.bos, *row] for row in rows], SMALL)
-by_position.draw(
+copying = loss_by_position.losses(small, [[small.config.bos, *row] for row in rows], SMALL)
+loss_by_position.draw(
     copying,
     {"sink gone": 24, "trained context": small.config.context},
     f"mean of {len(rows)} texts that the model has not seen, and two standard errors",
@@ -85,8 +85,8 @@ by_position.draw(
 # ## What mends it
 #
 # Keep the sink beside the newest tokens and number all by their place in the cache: *streaming*. Most
-# models were trained without a sink token and use some of the first tokens, so four are kept unless
-# told otherwise. The same model as at first, under a cache of 256 tokens:
+# models were trained without a sink token and use some of the first tokens, so four are cached unless
+# set otherwise. The same model as at first, under a cache of 256 tokens:
 
 # %%
 STREAMING = "streaming:sinks=4,window=252"
@@ -120,12 +120,12 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 # lines climb in steps. On a GPU, which reads so small a cache at once, times may hardly differ.)
 
 # %%
-from jaxkv.evals import growth
+from jaxkv.colab import cost_by_length
 
 text = runtime.passage(llm, runtime.size(14_000, 1_900))
 lengths = [len(text) // part for part in runtime.size([28, 7, 4, 2, 1], [8, 4, 1])]
-costs = growth.measure(llm, text, ["full", STREAMING], lengths)
-growth.draw(costs, f"one row, {runtime.device()}; the median of three rounds")
+costs = cost_by_length.measure(llm, text, ["full", STREAMING], lengths)
+cost_by_length.draw(costs, f"one row, {runtime.device()}; the median of three rounds")
 
 # %% [markdown]
 # ## Without end
@@ -147,7 +147,7 @@ print(f"{len(story.split()):,} words; the last of them:\n\n...{story[-400:]}")
 # What has left the window is gone: no question about it has an answer in this cache. Caches that keep
 # a sample of it are in [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb).
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 dense, window, sink = (each.mean(axis=0) for each in copying.values())

@@ -10,7 +10,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("02_what_each_cache_keeps")
 
@@ -20,7 +20,7 @@ runtime.begin("02_what_each_cache_keeps")
 
 # %%
 from jaxkv import models
-from jaxkv.evals import side_by_side
+from jaxkv.evals.comparison import side_by_side
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -31,36 +31,38 @@ print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 # ## Caches of one size
 #
 # All but `full` are set to hold as many tokens when they have read this text; the table counts them.
-# Those of a stream (`window` to `balance-stream`) forget as they read. All of these but `h2o` number
+# Those of a stream (`window` to `balance-stream`) evict as they read. All of these but `h2o` number
 # tokens by their rank in the cache and so have no end. `h2o` numbers them by their place in the text,
 # and beyond the trained context
 # [it falls apart](https://github.com/jaxkv/jaxkv/blob/main/README.md#caches) as `full` does. Those of a
-# prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then thinned once.
+# prompt (`balance` to `pyramidkv`) keep all of it until it is complete, and are then compressed once.
 
 # %%
-from jaxkv.evals import kept
+from jaxkv.colab import cached_tokens
 
 EVERYTHING = ("magicpig", "topk", "topp", "oracle", "quest", "vattention")
 settings = side_by_side.settings(side_by_side.SHORT)
-found = kept.read(llm, ids, {n: text for n, text in settings.items() if n not in EVERYTHING})
-kept.sizes(found, settings)
+found = cached_tokens.read(
+    llm, ids, {n: text for n, text in settings.items() if n not in EVERYTHING}
+)
+cached_tokens.sizes(found, settings)
 
 # %% [markdown]
 # `stratified` and `balance-stream` hold some fewer at other lengths, for the slots of their samples
 # fill up and are then halved. `pyramidkv` holds as many in the mean over its layers.
 #
 # A strip is the text from its beginning on the left to its end on the right. White is forgotten. Blue
-# is held, the mean over all layers and kv heads: pale where few heads hold a token, or dark where it
+# is cached, the mean over all layers and kv heads: pale where few heads hold a token, or dark where it
 # counts for several, since a policy may let a token stand for others that are gone.
 
 # %% tags=["picture"]
-kept.draw(found)
+cached_tokens.draw(found)
 
 # %% [markdown]
 # - `window` has the end and nothing else, `streaming` four tokens of the beginning besides.
 # - `reservoir` gives up half of its window for tokens drawn at random from all that has left it, other
 #   ones in each head. `stratified` draws one from each stretch of four. `balance-stream` halves blocks
-#   so that those kept stand for those gone; it holds more of what is recent.
+#   so that those cached stand for those gone; it holds more of what is recent.
 # - `h2o`, `snapkv` and `pyramidkv` choose by attention, for each head its own: by what all queries
 #   looked at so far, or by what the last queries of the prompt look at. `pyramidkv` gives early layers
 #   more.
@@ -71,7 +73,9 @@ kept.draw(found)
 # The first half of it, token by token; the darker the ground, the more weight.
 
 # %%
-kept.shade(llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balance", "snapkv"])
+cached_tokens.shade(
+    llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balance", "snapkv"]
+)
 
 # %% [markdown]
 # Of this half `streaming` has its first four tokens and nothing else; the very first marks the
@@ -83,13 +87,15 @@ kept.shade(llm, ids[: len(ids) // 2], found, ["streaming", "stratified", "balanc
 # many of the heads are these words still there?
 
 # %%
-places = kept.places(llm, ids, {"the stick": "Penang", "the engraving": "To James Mortimer"})
+places = cached_tokens.places(
+    llm, ids, {"the stick": "Penang", "the engraving": "To James Mortimer"}
+)
 places |= {"the last ten tokens": slice(len(ids) - 10, len(ids))}
-kept.shares(found, places)
+cached_tokens.shares(found, places)
 
 # %% [markdown]
 # The end is there in all of them. With our model both have left `window` and `streaming`; where a
-# sample of the whole text is kept (`reservoir` to `uniform`) some heads have a part of them. To be
+# sample of the whole text is cached (`reservoir` to `uniform`) some heads have a part of them. To be
 # held is not yet to be used: a token that few heads hold may be of no use to them, and a model this
 # small uses little of what is far away.
 # [How often something said long ago is found again](https://github.com/jaxkv/jaxkv/blob/main/evals/results/recall.png)
@@ -97,19 +103,19 @@ kept.shares(found, places)
 #
 # ## Caches that keep everything
 #
-# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` forget nothing, and choose for each
-# query anew which of the keys it meets. What they spare is reading: see
+# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` evict nothing, and choose for each
+# query which of the keys it attends to. What they spare is reading: see
 # [04_sampling_beats_topk](04_sampling_beats_topk.ipynb). The last five take the memory of `full`;
 # `magicpig` has tables besides, and takes more, with our model several times as much for a prompt this
 # short.
 
 # %%
 some = EVERYTHING[: runtime.size(6, 2)]
-whole = kept.read(llm, ids, {name: settings[name] for name in some})
-kept.sizes(whole, settings)
+whole = cached_tokens.read(llm, ids, {name: settings[name] for name in some})
+cached_tokens.sizes(whole, settings)
 
 # %% [markdown]
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

@@ -3,8 +3,8 @@
 #
 # # Which half of a prompt to keep: balance or chance
 #
-# A prompt is read once and then thinned to a half, a quarter or an eighth of its tokens.
-# [BalanceKV](https://arxiv.org/abs/2502.07861) chooses them so that those kept and those dropped are
+# A prompt is read once and then compressed to a half, a quarter or an eighth of its tokens.
+# [BalanceKV](https://arxiv.org/abs/2502.07861) chooses them so that those cached and those dropped are
 # alike. Here one sees which keys make that better than a random sample, and which do not. The third
 # cell says where it has been run, and how long it took.
 
@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("03_balance_or_chance")
 
@@ -21,15 +21,15 @@ runtime.begin("03_balance_or_chance")
 #
 # Give each token a sign, and keep those with a plus. A coin would do, but it keeps 13 of 20 tokens of
 # one kind and 7 of another. The *self-balancing walk* looks at what has a sign already: where a token
-# is like many that were kept, it is more likely dropped. Every token is still kept half of the time,
-# and kept tokens count twice, so the estimate of attention's sums has no bias.
+# is like many that were cached, it is more likely dropped. Every token is still kept half of the time,
+# and cached tokens count twice, so the estimate of attention's sums has no bias.
 #
 # Like is what attention takes for like: the walk keeps short the sum of sign times vector, where two
 # vectors' product is `exp(<k, k'>) <v, v'>`. The longer that sum, the farther attention to the kept
 # tokens may be off. In a plane, with all values the same:
 
 # %%
-from jaxkv.evals import balance_or_chance as thinning
+from jaxkv.colab import balance_or_chance as thinning
 
 points = thinning.halves(draws=runtime.size(400, 100), seed=3)
 caption = (
@@ -40,7 +40,7 @@ thinning.draw_halves(points, caption)
 
 # %% [markdown]
 # The length that chance leaves grows as the root of the number of tokens. The walk's stays almost
-# where it was. The more tokens are thinned together, the more there is to gain.
+# where it was. The more tokens are compressed together, the more there is to gain.
 #
 # ## Layers of a model
 #
@@ -59,19 +59,19 @@ stretches = [ids[i * length : (i + 1) * length] for i in range(count)]
 print(f"{llm.folder.name}: {llm.config.layers} layers; {count} stretches of {length} tokens")
 
 # %% [markdown]
-# The model reads a stretch, and each layer's queries, keys and values are kept. The prompt is all but
-# the last 64 tokens. Its first 64 and its last 64 tokens stay, and what lies between is thinned. Then
+# The model reads a stretch, and each layer's queries, keys and values are recorded. The prompt is all but
+# the last 64 tokens. Its first 64 and its last 64 tokens stay, and what lies between is compressed. Then
 # the last 64 tokens ask. The error is the distance of what they get from attention to everything,
 # over the length of the latter.
 #
 # - **balance, walk**: a sign a token, as in the paper. **balance, pairs**: a sign a pair of
-#   neighbours, one of which stays; what the policy `balance` does unless told otherwise.
+#   neighbours, one of which stays; what the policy `balance` does unless set otherwise.
 # - **stratified**: a coin a pair of neighbours. It looks at nothing.
-# - **uniform, weighted**: a random sample; what is kept counts for all that it stands for.
+# - **uniform, weighted**: a random sample; what is cached counts for all that it stands for.
 #   **uniform**: the same sample, each token counted once.
 # - **snapkv**: not a sample. It keeps what the prompt's last 32 queries attended to
 #   ([SnapKV](https://arxiv.org/abs/2404.14469)). Here that favours it, for those who ask come right
-#   behind.
+#   after it.
 # - **ends alone**: nothing of what lies between.
 
 # %%
@@ -86,7 +86,7 @@ thinning.draw_errors(found, caption)
 
 # %% [markdown]
 # Two things stand out in our model. In the first layer balance is far nearer than any sample where a
-# half or a quarter is kept; in the others it gains little or nothing. And the fewer are kept, the less
+# half or a quarter is cached; in the others it gains little or nothing. And the fewer are cached, the less
 # weights are worth: at an eighth the same sample is nearer where every token counts once. A sum in
 # which few terms matter is badly estimated by a few of them that count for eight each. Balance counts
 # them so too, and its lead is gone there; in layers that look at few keys an eighth of what lies
@@ -130,7 +130,7 @@ thinning.draw_worlds(worlds, caption)
 # - Where nothing is alike there is nothing to balance: no method comes near, and balance is about as
 #   far as a sample.
 # - Where a few keys have the attention, a quarter of the prompt, balanced or not, has lost three of
-#   four of them. What is kept has to be chosen by attention. That works as long as later queries look
+#   four of them. What is cached has to be chosen by attention. That works as long as later queries look
 #   for what the prompt's last ones did.
 #
 # The paper's bound says the same: it grows exponentially with the length of keys and queries. The
@@ -153,7 +153,7 @@ thinning.draw_sharper(by_sharpness, caption)
 #
 # ## What it costs
 #
-# A prompt is thinned once. Chance takes a sort; balance compares every token of a block with every
+# A prompt is compressed once. Chance takes a sort; balance compares every token of a block with every
 # other, and its signs come one after another, so it takes longer. Pairs take half as many steps as
 # single tokens.
 
@@ -174,21 +174,21 @@ runtime.Text("\n".join(lines))
 #
 # - **balance**: a half or a quarter of a prompt is to be kept, many tokens share the attention, and
 #   tokens come in kinds. Which question will be asked is not known.
-# - **uniform**, or stratified where neighbours are alike: the same, but thinning must cost nothing.
+# - **uniform**, or stratified where neighbours are alike: the same, but compression must cost nothing.
 #   Below a quarter without weights (`uniform:weighted=false`).
 # - **snapkv**: the prompt ends in its question, or a few tokens matter that it asks for.
 # - **full**: a single fact anywhere in the prompt may be asked for. A sample has lost most of them,
 #   balanced or not.
 #
 # A smaller error is not yet a better answer. In this repository's records balance is nearer than
-# chance where a half or a quarter is kept, in the mean over layers, and answers questions about
+# chance where a half or a quarter is cached, in the mean over layers, and answers questions about
 # single facts in a prompt no better: in the mean over distances `snapkv` and even `streaming`, which
 # knows all that is near and nothing else, are ahead of both. The
 # paper's comparison on LongBench with a model of 8 billion weights has not been repeated here. The
 # records and their commands are in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) and
 # [NEGATIVE.md](https://github.com/jaxkv/jaxkv/blob/main/evals/NEGATIVE.md).
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np

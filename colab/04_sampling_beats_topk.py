@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("04_sampling_beats_topk")
 
@@ -23,8 +23,9 @@ runtime.begin("04_sampling_beats_topk")
 
 # %%
 from jaxkv import models
-from jaxkv.evals import heads, long_tail
-from jaxkv.evals import long_tail_figures as figures
+from jaxkv.colab import long_tail
+from jaxkv.colab import long_tail_figures as figures
+from jaxkv.evals.magicpig import heads
 
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
@@ -67,15 +68,15 @@ runtime.Text(long_tail.tell_heads(spec, layers, by_head))
 # there attention is flat, and the keys with the largest weights speak for themselves alone. A sample
 # is better, but it need not be drawn by weight: any keys do about as well.
 #
-# In a few heads of the layers behind it a sample by weight is nearest. Their tails are long: too much
+# In a few heads of the layers after it a sample by weight is nearest. Their tails are long: too much
 # weight for top-k lies in the tail, and too little for even chance. Here are three heads: the flattest,
 # that in which a sample by weight gains the most over the better of the two others, and the most
 # peaked.
 
 # %%
 budgets = runtime.size((0.01, 0.02, 0.05, 0.1, 0.2, 0.4), (0.02, 0.05))
-of_head, told = {}, long_tail.telling(by_head)
-for name, at in told.items():
+of_head, reported = {}, long_tail.telling(by_head)
+for name, at in reported.items():
     n, head = by_head.layer[at], by_head.head[at]
     one = long_tail.alone(spec, layers[n], head)
     of_head[f"{name}:\nlayer {n}, head {head}"] = long_tail.budgets(*one, budgets, seeds)
@@ -121,9 +122,9 @@ figures.draw_when(by_head, worlds, share, caption)
 #
 # ## How tables find a sample
 #
-# MagicPIG hashes keys by the signs of K random projections, L times, and meets the keys that have the
+# MagicPIG hashes keys by the signs of K random projections, L times, and attends to the keys that have the
 # query's code in at least two of the L tables. The chance of that follows from the angle between query
-# and key. So a key that is met can be weighted by one over its chance, and the estimates of attention's
+# and key. So a key that is attended to can be weighted by one over its chance, and the estimates of attention's
 # sums are right in the mean.
 
 # %%
@@ -150,7 +151,7 @@ runtime.Text(long_tail.tell_sink(beside))
 #   read, beside the sample, all draws go to the others.
 # - An even sample misses the sink nearly always, and with it half of the weight.
 # - Tables find the sink by themselves, for it lies near the query; `magicpig` reads it always.
-# - Without centring tables find next to nothing. Less their mean, keys are told apart by their
+# - Without centring tables find next to nothing. Less their mean, keys are distinguished by their
 #   differences. Softmax does not see the mean: it adds the same to all logits of a query.
 #
 # ## Choosing K and L
@@ -167,7 +168,7 @@ runtime.Text(long_tail.tell_tables(read))
 
 # %% [markdown]
 # Read as many as the error allows, with the smallest L that does so. For a model and a text of yours
-# `python -m jaxkv.evals.tune_lsh --text book.txt` finds K and L.
+# `python -m jaxkv.evals.magicpig.tune_lsh --text book.txt` finds K and L.
 #
 # ## As policies
 #
@@ -178,8 +179,8 @@ runtime.Text(long_tail.tell_tables(read))
 policies = long_tail.ways(0.1, (8, 75))
 part = long_tail.read_by(spec, layers, policies)
 scored = dict(list(policies.items())[: runtime.size(len(policies), 3)])
-behind = long_tail.losses(llm, ids, count, scored)
-runtime.Text(long_tail.tell_losses(behind, part))
+after_prompt = long_tail.losses(llm, ids, count, scored)
+runtime.Text(long_tail.tell_losses(after_prompt, part))
 
 # %% [markdown]
 # In our model's losses what lies between the ends counts, and an even sample of it brings back a part.
@@ -187,12 +188,12 @@ runtime.Text(long_tail.tell_losses(behind, part))
 # one key read it once, so it reads fewer.
 #
 # `magicpig` is the only one of those four that need not look at every key to choose, so the only one
-# that can save time; it pays for that by keys that are met by chance. It does so on a CPU behind
+# that can save time; it pays for that by keys that are attended to by chance. It does so on a CPU behind
 # prompts of tens of thousands of tokens
 # ([measured](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)); for short ones, read
 # everything.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np
@@ -204,7 +205,7 @@ flattest, between, peak = (
 )
 centred = {pair: read[*pair, True].share / read[*pair, False].share for pair in pairs}
 cosines = [long_tail.cosines(spec, layers[0], center) for center in (True, False)]
-lost = {name: over["mean"] for name, over in behind.items()}
+lost = {name: over["mean"] for name, over in after_prompt.items()}
 ours = {
     "top-k is nearest in most heads": np.mean((top < by_weight) & (top < even)) > 0.5,
     "in each head of the first layer top-k is the farthest": (

@@ -12,7 +12,7 @@
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("05_train_a_sink")
 
@@ -20,19 +20,19 @@ runtime.begin("05_train_a_sink")
 # ## A head with nothing to do
 #
 # The models read letters (after [Guo et al.](https://arxiv.org/abs/2410.13835)). Each letter follows
-# the one before it by chance, but for twenty *triggers*: behind a trigger comes the letter that stood
+# the one before it by chance, but for twenty *triggers*: after a trigger comes the letter that stood
 # before it. One head is enough for that, and at every letter that is no trigger this head has nothing
 # to do. Triggers are marked by a dot:
 
 # %%
-from jaxkv.evals import backcopy
+from jaxkv.evals.training import backcopy
 
 chain = backcopy.Chain(0)
 some = chain.letters(60, seed=1)
 print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in some))
 
 # %% [markdown]
-# ## Two arms
+# ## Two variants
 #
 # `none` is plain softmax. `token` has one more token, which stands in front of every sample and is
 # learnt like any other; it says nothing, so a head may look at it for free. `jaxkv pretrain` trains
@@ -43,30 +43,34 @@ print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i i
 import tempfile
 from pathlib import Path
 
-from jaxkv.evals import arms
+from jaxkv.colab import sink_variants
 
 folder, steps = Path(tempfile.mkdtemp()), runtime.size(800, 400)
 SEEDS = runtime.size((1, 2, 0), (1,))
-runs = [arms.train(["none", "token"], steps, seed, folder) for seed in SEEDS]
+runs = [sink_variants.train(["none", "token"], steps, seed, folder) for seed in SEEDS]
 trained, (letters, *_) = zip(*runs, strict=True)
 floor = chain.floor(chain.letters(200_000, 99))
 
 
 # %%
 def of_each(measure):
-    return [{name: measure(arm, letters) for name, arm in found.items()} for found in trained]
+    return [
+        {name: measure(variant, letters) for name, variant in found.items()} for found in trained
+    ]
 
 
-places, shares = of_each(arms.loss_by_place), of_each(arms.share_of_first)
-arms.draw_learning(places, shares, floor)
+places, shares = of_each(sink_variants.loss_by_place), of_each(sink_variants.share_of_first)
+sink_variants.draw_learning(places, shares, floor)
 
 # %% [markdown]
 # On the left is the loss of a letter by its place in a sample. The sink token has the place of the
-# first letter, so this arm must predict the letter behind it from nothing, and the next one too where
-# it copies what was not seen. From the third place on both arms have the same task:
+# first letter, so this variant must predict the letter after it from nothing, and the next one too where
+# it copies what was not seen. From the third place on both variants have the same task:
 
 # %%
-late = [{name: loss[arms.ALIKE :].mean() for name, loss in found.items()} for found in places]
+late = [
+    {name: loss[sink_variants.ALIKE :].mean() for name, loss in found.items()} for found in places
+]
 for seed, loss in zip(SEEDS, late, strict=True):
     print(f"seed {seed}: none {loss['none']:.4f}, token {loss['token']:.4f}")
 
@@ -82,13 +86,13 @@ for seed, loss in zip(SEEDS, late, strict=True):
 # ## What they look at
 #
 # A row is a letter, a column what it looks at. The models are those of the first seed, and of many
-# stretches of the text this is the one in which the sink gets most. What stands behind a trigger is
+# stretches of the text this is the one in which the sink gets most. What stands after a trigger is
 # known, so a trigger, with a dot, looks one back. An idle letter looks at itself, which tells it
 # nothing new, or, where one was trained, at the sink.
 
 # %% tags=["picture"]
-start = arms.most_idle(trained[0]["token"], letters, 15)
-arms.draw_maps(trained[0], letters, 15, start)
+start = sink_variants.most_idle(trained[0]["token"], letters, 15)
+sink_variants.draw_maps(trained[0], letters, 15, start)
 
 # %% [markdown]
 # ## Streaming with one sink
@@ -100,21 +104,25 @@ arms.draw_maps(trained[0], letters, 15, start)
 CACHES = {"0 + 24": "window:window=24"}
 CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1, 2, 4)}
 count = runtime.size(20_000, 4_000)
-found = of_each(lambda arm, of: arms.losses(arm, arms.held_back(arm, of, count), CACHES))
+found = of_each(
+    lambda variant, of: sink_variants.losses(
+        variant, sink_variants.held_back(variant, of, count), CACHES
+    )
+)
 context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times as many as in a sample")
-named = [{f"{arm}, seed {seed}": loss for arm, loss in one.items()}
+named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
-runtime.Text(arms.table({name: loss for one in named for name, loss in one.items()}))
+runtime.Text(sink_variants.table({name: loss for one in named for name, loss in one.items()}))
 
 # %%
-arms.draw_losses(found, floor)
+sink_variants.draw_losses(found, floor)
 
 # %% [markdown]
 # Where a sink token was trained the cache must keep it, and then one is enough: more of the first
 # tokens bring nothing. The model with plain softmax does not care: it grew no sink, so it has none to
 # lose. A window alone is safe for such a model, and whether a model is such cannot be seen from
-# outside: keep the first tokens. More arms and tries to make plain softmax grow a sink are in
+# outside: keep the first tokens. More variants and tries to make plain softmax grow a sink are in
 # [backcopy.json](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.json), and what they
 # say of the paper in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md).
 #
@@ -131,13 +139,13 @@ arms.draw_losses(found, floor)
 # `--preset default` is the model that comes with jaxkv, `--preset 160m` the size of the paper's, which
 # wants a GPU.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 NEAR = runtime.size(0.02, 0.05)  # nats; half as many steps leave more of a difference
 
 
-looks = of_each(arms.looks)
+looks = of_each(sink_variants.looks)
 
 
 def in_every_seed(of, holds):
@@ -148,7 +156,7 @@ runtime.verify(
     "",
     always={
         "the first two predicted letters are harder with a sink token in the first one's place":
-            in_every_seed(places, lambda none, token: bool((token > none + 0.3)[: arms.ALIKE].all())),
+            in_every_seed(places, lambda none, token: bool((token > none + 0.3)[: sink_variants.ALIKE].all())),
         f"from the third on the arms are within {NEAR} nats":
             in_every_seed(late, lambda none, token: bool(abs(token - none) < NEAR)),
         "some idle letter gives a sink token more than 0.2 of its attention":

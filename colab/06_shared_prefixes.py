@@ -4,14 +4,14 @@
 # # Shared prefixes
 #
 # A chat sends all that was said with every turn. What prompts have in common is read once, under
-# caches that grow and, bit for bit, under caches that forget. The third cell says where it has been
+# caches that grow and, bit for bit, under evicting caches. The third cell says where it has been
 # run, and how long it took.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
-from jaxkv.evals import runtime
+from jaxkv.colab import runtime
 
 runtime.begin("06_shared_prefixes")
 
@@ -33,7 +33,7 @@ llm = models.load(MODEL) if MODEL else models.load()
 # prompts are the same. These two part in their third block:
 
 # %%
-from jaxkv.evals import conversations
+from jaxkv.colab import conversations
 
 ids = runtime.passage(llm, 64)
 other = ids[:40] + ids[20:44]
@@ -46,7 +46,7 @@ for prompt in (ids, other):
 # How much is found depends on what becomes of the last block of a prompt. The report that this library
 # follows sent one prompt of 15 tokens again and again, found it 8 times of 100, and put that down to
 # answers that differ. It is the key that changes: a prompt shorter than a block loses its key with the
-# first token that is written behind it (`rekey`), so only requests that are admitted together find
+# first token that is written after it (`rekey`), so only requests that are admitted together find
 # each other, which a formula can tell. A block that keeps a key of its own for the prompt (`alias`) is
 # found almost always; full blocks alone (`full`) never, for such a prompt fills none.
 
@@ -63,8 +63,8 @@ conversations.draw_hits(hits, slots)
 # a time.
 #
 # A cache that grows can share *pages*: a chunk's keys and values serve all that begin alike. A cache
-# that forgets has let go of something by the end of a prefix, so a page of it is of no use; its whole
-# *state* is kept at a few places, and taken up there. Either way what follows must be what it would
+# that evicts has dropped tokens by the end of a prefix, so a page of it is of no use; its whole
+# *state* is cached at a few places, and taken up there. Either way what follows must be what it would
 # have been.
 
 # %%
@@ -92,9 +92,9 @@ caption = (
 conversations.draw_first(served, turns, caption)
 
 # %% [markdown]
-# Where everything is read anew, a turn takes longer the more was said; with prefixes kept it costs what
+# Where everything is recomputed, a turn takes longer the more was said; with prefix caching it costs what
 # is new in it, as long as there is room for them. In as much memory the cache that grows runs out of
-# pages in the last turn, and its time jumps. A state of the cache that forgets stays as small as it is.
+# pages in the last turn, and its time jumps. A state of an evicting cache stays as small as it is.
 #
 # ## Recorded requests
 #
@@ -103,11 +103,13 @@ conversations.draw_first(served, turns, caption)
 # texts only ids are known, one for every 512 tokens, equal where all before was equal.
 
 # %%
-from jaxkv.evals import prefix_engine, prefix_traces
+from jaxkv.evals.prefix_caching import engine, traces
 
-trace = prefix_traces.read(conversations.TRACE)
-total = sum(one.tokens for one in trace.asked)
-print(f"{len(trace.asked)} requests, {total:,} tokens, {total / len(trace.asked):,.0f} in the mean")
+trace = traces.read(conversations.TRACE)
+total = sum(one.tokens for one in trace.requests)
+print(
+    f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} in the mean"
+)
 
 # %% [markdown]
 # How many blocks does an index find that has room for some of them, and gives up those that were not
@@ -117,7 +119,7 @@ print(f"{len(trace.asked)} requests, {total:,} tokens, {total / len(trace.asked)
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 found = conversations.by_capacity(trace, shares)
 conversations.draw_capacity(
-    found, shares, f"the first {len(trace.asked)} requests of a trace, one after another"
+    found, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
 )
 
 # %% [markdown]
@@ -127,25 +129,25 @@ conversations.draw_capacity(
 # by sixteen, for the model is small:
 
 # %%
-load = prefix_engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
+load = engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
 longest = max(len(request.tokens) + request.max_new_tokens for request in load.requests)
 POLICY = "streaming:sinks=4,window=124"
-asked = conversations.serve(
+recorded = conversations.serve(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
     PrefixConfig(runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
-runtime.Text(conversations.table({POLICY: asked}))
+runtime.Text(conversations.table({POLICY: recorded}))
 
 # %%
 caption = f"from a free slot to the first token, one dot a request; {runtime.device()}"
-conversations.draw_each(asked, caption)
+conversations.draw_each(recorded, caption)
 
 # %% [markdown]
 # How long a request takes follows from what is new in it, and from what the other three slots are at
 # just then. The few of which half was there (blue) are answered sooner, taken together; for most there
 # is little to find, so there is little to gain. On recorded agents,
 # which send all that was done before with every step, nearly everything is found, and states of a cache
-# that forgets save about as much as pages do in a small part of their memory:
+# that evict save about as much as pages do in a small part of their memory:
 # [picture](https://github.com/jaxkv/jaxkv/blob/main/evals/results/agents.png).
 #
 # ## Serving
@@ -167,20 +169,22 @@ conversations.draw_each(asked, caption)
 # Requests of different API keys, or of different `cache_salt`, share nothing: how soon an answer
 # begins tells what was asked before.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np
 
 same, parted = (conversations.keys(prompt) for prompt in (ids, other))
 at_16, by_formula = (hits[name][1]["median"] for name in ("rekey", "formula"))
-pairs = [(pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*served.values(), asked)]
+pairs = [
+    (pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*served.values(), recorded)
+]
 last = [np.median(one.first[:, -users:]) for pair in pairs[:2] for one in pair]
 by_turn = [(b.found / b.prompts).reshape(turns, users).mean(axis=1) for _, b in pairs[:2]]
 grown, forgot = by_turn
-anew, kept = pairs[2]
+recomputed, kept = pairs[2]
 much = kept.found > 0.5 * kept.prompts
-sooner = kept.first[:, much].sum() / max(anew.first[:, much].sum(), 1e-9)
+sooner = kept.first[:, much].sum() / max(recomputed.first[:, much].sum(), 1e-9)
 runtime.verify(
     MODEL,
     always={

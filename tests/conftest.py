@@ -39,7 +39,8 @@ def set_environment():
     flags = os.environ.get("XLA_FLAGS", "")
     if "force_host_platform_device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
-    # evals.agreement gives the level that users compile at. libtpu knows no flag of the CPU.
+    # evals.correctness.agreement gives the level that users compile at. libtpu has no flag of
+    # the CPU.
     if cpu and "backend_optimization_level" not in flags:
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HOUSE = {"jaxkv", "models", "pallas_kernels", "evals", "tests"}
+HOUSE = {"jaxkv", "models", "pallas_kernels", "evals", "colab", "tests"}
 
 # Folder -> what may be imported there besides the standard library and the folder's own package;
 # the longest prefix of a path decides. None: anything at all.
@@ -31,11 +31,14 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "scipy", "torch", "transformers", "jupytext", "nbclient", "nbformat"),
-        "PIL",
+        *("matplotlib", "scipy", "torch", "transformers"),
     },
     "tests": None,
     "colab": None,
+    "colab/lib": {
+        *("evals", "models", "jaxkv", "pallas_kernels", "jax", "numpy", "matplotlib"),
+        *("jupytext", "nbclient", "nbformat", "PIL"),
+    },
 }
 COMPARED_WITH = {"torch", "transformers"}  # imported inside functions, since they may be absent
 
@@ -125,11 +128,12 @@ def test_imports_go_one_way():
         ("jaxkv/contract.py", "from jaxtyping import Float"),
         ("jaxkv/cli/compare.py", "def f():\n    from jaxkv.evals import record"),
         ("jaxkv/rows.py", "import starlette"),
-        ("models/llama.py", "import jaxkv.evals.latency"),
+        ("models/llama.py", "import jaxkv.evals.speed.latency"),
         ("models/llama.py", "from jaxkv import evals"),
         ("models/llama.py", "def f():\n    import transformers"),
-        ("evals/latency.py", "import torch"),
-        ("evals/latency.py", "from flax import nnx"),
+        ("evals/speed/latency.py", "import torch"),
+        ("evals/speed/latency.py", "from flax import nnx"),
+        ("evals/speed/latency.py", "from jaxkv.colab import runtime"),
     ],
 )
 def test_a_wrong_import_is_found(path, text):
@@ -139,9 +143,11 @@ def test_a_wrong_import_is_found(path, text):
 def test_every_package_is_installed():
     """A folder without an __init__.py imports from a checkout but is missing from a wheel."""
     folders = {path.rpartition("/")[0] for path in python_files()}
-    packages = [folder for folder in folders if folder.split("/")[0] in HOUSE - {"tests"}]
+    packages = [
+        folder for folder in folders - {"colab"} if folder.split("/")[0] in HOUSE - {"tests"}
+    ]
     assert not [folder for folder in packages if not (ROOT / folder / "__init__.py").is_file()]
-    dotted = {folder.replace("/", ".") for folder in packages}
+    dotted = {folder.replace("colab/lib", "colab").replace("/", ".") for folder in packages}
     installed = {name if name.split(".")[0] == "jaxkv" else f"jaxkv.{name}" for name in dotted}
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     assert sorted(tool["packages"]) == sorted(installed)

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.contract import Chunk, Policy, State
-from jaxkv.evals.hlo import copies_in_loops
+from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
 from jaxkv.models.decoding import Decoding, Static, decode_block

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
-    from jaxkv.models import compare
-    from jaxkv.models.run_metadata import run_metadata
+    from jaxkv.evals import compare
+    from jaxkv.evals.lib.record import Record
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)

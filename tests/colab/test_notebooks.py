@@ -10,10 +10,10 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+from jaxkv.colab import notebooks, runtime
+from jaxkv.colab.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
-from jaxkv.evals import notebooks, runtime
-from jaxkv.evals.notebooks import BADGE, FOLDER, REPOSITORY, tags
-from jaxkv.models import pictures
+from jaxkv.evals import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
@@ -41,15 +41,15 @@ def test_a_notebook_has_the_cells_of_its_source(name):
     kept = nbformat.read(FOLDER / f"{name}.ipynb", 4).cells
     assert [(cell.cell_type, cell.source, tags(cell)) for cell in kept] == [
         (cell.cell_type, cell.source, tags(cell)) for cell in cells(name)
-    ], f"python -m jaxkv.evals.notebooks {name}"
+    ], f"python -m jaxkv.colab.notebooks {name}"
 
 
 def test_what_is_kept_is_small_and_whole(name):
     file = FOLDER / f"{name}.ipynb"
     assert file.stat().st_size <= LARGEST
     *_, last = [cell for cell in nbformat.read(file, 4).cells if cell.cell_type == "code"]
-    told = last.outputs[-1]["text"].splitlines()
-    assert told and all(line.startswith("holds  ") for line in told)
+    reported = last.outputs[-1]["text"].splitlines()
+    assert reported and all(line.startswith("holds  ") for line in reported)
     text = file.read_text("utf-8")
     assert "JAXKV_SMOKE" not in text and '"output_type": "error"' not in text
 
@@ -69,7 +69,7 @@ def test_the_first_cells(name):
     first, install, check = cells(name)[:3]
     assert f"]({BADGE}{name}.ipynb)" in first.source.splitlines()[0]
     assert (install.source, tags(install)) == (INSTALL, ["install"])
-    assert check.source == f'from jaxkv.evals import runtime\n\nruntime.begin("{name}")'
+    assert check.source == f'from jaxkv.colab import runtime\n\nruntime.begin("{name}")'
 
 
 def test_links_lead_somewhere(name):
@@ -148,8 +148,8 @@ def test_the_third_cell_tells_what_is_known_in_the_end(written, tmp_path):
     nbformat.write(before, tmp_path / f"{name}.ipynb")
     notebooks.tell_minutes(name)
     after = nbformat.read(tmp_path / f"{name}.ipynb", 4)
-    told = [cell.outputs[0]["text"].strip() for cell in after.cells]
-    assert told == ["before", "before", "now", "before"]
+    reported = [cell.outputs[0]["text"].strip() for cell in after.cells]
+    assert reported == ["before", "before", "now", "before"]
 
 
 def test_what_runs_is_what_is_installed(written, monkeypatch, tmp_path):
@@ -210,8 +210,8 @@ def test_times_are_those_of_our_model_on_a_cpu(capsys, monkeypatch, platform, mo
             runtime.verify(model, {"one": True}, times={"it is quick": False})
     else:
         runtime.verify(model, {"one": True}, times={"it is quick": False})
-        told = "not with this model" if model else "not on this device"
-        assert told in capsys.readouterr().out
+        reported = "not with this model" if model else "not on this device"
+        assert reported in capsys.readouterr().out
 
 
 def test_a_runtime_says_what_it_can_do():
@@ -219,8 +219,7 @@ def test_a_runtime_says_what_it_can_do():
 
 
 def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "HERE", tmp_path)
-    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(runtime, "RESULTS", tmp_path)
     for file, platform, device, took in (
         ("cpu", "cpu", "2 cores of a processor", 1.26),
         ("gpu_tesla_t4", "gpu", "1 x Tesla T4", 0.51),
@@ -231,7 +230,7 @@ def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
             "device": device,
             "notebooks": {"01_one": {"minutes": took}},
         }
-        record = tmp_path / "results" / f"notebooks_{file}.json"
+        record = tmp_path / f"notebooks_{file}.json"
         record.write_text(json.dumps({"results": results}))
     assert runtime.minutes("01_one") == [
         "on 2 cores of a processor: 1.3 minutes", "on 1 x NVIDIA A100: 0.4 minutes",

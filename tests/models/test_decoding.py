@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.evals.hlo import copies_in_loops
+from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
 from jaxkv.models.decoding import BLOCK, Decoding, Static, compiled_decode_block

@@ -10,8 +10,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals import default_model
-from jaxkv.evals.record import read
+from jaxkv.evals.lib.record import read, sha256
+from jaxkv.evals.training import default_model
 from jaxkv.models.llm import DEFAULT
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import PRESETS
@@ -59,7 +59,7 @@ def test_measures_of_a_text():
 
 @pytest.fixture
 def made(tokens, tmp_path, monkeypatch):
-    """`evals.default_model` over a run of four steps and two texts; the folder it writes to."""
+    """The folder that `evals.training.default_model` writes for four steps and two texts."""
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         pretrain(
             small("sinks=token", "context=256", "rows=1", "steps=4"),
@@ -69,7 +69,7 @@ def made(tokens, tmp_path, monkeypatch):
         )
     write_texts(tmp_path / "texts", documents=2, words=900)
     monkeypatch.setattr(default_model, "TRIALS", tmp_path / "out")
-    monkeypatch.setattr("jaxkv.evals.record.TRIALS", tmp_path / "out")
+    monkeypatch.setattr("jaxkv.evals.lib.record.TRIALS", tmp_path / "out")
 
     def make(**other):
         flags = {"run": "run", "texts": "texts", "data": tokens.folder} | other

@@ -15,7 +15,8 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from jaxkv.evals import inclusion
+from jaxkv.evals.magicpig import inclusion
+from jaxkv.lsh import Hashing
 from jaxkv.pallas_kernels import host
 from jaxkv.pallas_kernels.sampled_attention import (
     Angles,

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.evals import inclusion
-from jaxkv.policies.magicpig import lsh
-from jaxkv.policies.magicpig.lsh import Hashing
+from jaxkv.evals.magicpig import inclusion
+from jaxkv.lsh import Hashing
 from tests.seldom import seldom
 
 COSINES = np.concatenate(

@@ -14,7 +14,7 @@ import pytest
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
-from jaxkv.evals import inclusion
+from jaxkv.evals.magicpig import inclusion
 from jaxkv.pallas_kernels import host
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policies.magicpig import policy as magicpig

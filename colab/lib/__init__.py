@@ -1,0 +1,1 @@
+"""What only the notebooks need; installed as `jaxkv.colab`."""

@@ -1,0 +1,304 @@
+"""A prompt compressed by balance or by chance: what notebook 03 computes and draws.
+
+What halving does to points in a plane, how far attention of a model's layers is from attention to
+everything, which keys make balance worth its time and which do not, and what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.colab import runtime
+from jaxkv.contract import Spec
+from jaxkv.evals import pictures
+from jaxkv.evals.balancekv import single_layer
+from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative
+from jaxkv.evals.lib import timing
+from jaxkv.evals.lib.figures import draw_spreads
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.magicpig import heads
+from jaxkv.evals.palette import THINNED
+from jaxkv.halving import Halving, walk
+from jaxkv.models import pictures
+from jaxkv.models.decoding import finish_prefill_layer
+from jaxkv.models.llm import Llm
+from jaxkv.models.palette import COMPRESSION
+from jaxkv.rotary import NoPosition
+
+SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
+CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])
+PLANE = Halving("walk", temperature=0.5)
+BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4  # of worlds: keys to compress, last ones that stay
+KINDS = 32  # of keys, where keys are alike
+HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
+WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
+SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
+COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
+Errors = dict[str, list[float]]  # by method, one for each seed
+
+
+class Halves(NamedTuple):
+    """points [S,2], group [S]; by either way of all draws [draws,S] how long the signed sum of the
+    points' vectors is after each point, and of the draw that ends in the middle the signs [S]."""
+
+    points: np.ndarray
+    group: np.ndarray
+    signs: dict[str, np.ndarray]
+    lengths: dict[str, np.ndarray]
+
+
+def halves(draws: int, seed: int = 0) -> Halves:
+    """Points of some clusters, in any order, given signs by coins and by BalanceKV's walk.
+
+    draws: how often both are done.
+    """
+    random = np.random.default_rng(seed)
+    group = random.permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    points = CENTRES[group] + NOISE * random.normal(size=(len(group), 2))
+    uniforms = jnp.asarray(random.random((draws, len(points))), jnp.float32)
+    keys = jnp.broadcast_to(jnp.asarray(points, jnp.float32), (draws, *points.shape))
+    values, there = jnp.ones((*uniforms.shape, 1), jnp.float32), jnp.ones(uniforms.shape, bool)
+    signs = {
+        "by chance": np.where(random.random(uniforms.shape) < 0.5, 1, -1),
+        "balanced": np.asarray(walk(PLANE, 1.0, keys, values, uniforms, there)[1]),
+    }
+    lengths = {name: signed_lengths(points, each) for name, each in signs.items()}
+    middle = {name: np.argsort(each[:, -1])[draws // 2] for name, each in lengths.items()}
+    return Halves(points, group, {name: signs[name][at] for name, at in middle.items()}, lengths)
+
+
+def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """How long the sum of sign x vector is after each point, over the root of the mean square of
+    one vector's length; vectors whose products are exp(t <a, b>), as the walk has them.
+
+    points: [S,2]. signs: [draws,S]. Returns [draws,S].
+    """
+    centred = points - points.mean(axis=0)
+    products = np.exp(PLANE.temperature * centred @ centred.T)
+    terms = signs[:, :, None] * signs[:, None] * products
+    squares = np.diagonal(np.cumsum(np.cumsum(terms, axis=1), axis=2), axis1=1, axis2=2)
+    return np.sqrt(np.maximum(squares, 0) / np.diag(products).mean())
+
+
+def draw_halves(found: Halves, caption: str) -> runtime.Picture:
+    """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
+    figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
+    colours = [COMPRESSION[name]["color"] for name in ("uniform, weighted", "balance, walk")]
+    for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
+        fill = np.where(signs > 0, colour, "white")
+        axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
+        for number, at in enumerate(0.55 * CENTRES):
+            of_group = signs[found.group == number]
+            reported = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
+            axes.annotate(reported, at, ha="center", va="center", fontsize=8)
+        axes.set_title(f"{name},\nkept : dropped", fontsize=9)
+        axes.set(xlabel="key, 1st number", ylabel="key, 2nd number", aspect="equal",
+                 xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
+        lengths = found.lengths[name]
+        at = np.arange(1, lengths.shape[1] + 1)
+        right.fill_between(at, *np.quantile(lengths, [0.1, 0.9], axis=0), color=colour, alpha=0.25)
+        right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
+    right.set(xlabel="points that have a sign", ylabel="length of the signed sum", ylim=(0, None))
+    right.legend(frameon=False, fontsize=8, loc="upper left")
+    return runtime.picture(figure, caption, dpi=80)
+
+
+def compare(
+    spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, ends: tuple[int, int], rounds: int,
+    seeds: Sequence[int], names: Sequence[str] = COMPARED,
+) -> Errors:  # fmt: skip
+    """The errors of attention of the last QUERIES to what each method leaves of what is before.
+
+    q, k, v: [T,*,H]. ends: how many of the first and last tokens stay; of those between one in
+    2^rounds does. `snapkv` draws nothing, so it has one error.
+    """
+    exact = attend(spec, q, k, v, parse_policy("full"))
+    between, found = len(k) - QUERIES - sum(ends), {}
+    for name in names:
+        chosen = parse_policy(setting(name, rounds, between, *ends))
+        draws = seeds[:1] if name == "snapkv" else seeds
+        found[name] = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
+    return found
+
+
+def setting(name: str, rounds: int, between: int, sinks: int, window: int) -> str:
+    """The policy of a method that keeps both ends, and of those between one in 2^rounds."""
+    if name == "snapkv":
+        capacity = sinks + window + (between >> rounds)
+        return f"snapkv:capacity={capacity},window={single_layer.WINDOW}"
+    return f"{METHODS[name]},rounds={rounds},sinks={sinks},window={window}"
+
+
+def heaviest(
+    spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, between: slice, share: float
+) -> float:
+    """Of the attention that the last queries give to some keys, how much the heaviest get, in the
+    mean over queries and heads.
+
+    q, k, v: [T,*,H]. between: which keys. share: of those, how many are the heaviest.
+    """
+    rows = heads.Layer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
+    logits = np.asarray(heads.ask(spec, rows, 0, 0).logits, np.float64)[..., between]
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    ordered = np.sort(weights, axis=-1)[..., ::-1]
+    first = ordered[..., : max(1, round(share * ordered.shape[-1]))]
+    return float((first.sum(axis=-1) / ordered.sum(axis=-1)).mean())
+
+
+def of_model(
+    llm: Llm, stretches: Sequence[Sequence[int]], rounds: Sequence[int], seeds: int
+) -> dict[int, dict[str, Any]]:
+    """Of some layers, the first and the last among them: `errors` by T and method, [seeds] each, in
+    the mean over stretches of text; and `tenth`, of the attention between the ends the share that
+    goes to its heaviest tenth of keys."""
+    layers = llm.config.layers
+    chosen = np.unique(np.linspace(0, layers - 1, min(6, layers)).round().astype(int)).tolist()
+    found: dict[int, list[Any]] = {layer: [] for layer in chosen}
+    for number, ids in enumerate(stretches):
+        captured = single_layer.capture(llm, ids)
+        for layer in chosen:
+            seen = captured[layer]
+            first = seeds * (layer + layers * number)  # no draw serves twice
+            draws, names = range(first, first + seeds), ("balance, walk", *COMPARED)
+            errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
+            given = partial(attend, llm.spec, *seen, parse_policy("full"))
+            for each in errors.values():
+                each["ends alone"] = [relative(given(between=False), given())]
+            tenth = heaviest(llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1)
+            found[layer].append({"errors": errors, "tenth": tenth})
+    return {
+        layer: jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
+        for layer, each in found.items()
+    }
+
+
+def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
+    """Errors by what is cached: of the first layer, and of the others in the mean."""
+    figure, panels = pictures.begin(7.0, 3.9, columns=2)
+    (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
+    title = f"layers {others[0][0]} to {others[-1][0]}, mean"
+    shown = {f"layer {first}": [of_first], title: [errors for _, errors in others]}
+    names = next(iter(of_first.values()))
+    for axes, (title, layers) in zip(panels, shown.items(), strict=True):
+        for place, name in enumerate(names):
+            lines = {t: spread(np.mean([e[t][name] for e in layers], axis=0)) for t in of_first}
+            # Beside each other, so that the ranges can be distinguished.
+            at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
+            label = name if axes is panels[0] else None
+            draw_spreads(
+                axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **COMPRESSION[name]
+            )
+        axes.set(xlabel="kept between the ends (%)", title=title)
+        axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
+    for axes in panels:
+        axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
+    panels[0].set_ylabel("relative error of attention")
+    pictures.legend(figure, 4)
+    return runtime.picture(figure, caption, colours=128)  # many hues, each with its shades
+
+
+def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
+    """By layer how concentrated attention is, and the error of balanced pairs over others'."""
+    others = ("uniform, weighted", "uniform", "stratified", "snapkv")
+    lines = ["       attention on   error of balance, pairs over that of"]
+    lines.append("layer  heaviest 10%" + "".join(f"   {name:>6}" for name in others))
+    for layer, each in found.items():
+        errors = {name: np.median(line) for name, line in each["errors"][rounds].items()}
+        ratios = (f"{errors[COMPARED[0]] / errors[n]:{3 + max(6, len(n))}.2f}" for n in others)
+        lines.append(f"{layer:5}{each['tenth']:14.0%}" + "".join(ratios))
+    return "\n".join(lines)
+
+
+def world(name: str, seed: int, sharp: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k, v [T,HEADS,DIM] of a prompt and of the queries after it; coordinates of unit variance.
+
+    name: one of WORLDS. sharp: the deviation of a query's logits.
+    """
+    random = np.random.default_rng(seed)
+    tokens = BETWEEN + WINDOW + QUERIES
+    q, *own = random.normal(size=(3, tokens, HEADS, DIM))
+    q, (k, v) = sharp * q, own
+    if name == "neighbours alike":
+        for i in range(1, tokens):
+            k[i], v[i] = (0.95 * a[i - 1] + (1 - 0.95**2) ** 0.5 * a[i] for a in (k, v))
+    elif name == "kinds, mixed":
+        kind = random.integers(0, KINDS, tokens)
+        of_kind = random.normal(size=(2, KINDS, HEADS, DIM))[:, kind]
+        k, v = (0.96 * of_kind[i] + 0.28 * own[i] for i in (0, 1))
+    elif name == "a few heavy keys":  # a direction that all queries share and few keys have
+        q = q + 1.0
+        k[random.choice(BETWEEN, HEAVY, replace=False)] += LEAD / DIM**0.5
+    return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
+
+
+def of_world(name: str, seeds: int, sharp: float = 1.0, rounds: int = 2) -> Errors:
+    """The errors of each method in some worlds of this name, one each; and `heaviest`, the share
+    of attention that the heaviest hundredth of the keys gets."""
+    found: Errors = {each: [] for each in ("heaviest", *COMPARED)}
+    for seed in range(seeds):
+        made = world(name, seed, sharp)
+        found["heaviest"].append(heaviest(SPEC, *made, slice(BETWEEN), 0.01))
+        for method, errors in compare(SPEC, *made, (0, WINDOW), rounds, [seed]).items():
+            found[method] += errors
+    return found
+
+
+def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
+    """Errors of each method in each world, on a scale of their logarithm."""
+    figure, axes = pictures.begin(7.0, 3.8)
+    for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
+        at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
+        lines = {which: spread(each[name]) for which, each in found.items()}
+        draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=COMPRESSION[name]["color"],
+                     mfc="white" if name == "uniform" else None)  # fmt: skip
+    axes.axhline(1, color=pictures.INK, lw=0.8, linestyle="dotted")
+    axes.set(yscale="log", ylabel="relative error of attention")
+    axes.set_xticks(range(len(found)), found)
+    axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
+    axes.set_yticks([], minor=True)
+    pictures.legend(figure, 5)
+    return runtime.picture(figure, caption, colours=128)
+
+
+def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
+    """Errors by how much of the attention a few keys get."""
+    figure, axes = pictures.begin(6.4, 3.4)
+    at = [100 * np.mean(each["heaviest"]) for each in found]
+    for name in COMPARED:
+        lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
+        draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **COMPRESSION[name])
+    axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
+             ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
+    pictures.legend(figure, 5)
+    return runtime.picture(figure, caption)
+
+
+def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
+    """Milliseconds to read this prompt and to compress it, with all layers, medians of `count`; and
+    how much of the caches' bytes is left, in per cent."""
+
+    def read() -> tuple[Any, ...]:
+        stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
+        stream.prefill([ids])
+        return jax.block_until_ready(stream.decoding).states
+
+    def compress(name: str) -> tuple[Any, ...]:
+        chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
+        made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
+        return jax.block_until_ready(tuple(made))
+
+    states = read()  # of one form, whichever of these will compress them
+    names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
+    variants = {"read it (ms)": timing.timed(read)}
+    variants |= {f"thin it: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
+    seconds = timing.rounds(variants, count, f"thinning {len(ids):,} tokens")
+    size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
+    found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
+    return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

@@ -1,0 +1,75 @@
+"""Cost by text length: the time of one more token, and the bytes of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.colab import runtime
+from jaxkv.evals import pictures
+from jaxkv.evals.lib import timing
+from jaxkv.evals.palette import styles
+from jaxkv.models.llm import Llm
+from jaxkv.models.palette import styles
+
+
+class Cost(NamedTuple):
+    """What a token costs after this many others. microseconds: the median of some rounds."""
+
+    tokens: int
+    microseconds: float
+    state_bytes: int
+
+
+def measure(
+    llm: Llm,
+    ids: Sequence[int],
+    policies: Sequence[str],
+    lengths: Sequence[int],
+    new: int = 64,
+    count: int = 3,
+) -> dict[str, list[Cost]]:
+    """The costs under each policy after each of some lengths of a text, measured in turn.
+
+    new: tokens written to measure one; count: rounds.
+    """
+    streams, variants = {}, {}
+    for policy in policies:
+        for length in lengths:
+            stream = models.Stream(llm, policy, tokens=length + new)
+            stream.prefill([ids[:length]])
+            stream.finish_prefill()
+            streams[policy, length] = stream
+            variants[f"{policy} {length}"] = timing.decoding(stream, new)
+    seconds = timing.rounds(variants, count, "time of a token")
+    return {
+        policy: [
+            Cost(
+                length,
+                float(np.median(seconds[f"{policy} {length}"])) / new * 1e6,
+                streams[policy, length].state_bytes,
+            )
+            for length in lengths
+        ]
+        for policy in policies
+    }
+
+
+def draw(found: dict[str, list[Cost]], caption: str) -> runtime.Picture:
+    """Time and memory by the length of the text."""
+    figure, (left, right) = pictures.begin(7.5, 3.4, columns=2)
+    for (policy, costs), look in zip(found.items(), styles(list(found)), strict=True):
+        lengths, line = [cost.tokens for cost in costs], {"marker": "o", "ms": 3, **look}
+        left.plot(lengths, [cost.microseconds for cost in costs], label=policy, **line)
+        right.plot(lengths, [cost.state_bytes / 2**20 for cost in costs], **line)
+    left.set(ylabel="time of the next token (µs)")
+    right.set(ylabel="memory of the cache (MiB)")
+    for one in (left, right):
+        one.set(xlabel="tokens before it", ylim=(0, None))
+        one.locator_params(axis="x", nbins=4)
+        one.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    pictures.legend(figure, 2)
+    return runtime.picture(figure, caption)

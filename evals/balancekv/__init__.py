@@ -1,0 +1,1 @@
+"""BalanceKV (Han et al. 2025)."""

@@ -1,0 +1,94 @@
+"""The claims of BalanceKV.
+
+Verdicts are of the paper's own variants; stratified and weighted uniform sampling, which are ours,
+stand beside them.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from jaxkv.evals.lib.claim import Claim, Finding, Results, adder, grade, joined, listed
+from jaxkv.evals.reservoir.claims import FELT, OURS, answers, models, of_seeds
+
+PAPERS = ("balance, walk", "balance, near the published code")
+OTHERS = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
+BALANCE: list[Claim] = []
+claim = adder(BALANCE)
+
+
+@claim("single_layer", "Balanced tokens are nearer to attention than uniform samples of as many",
+       "Figure 3, Llama-3.1-8B and Ministral-8B")  # fmt: skip
+def nearer_than_uniform(r: Results) -> Finding:
+    """Figure 3, with stratified and weighted uniform sampling beside it."""
+    parts = []
+    for rounds in map(str, r["rounds"]):
+        line = {name: r["summary"][name][rounds]["median"] for name in (*PAPERS, *OTHERS)}
+        parts.append(f"T={rounds}: {listed(line, '{:.3f}'.format)}")
+
+    def below(*others: str) -> list[bool]:
+        """For each layer and T: the walk of the worst seed is nearer than the best of others."""
+        return [
+            max(layer[PAPERS[0]][T]) < min(min(layer[other][T]) for other in others)
+            for layer in r["layers"].values()
+            for T in map(str, r["rounds"])
+        ]
+
+    uniform, stratified = below("uniform, weighted", "uniform"), below("stratified")
+    return (
+        f"{OURS}, {r['stretches']} stretches of {r['tokens']:,} tokens, layers "
+        f"{', '.join(r['layers'])}; relative error; {joined(parts)}; steps of a walk that left "
+        f"nothing to chance: {listed(r['saturated'], '{:.0%}'.format)}; of {len(uniform)} pairs of "
+        "layer and T the walk of the worst seed is nearer than the best of both uniform samplings "
+        f"in {sum(uniform)}, than the best of stratified in {sum(stratified)}"
+    ), grade(all(uniform + stratified), any(uniform))
+
+
+@claim("known_answers", "The same on vectors whose law is known", "theorem 3.1")
+def nearer_on_paper(r: Results) -> Finding:
+    ratios = {case(test): x["ratio"] for test, x in r["halving"].items() if "ratio" in x}
+    walk, theory = (max(x for test, x in ratios.items() if test.startswith(kind)) < 0.9
+                    for kind in ("walk", "theory"))  # fmt: skip
+    return (
+        "an autoregression in order and mixed, error over that of weighted uniform sampling (coin: "
+        f"stratified): {listed(ratios)}; a test checks them"
+    ), grade(walk and theory, walk)
+
+
+@claim("known_answers", "The error falls as 1/t with the memory t, not as 1/sqrt t", "theorem 3.1")
+def falls_faster(r: Results) -> Finding:
+    slopes = {case(test): x["slope"] for test, x in r["levels"].items() if "slope" in x}
+    first = next(x for x in r["levels"].values() if "slope" in x)
+    (lost,) = (x for x in r["levels"].values() if "denominator_lost" in x)
+    walk, theory = slopes["walk"] < -0.75, slopes["theory"] < -0.75
+    return (
+        f"{first['tokens']:,} vectors of unit length, slope of log error by log memory (coin: "
+        f"stratified): {listed(slopes)}, uniform sampling {first['slope_of_uniform']:.2f}; a test "
+        f"checks them; of {lost['tokens']} tokens Algorithm 3 with the theorem's constant loses "
+        f"{lost['denominator_lost']:.0%} of the denominator, because it keeps the smaller class"
+    ), grade(walk and theory, walk)
+
+
+def case(test: str) -> str:
+    """The parameters in the brackets of a test's name."""
+    return test[test.index("[") + 1 : -1]
+
+
+BALANCE.append(
+    Claim("End to end it beats StreamingLLM, SnapKV, PyramidKV and uniform sampling",
+          "Table 1, LongBench-E, 25 %: 44.99 against 42.51, 44.57, 44.03, 44.82", "",
+          "an 8B model and LongBench")
+)  # fmt: skip
+
+
+@claim("recall", "The same in small", "not claimed")
+def in_small(r: Results) -> Finding:
+    """Policies that compress a prompt, and streaming, which never held all of it."""
+    right = answers(r, (*r["thinned"], "streaming"), lambda distance: distance >= 16)
+    others = [mean(right[n]) for n in ("uniform", "snapkv", "pyramidkv", "streaming")]
+    ours = mean(right["balance"])
+    return (
+        f"associative recall, prompts of {r['context'] - 8} tokens compressed to {r['left']} "
+        f"before they are asked (streaming: {r['slots']}), right answers at all distances, "
+        f"{models(r)}: {listed(right, of_seeds)}"
+    ), grade(ours > max(others) + FELT, ours > min(others) + FELT)

@@ -1,0 +1,241 @@
+"""Distance of attention to a compressed cache from full attention (BalanceKV, Figure 3).
+
+A model reads stretches of text, by default as long as its trained context, and the queries, keys
+and values of some layers are recorded. The cache of each is then compressed like a prompt: the
+first and last tokens stay exact, of those between one in 2^T stays. The error is that of the
+attention of the next tokens, which also attend to each other, over the norm of full attention,
+averaged over query heads and stretches. saturated: the share of a walk's steps that chance did not
+decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.driver import step
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
+from jaxkv.halving import Halving, halve, sure
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
+from jaxkv.policies.discrepancy import Halving, certain, halve
+from jaxkv.policy_spec import parse_policy
+from jaxkv.typing import Float32
+
+ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, queries that ask, tokens read at a time
+BLOCK = 256  # tokens that `balance` halves together
+WINDOW = 32  # of SnapKV: the queries it asks itself
+METHODS = {  # beside `rounds`; what each is called in tables and plots
+    "balance, walk": "balance:mode=walk",
+    "balance, pairs": "balance:mode=pairs",
+    "balance, walk at temperature 1": "balance:mode=walk,temperature=1",
+    "balance, near the published code": "balance:mode=walk,c=0,weights=published",
+    "stratified": "balance:mode=coin",
+    "uniform, weighted": "uniform:weighted=true",
+    "uniform": "uniform:weighted=false",
+}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.balancekv.single_layer", description=__doc__
+    )
+    ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
+    ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
+    ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
+    ask.add_argument("--layers", type=int, nargs="+", help="which (default: first, middle, last)")
+    ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
+    ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
+    ask.add_argument("--seeds", type=int, default=10)
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    llm = models.load(*([given.model] if given.model else []))
+    tokens = given.tokens or llm.config.context - QUERIES
+    length = tokens + QUERIES
+    ids, files = tokens_of(llm, given.text, given.stretches * length, HELD_BACK)
+    last = llm.config.layers - 1
+    layers = given.layers or sorted({0, last // 2, last})
+    if len(ids) < given.stretches * length or tokens < 2 * ENDS + BLOCK:
+        ask.error(f"{given.stretches} x {length} tokens are needed, and of each at least "
+                  f"{2 * ENDS + BLOCK + QUERIES}: {given.text} has {len(ids)}")  # fmt: skip
+    if not 0 <= min(layers) <= max(layers) <= last:
+        ask.error(f"--layers must be from 0 to {last}, got {layers}")
+    weights = llm.folder / "model.safetensors"
+    seeds = list(range(given.seeds))
+    record = Record("single_layer", [weights, *files], seeds, quick=given.quick)
+    results: dict[str, Any] = {
+        "tokens": tokens, "stretches": given.stretches, "context": llm.config.context,
+        "ends": ENDS, "rounds": given.rounds,
+    }  # fmt: skip
+    each = []
+    for number in range(given.stretches):
+        seen = capture(llm, ids[number * length : (number + 1) * length])
+        each.append({
+            str(layer): errors(
+                llm.spec, *seen[layer], given.rounds,
+                # No draw serves two layers or two stretches.
+                [seed + given.seeds * (layer + len(seen) * number) for seed in seeds],
+                f"stretch {number + 1} of {given.stretches}, layer {layer}",
+            )
+            for layer in layers
+        })  # fmt: skip
+    results["layers"] = jax.tree.map(
+        lambda *found: np.mean(found, axis=0).tolist(), *each, is_leaf=lambda x: isinstance(x, list)
+    )
+    results["summary"] = summary(results["layers"], given.rounds)
+    results["saturated"] = {
+        mode: np.mean([found["saturated"][mode] for found in results["layers"].values()])
+        for mode in ("walk", "pairs")
+    }
+    show(results)
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("single_layer")
+
+
+def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """q, k, v [T,*,H] of every layer, as they came to its cache."""
+
+    def watch(policy, spec, state, q, k, v, *rest):
+        out, state = step(policy, spec, state[0], q, k, v, *rest)
+        return out, (state, q[0], k[0], v[0])
+
+    @partial(jax.jit, static_argnums=0)
+    def read(config, weights, tokens, first, states):
+        positions = (first + jnp.arange(tokens.shape[1], dtype=jnp.uint32))[None]
+        decoder = Decoder(config, weights, run=watch)
+        valid = jnp.ones(tokens.shape, bool)
+        return decoder(tokens, positions, valid, policies, states)[1]
+
+    # Beyond its context a model stays itself in a window alone.
+    half = llm.config.context // 2
+    policies = llm.policies(
+        f"full:max={len(ids)}"
+        if len(ids) <= llm.config.context
+        else f"streaming:sinks=4,window={half - 4}"
+    )
+    states = [(p.init(llm.spec, 1, jax.random.key(0)),) for p in policies]
+    states = [(policies[0].reserve(llm.spec, state, len(ids)),) for (state,) in states]
+    parts = []
+    for first in range(0, len(ids), CHUNK):
+        tokens = jnp.asarray([ids[first : first + CHUNK]], jnp.int32)
+        states = read(llm.config, llm.weights, tokens, jnp.uint32(first), states)
+        parts.append([[np.asarray(a) for a in state[1:]] for state in states])
+    return [
+        tuple(np.concatenate([part[layer][i] for part in parts]) for i in range(3))
+        for layer in range(llm.config.layers)
+    ]
+
+
+def errors(
+    spec: Spec, q: Any, k: Any, v: Any, rounds: Sequence[int], seeds: Sequence[int], title: str
+) -> dict[str, Any]:
+    """Of each method and T the relative error of every seed."""
+    exact = attend(spec, q, k, v, parse_policy("full"))
+    if not np.isfinite(exact).all():
+        raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
+    found: dict[str, Any] = {}
+    for name, text in METHODS.items():
+        found[name] = {}
+        for number in rounds:
+            chosen = parse_policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
+            each = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
+            found[name][str(number)] = each
+            print(f"{title}, T={number}, {name}: {np.mean(each):.4f}", flush=True)
+    found["saturated"] = {
+        mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
+    }
+    alone = relative(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
+    found["ends alone"] = {str(number): [alone] for number in rounds}
+    found["snapkv"] = {}
+    for number in rounds:
+        capacity = 2 * ENDS + (len(k) - QUERIES - 2 * ENDS) // 2**number
+        chosen = parse_policy(f"snapkv:capacity={capacity},window={WINDOW}")
+        found["snapkv"][str(number)] = [relative(attend(spec, q, k, v, chosen), exact)]
+    return found
+
+
+def attend(
+    spec: Spec, q: Any, k: Any, v: Any, chosen: Policy, seed: int = 0, between: bool = True
+) -> np.ndarray:
+    """What the last tokens get from a cache that holds what `chosen` makes of those before them,
+    with or without those between the ends."""
+    there = np.ones(len(k), bool)
+    there[ENDS : len(k) - QUERIES - ENDS] = between
+    given = map(jnp.asarray, (q, k, v, there))
+    return np.asarray(_attend(chosen, spec, *given, jnp.uint32(seed)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _attend(
+    chosen: Policy, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, there: jax.Array,
+    seed: jax.Array,
+) -> Float32[jax.Array, "T N H"]:  # fmt: skip
+    tokens = len(k) - QUERIES
+    positions = jnp.arange(len(k), dtype=jnp.uint32)
+    prompt, after = (
+        Chunk(*(a[None, part] for a in (q, k, v, positions, there)))
+        for part in (slice(tokens), slice(tokens, None))
+    )
+    state = chosen.init(spec, 1, jax.random.key(seed))
+    _, state = chosen.update(spec, chosen.reserve(spec, state, len(k)), prompt)
+    if chosen.min_prompt is not None:
+        state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
+    return chosen.update(spec, state, after)[0].out[0]
+
+
+def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) -> float:
+    """The share of the first round's steps in which a sign was sure."""
+    between = slice(ENDS, ENDS + (len(k) - QUERIES - 2 * ENDS) // BLOCK * BLOCK)
+    at = jnp.arange(len(k), dtype=jnp.uint32)[None]
+    turned = spec.encoding.rotate(jnp.asarray(k)[None], at)[0]
+    split = lambda a: jnp.moveaxis(a[between], 1, 0).reshape(a.shape[1], -1, BLOCK, a.shape[2])  # noqa: E731
+    keys, values = split(turned), split(jnp.asarray(v))
+    run = jax.jit(partial(halve, how, spec.scale))
+    met = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
+           for s in seeds]  # fmt: skip
+    return float(np.mean([certain(steps) for steps in met]))
+
+
+def relative(found: np.ndarray, exact: np.ndarray) -> float:
+    """|found - exact| / |exact| of each query head, in the mean."""
+    norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))  # noqa: E731
+    return float((norm(found - exact) / norm(exact)).mean())
+
+
+def summary(layers: dict[str, Any], rounds: Sequence[int]) -> dict[str, Any]:
+    """The spread over seeds of each method's error, in the mean over layers."""
+    names = [name for name in next(iter(layers.values())) if name != "saturated"]
+    return {
+        name: {
+            str(number): spread(np.mean([found[name][str(number)] for found in layers.values()], 0))
+            for number in rounds
+        }
+        for name in names
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    """The paper's Figure 3 as a table: medians over the seeds; how sure the walks were."""
+    print(f"{'':34}" + "".join(f"{f'T={number}':>10}" for number in results["rounds"]))
+    for name, found in results["summary"].items():
+        print(f"{name:34}" + "".join(f"{line['median']:10.4f}" for line in found.values()))
+    for mode, share in results["saturated"].items():
+        print(f"steps of a {mode} that left nothing to chance: {share:.0%}")
+
+
+if __name__ == "__main__":
+    main()

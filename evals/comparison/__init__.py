@@ -1,0 +1,1 @@
+"""All policies on one text at an equal KV budget."""

@@ -1,0 +1,259 @@
+"""Every policy side by side: one text, one model, one KV budget.
+
+The text and the model come with the package, so anybody can repeat this. Every policy except `full`
+gets a budget of 128 tokens per KV head, cached or attended per query, after a prompt of 317 tokens
+(short) and after one of 4,097 (long). `topp` chooses its own number of keys. Three measurements:
+the loss after the short prompt, for all policies; the loss of an unbounded text, for those that
+need no prompt; and the time of a token after the long prompt.
+
+Stops if full attention misses its recorded loss, because the results would then not be comparable
+with earlier ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.driver import step
+from jaxkv.evals.lib import timing
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.text import PASSAGE, passage
+from jaxkv.evals.magicpig import matched_budgets, sparse
+from jaxkv.evals.magicpig.sparse import Text
+from jaxkv.met import Chooses
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
+from jaxkv.policies import POLICIES, MagicPIG
+from jaxkv.policies.sparse_attention.base import Selector
+from jaxkv.typing import Array, Float
+
+SINKS, WINDOW, LEFT = 4, 61, 63  # of a prompt: its ends, and how many stay or are read between
+BUDGET = SINKS + WINDOW + LEFT
+SAMPLED = "sinks=4,window=60"  # and 64 tokens between, in those without end
+SHORT, LONG = 2, 6  # how often what lies between a prompt's ends is halved, to LEFT
+# K and L by which evals/matched_budgets.py attends to as many
+TABLES = {SHORT: (6, 47), LONG: (10, 57)}
+SCORED = 64  # tokens after the short prompt: few, for a compressed prompt keeps them all
+BLOCK = 512  # losses without end that are one sample of the interval
+SEEDS = 5
+DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budgets.DRAWING)
+WRITTEN = 32  # tokens of which a time is taken
+# Of full attention after the short prompt, by how many stretches; and how near it must come.
+FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
+
+
+def settings(rounds: int, more: int = 0) -> dict[str, str]:
+    """Every policy, sized to a prompt of which BUDGET tokens are left or read.
+
+    more: tokens that follow it, for which what grows has room from the beginning.
+    """
+    slots, share = prompt_of(rounds) + more, 0.5**rounds
+    ends = f"sinks={SINKS},window={WINDOW}"
+    compress = f"{ends},rounds={rounds}"
+    snap = f"capacity={BUDGET},window={WINDOW}"
+    bits, tables = TABLES[rounds]
+    best = share / 2
+    drawn = (share - best) / (1 - best)
+    grow = {
+        "full": "",
+        "balance": compress,
+        "uniform": compress,
+        "snapkv": snap,
+        "pyramidkv": snap,
+        "magicpig": f"K={bits},L={tables},{ends}",
+        "topk": f"share={share:g},{ends}",
+        "topp": f"mass=0.9,{ends}",
+        "oracle": f"share={share:g},{ends}",
+        "quest": f"share={share:g},page=4,fewest=1,{ends}",
+        # Without a promise it draws what it is told to, and no more.
+        "vattention": f"top={best:g},base={drawn:.3g},epsilon=0.99,delta=0.99,sides=one,{ends}",
+    }
+    found = {
+        "window": f"window:window={BUDGET}",
+        "streaming": f"streaming:sinks={SINKS},window={BUDGET - SINKS}",
+        "h2o": f"h2o:heavy={BUDGET // 2},window={BUDGET // 2}",
+        "reservoir": f"reservoir:{SAMPLED},sample=64",
+        "stratified": f"stratified:{SAMPLED},sample=64",
+        "balance-stream": f"balance-stream:{SAMPLED},levels=3,block=32",
+    } | {
+        # No more slots than tokens, so that bytes and times are those of tokens.
+        name: f"{name}:{','.join(filter(None, (setting, f'start={slots}')))}"
+        for name, setting in grow.items()
+    }
+    return {name: found[name] for name in POLICIES}
+
+
+def prompt_of(rounds: int) -> int:
+    """The length of a prompt that leaves BUDGET tokens when it is halved so often."""
+    return SINKS + WINDOW + (LEFT << rounds)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.comparison.side_by_side",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--quick", action="store_true", help="little of it, into out/")
+    given = ask.parse_args()
+    llm = models.load()
+    record = Record("side_by_side", [PASSAGE, llm.folder / "model.safetensors"],
+                    range(2 if given.quick else SEEDS), quick=given.quick)  # fmt: skip
+    print("wrote", record.save(measure(llm, given.quick)))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import main as draw
+
+        draw()
+
+
+def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
+    """All figures, by the name of a policy."""
+    ids = passage(llm, 3_000 if quick else 15_000)
+    prompt, long, seeds = prompt_of(SHORT), prompt_of(2 if quick else LONG), 2 if quick else SEEDS
+    size = prompt + SCORED + 1
+    stretches = [
+        [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
+    ]
+    text = Text(llm, [PASSAGE], stretches, [], prompt)
+    short = settings(SHORT)
+    base = sparse.losses(text, short["full"], 1, "full")
+    check(float(base.mean()), len(stretches))
+    rows: dict[str, Any] = {
+        name: {"policy": setting, "behind_a_prompt": sparse.over(
+            base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
+            base), "tokens": attended_after(text, setting)}
+        for name, setting in short.items()
+    }  # fmt: skip
+    without_end = {
+        name: blocks(llm, ids, short[name], draws(name, seeds))
+        for name in POLICIES if POLICIES[name]().min_prompt is None
+    }  # fmt: skip
+    for name, each in without_end.items():
+        rows[name]["without_end"] = sparse.over(each, without_end["streaming"])
+        rows[name]["without_end"]["loss"] = float(each.mean())
+    behind_long = settings(SHORT if quick else LONG, WRITTEN)
+    cost = costs(llm, ids[:long], behind_long, 3 if quick else 9)
+    for name in rows:
+        rows[name]["long"] = {"policy": behind_long[name], **cost[name]}
+    return {
+        "tokens": len(ids), "stretches": len(stretches), "prompt": prompt, "scored": SCORED,
+        "seeds": seeds, "block": BLOCK, "long": long, "budget": BUDGET,
+        "full_loss": float(base.mean()), "rows": rows,
+    }  # fmt: skip
+
+
+def draws(name: str, seeds: int) -> int:
+    """How many seeds tell anything of a policy: of one that draws nothing, one."""
+    return seeds if name in DRAWING else 1
+
+
+def check(loss: float, stretches: int) -> None:
+    """Raise SystemExit where full attention is not what it was."""
+    recorded = FULL_LOSS[stretches]
+    if not abs(loss - recorded) <= TOLERANCE:
+        raise SystemExit(
+            f"the loss of full attention must be within {TOLERANCE} of {recorded}, got {loss:.4f}, "
+            "so nothing is written: model, passage or decoder has changed; if it was meant to, put "
+            "the new loss into FULL_LOSS of evals/comparison/side_by_side.py"
+        )
+
+
+def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.ndarray, "X N"]:
+    """The mean loss of each whole block of an unbounded text, by seed."""
+
+    def one(seed: int) -> Float[np.ndarray, " N"]:
+        stream = models.Stream(llm, setting, seed=seed, tokens=len(ids))
+        each = np.concatenate(list(models.losses(llm, ids, stream=stream)))
+        each = each[: len(each) - len(each) % BLOCK].reshape(-1, BLOCK)
+        return each.mean(axis=1, dtype=np.float64)
+
+    name = setting.split(":")[0]
+    return np.stack(sparse.reported(map(one, range(seeds)), seeds, f"{name}, without end"))
+
+
+def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
+    """The tokens attended to after the prompt of the first stretch, and after its last token."""
+    tokens, prompt = text.stretches[0], text.prompt
+    stream = models.Stream(text.llm, setting, tokens=len(tokens))
+    stream.read([tokens[:prompt]])
+    stream.seal()
+    first = attended(stream)
+    stream.read([tokens[prompt:]])
+    return {"first": first, "last": attended(stream)}
+
+
+def costs(
+    llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
+) -> dict[str, dict[str, Any]]:
+    """Of each policy, after prefill: the tokens it attends to, its bytes
+    before, and with the room in which the time of a token is taken; that time, of this many rounds,
+    over full attention's."""
+    found: dict[str, dict[str, Any]] = {}
+    variants = {}
+    for name, setting in chosen.items():
+        stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
+        stream.prefill([ids])
+        reading = stream.state_bytes
+        stream.seal()
+        tokens = attended(stream)
+        variants[name] = timing.decoding(stream, WRITTEN)
+        found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
+                       "tokens": tokens}  # fmt: skip
+    seconds = timing.rounds(variants, count, "time of a token")
+    for name, of in found.items():
+        of["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))
+        of["times_as_long"] = timing.ratio(seconds[name], seconds["full"])
+    return found
+
+
+def attended(stream: models.Stream) -> dict[str, float]:
+    """How many tokens the next one attends to besides itself: mean, least and most.
+
+    What is cached is counted by layer and kv head. Of what a policy chooses for each query head,
+    the mean of a layer counts as one.
+    """
+    llm, lengths = stream.llm, stream.lengths
+    if isinstance(stream.policies[0], Selector | MagicPIG):
+        stream.reserve(1)
+        stream.lengths = lengths
+        between = int(lengths[0]) + 1 - SINKS - WINDOW
+        read = attended_shares(
+            llm.config, stream.policies, llm.weights, stream.decoding.states,
+            jnp.argmax(stream.decoding.logits, axis=-1)[:, None].astype(jnp.int32),
+            stream.decoding.position[:, None], jnp.int32(lengths[0]),
+        )  # fmt: skip
+        counts = SINKS + WINDOW - 1 + between * np.asarray(read)
+    else:
+        kept = [policy.cached(llm.spec, state) for policy, state in
+                zip(stream.policies, stream.decoding.states, strict=True)]  # fmt: skip
+        counts = np.stack([np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in kept])
+    return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def attended_shares(
+    config: Config, policies: tuple[Policy, ...], weights: Any, states: Any, token: Array,
+    position: Array, number: Array,
+) -> Float[Array, " L"]:  # fmt: skip
+    """Of the keys between the ends the share that one token attends to, by layer."""
+
+    def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
+        out, _ = step(policy, spec, state, *new)
+        return out, matched_budgets.attended_share(policy, spec, state, Chunk(*new[:5]), number)
+
+    decoder = Decoder(config, weights, run=watch)
+    return jnp.stack(decoder(token, position, jnp.ones((1, 1), bool), policies, states)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Agreement with other implementations: the figures of the agreement tests, as one record.
+
+`python -m jaxkv.evals.correctness.agreement` runs them with all they need (the extras parity and
+tpu-check, and ../shared/data): logits and greedy tokens beside transformers for every family, the
+recorded perplexities at every chunk size, the same tokens on virtual devices, and the memory of a
+decode step according to the TPU's compiler. If a test fails or is skipped, nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from jaxkv.evals.lib.record import ROOT, Record
+from jaxkv.evals.lib.timing import bar
+
+STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
+TESTS = {
+    "parity": "tests/models/test_parity.py",
+    "perplexity": "tests/models/test_score.py",
+    "devices": "tests/models/test_sharded.py",
+    "tpu": "tests/test_tpu.py",
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.correctness.agreement", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()  # fmt: skip
+    record = Record("agreement", [STORIES], seeds=[0])
+    results = reported_by(TESTS, "--must-run=parity,tpu_check")
+    print("wrote", record.save(results | {"bars": bars(results)}))
+
+
+def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
+    """What the tests of some files measure, compiled as users' programs are.
+
+    Raises SystemExit where one fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        reported = Path(folder, "tests.xml")
+        command = [sys.executable, "-m", "pytest", "-m", "record or not record", *options,
+                   f"--junitxml={reported}", *tests.values()]  # fmt: skip
+        as_users = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
+        if code := subprocess.run(command, cwd=ROOT, env=as_users).returncode:
+            raise SystemExit(f"nothing is written: pytest ended with {code}")
+        return {name: figures(reported, path) for name, path in tests.items()}
+
+
+def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
+    """The worst of each kind against what was asked."""
+    logits = [reported["largest_logit_difference"] for reported in results["parity"].values()]
+    losses = [abs(reported["perplexity"] / reported["reference"] - 1)
+              for reported in results["perplexity"].values()]  # fmt: skip
+    (tpu,) = results["tpu"].values()
+    early, late = (sum(tpu[f"bytes_after_{seen}"].values()) for seen in (1_000, 1_000_000))
+    return [
+        bar(f"largest difference of a logit from transformers', {len(logits)} models", max(logits),
+            "<=", 1e-4),
+        bar(f"perplexity against the reference, largest of {len(losses)} rows and chunk sizes",
+            max(losses), "<=", 1e-3),
+        bar("TPU v5e, 1 B, ahead of time: bytes of a decode step after 1 M tokens over 1 K",
+            late / early, "<=", 1),
+    ]  # fmt: skip
+
+
+def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
+    """What each test of a file gave to `record_property`."""
+    module = path.removesuffix(".py").replace("/", ".")
+    return {
+        case.attrib["name"]: {
+            each.attrib["name"]: json.loads(each.attrib["value"]) for each in properties
+        }
+        for case in ElementTree.parse(reported).iter("testcase")
+        if case.attrib["classname"] == module and (properties := case.findall("*/property"))
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Statistical tests with known answers, as one record.
+
+`python -m jaxkv.evals.correctness.known_answers` runs them: whether each token of a stream is
+equally likely to be in a reservoir, how far halved blocks are from full attention beside uniform
+sampling, how the error of merge-and-reduce falls with its size. If a test fails, nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxkv.evals.correctness.agreement import reported_by
+from jaxkv.evals.lib.record import Record
+
+TESTS = {
+    "reservoir": "tests/policies/test_reservoir.py",
+    "halving": "tests/test_halving.py",
+    "levels": "tests/test_merge_reduce.py",
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.correctness.known_answers", description=__doc__
+    ).parse_args()
+    record = Record("known_answers", seeds=[0])
+    print("wrote", record.save(reported_by(TESTS)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What experiments share: records, times, pictures, claims."""

@@ -1,0 +1,124 @@
+"""The baseline: the same weights in transformers, loaded from a folder or random."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.timing import Variant, timed
+from jaxkv.models.chat import Chat
+from jaxkv.models.config import read_config
+from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.llm import Llm
+from jaxkv.models.tokenizer import Tokenizer
+
+# A Llama of 110 million weights (the shape of stories110M), and one for trying things out.
+LARGE = {"layers": 12, "width": 768, "heads": 12, "mlp": 2048, "vocab": 32_000}
+SMALL = {"layers": 2, "width": 128, "heads": 4, "mlp": 352, "vocab": 2_000}
+
+
+class Baseline:
+    """transformers' own Llama on torch, in float32 on the CPU."""
+
+    def __init__(self, model: Any):
+        self.model = model.eval()
+        # Neither side stops at an end of text: the work is the same whatever comes out.
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+
+    @staticmethod
+    def load(folder: Path) -> Baseline:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        return Baseline(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, **how: Any) -> list[list[int]]:
+        """The greedy continuations, by its own `generate`."""
+        import torch
+
+        ids = torch.tensor(np.asarray(prompts))
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                do_sample=False,
+                **how,
+            )
+        return out[:, ids.shape[1] :].tolist()
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """Reads a prompt into a cache, and the likeliest next token."""
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    def compiled(self) -> Baseline:
+        """A second one over the same weights whose forward went through torch.compile."""
+        import copy
+
+        import torch
+
+        other = Baseline(copy.copy(self.model))
+        other.model.forward = torch.compile(self.model.forward, dynamic=False)
+        return other
+
+
+def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
+    """Variants of torch with one thread and with two: on a busy machine one is often faster."""
+
+    def run(threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        work()
+
+    return {f"{name}, {n} threads": timed(partial(run, n)) for n in (1, 2)}
+
+
+def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
+    """A Llama of random weights, tied embeddings: ours and transformers', the same numbers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape["vocab"],
+            hidden_size=shape["width"],
+            intermediate_size=shape["mlp"],
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=shape["heads"],
+            num_key_value_heads=shape["heads"],
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            # Layers that outweigh the embedding, or the greedy text repeats its last token.
+            initializer_range=shape["width"] ** -0.5,
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        config = read_config(Path(folder))
+        weights = load_weights(Path(folder), config, "float32")
+    # Nobody reads this text, but the time of making it belongs to ours.
+    table = tuple(f" {i}".encode() for i in range(config.vocab))
+    tokenizer = Tokenizer(lambda _: [], table, frozenset(), None, (), False)
+    return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
+
+
+def same_tokens(llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int) -> None:
+    """Both sides write the same greedy tokens, or there is nothing to compare."""
+    answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True)
+    if [answer.tokens for answer in answers] != baseline.generate(prompts, new):
+        raise SystemExit("the two sides write different tokens: their times say nothing")

@@ -1,0 +1,161 @@
+"""Writes CLAIMS.md: every row's figures come from a record under evals/results, none is typed.
+
+`python -m jaxkv.evals.lib.claims` after an experiment; `--check` only says whether the page is in
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxkv.evals.balancekv.claims import BALANCE
+from jaxkv.evals.lib.claim import OPEN, Claim
+from jaxkv.evals.lib.record import RESULTS, ROOT, read
+from jaxkv.evals.magicpig.claims import MAGICPIG
+from jaxkv.evals.prefix_caching.claims import PREFIXES
+from jaxkv.evals.reservoir.claims import RESERVOIR
+from jaxkv.evals.streaming.claims import STREAMING
+from jaxkv.evals.training.claims import TRAINING
+
+PAGE = ROOT / "evals" / "CLAIMS.md"
+MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
+    "agreement": "correctness.agreement",
+    **{name: f"streaming.{name}" for name in ("endless", "sinks")},
+    **{name: f"speed.{name}" for name in ("latency", "startup")},
+    **{name: "training.mfu" for name in ("mfu", "mfu_gpu")},
+    "backcopy": "training.backcopy",
+    **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
+    "default_model": "training.default_model",
+    "known_answers": "correctness.known_answers",
+    **{name: f"reservoir.{name}" for name in ("recall", "sampled")},
+    "single_layer": "balancekv.single_layer",
+    **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
+    "prefix_replay": "prefix_caching.replay",
+    "prefix_engine": "prefix_caching.engine",
+    "agents": "prefix_caching.agents",
+    **{name: f"speed.{name}" for name in ("serving", "soak")},
+}
+BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
+
+HEAD = """\
+# Claims
+
+What the papers claim, and what we measured. Written by `python -m jaxkv.evals.lib.claims` from
+`evals/results/*.json`, which hold commit, machine, versions, command, data and spread; edit
+`evals/*/claims.py`, not this page. Our models are small: stories260K (260 thousand weights, trained
+on TinyStories with a context of 512), a Llama of 110 million random weights, which has the size of
+a real model and nothing to say, and those that were trained here, whose sizes stand beside them.
+`s+w` is a cache of s sinks and a window of w; a perplexity is followed by how much the loss
+exceeds that of 4 sinks in a cache of the same size, in nats per token, with two standard errors.
+Commands of records are given by the present names of their modules.
+"""
+
+
+COLUMNS = (
+    "| claim | paper | measured here | verdict | record |",
+    "| --- | --- | --- | --- | --- |",
+)
+SECTIONS = (  # heading, a word on it, claims
+    ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)", "", STREAMING),
+    ("### Training with sinks",
+     "Plain softmax (none), a zero sink, learned sink logits, one sink token or two; all else "
+     "alike. A difference under 0.02 nats a token counts as none.", TRAINING),
+    ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
+    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
+    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
+    ("## Hash-table prefix caching (Lin 2024)",
+     "The report's engine, model and block size are not known; its experiment is run again by its "
+     "protocol. Of our own records: the default model.", PREFIXES),
+)  # fmt: skip
+
+
+def table(
+    heading: str, word: str, claims: Sequence[Claim], records: dict[str, Any]
+) -> Iterable[str]:
+    """A section of the page."""
+    yield from (heading, "", *((word, "") if word else ()), *COLUMNS)
+    yield from (row(claim, records) for claim in claims)
+    yield ""
+
+
+def page(folder: Path = RESULTS) -> str:
+    """CLAIMS.md as the records have it now."""
+    found = [name for name in MODULES if (folder / f"{name}.json").exists()]
+    records = {name: read(name, folder) for name in found}
+    lines = [
+        HEAD,
+        *(line for section in SECTIONS for line in table(*section, records)),
+        "## Bars for correctness and speed",
+        "",
+        "Times are medians with the range over the rounds; the variants of a bar took turns in one "
+        "process.",
+        "",
+        "| bar | measured | asked | met | record |",
+        "| --- | --- | --- | --- | --- |",
+        *(line for name in records for line in bars(name, records[name])),
+        "",
+        "## Records",
+        "",
+        *(f"- {link(name)}: {made(name, record)}" for name, record in records.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def row(claim: Claim, records: dict[str, Any]) -> str:
+    if isinstance(claim.find, str):
+        found, where = ("", f"{OPEN}: needs {claim.find}"), ""
+    elif claim.record not in records:
+        command = f"`python -m jaxkv.evals.{MODULES[claim.record]}`"
+        found, where = ("", f"{OPEN}: needs a run"), BY_GPU.get(claim.record, command)
+    else:
+        found, where = claim.find(records[claim.record]["results"]), link(claim.record)
+    return f"| {claim.says} | {claim.paper} | {found[0]} | {found[1]} | {where} |"
+
+
+def bars(name: str, record: dict[str, Any]) -> list[str]:
+    """A line for everything that was asked of an experiment."""
+    lines = []
+    for bar in record["results"].get("bars", []):
+        value = bar["value"]
+        if isinstance(value, dict):
+            value = f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+        else:
+            value = f"{value:.3g}"
+        met = "yes" if bar["met"] else "**no**"
+        lines.append(f"| {bar['bar']} | {value} | {bar['ask']} | {met} | {link(name)} |")
+    return lines
+
+
+def made(name: str, record: dict[str, Any]) -> str:
+    """The command of a record, by the module's present name, and where and when it ran."""
+    arguments = "".join(f" {word}" for word in record["command"].split()[3:])
+    cpu, device = record["cpu"], record["device"]
+    changed = " with changes" if record["dirty"] else ""
+    on_cpu = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
+    return (
+        f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`; "
+        f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
+        + (on_cpu if device.startswith("cpu") else device)
+    )
+
+
+def link(name: str) -> str:
+    return f"[{name}](results/{name}.json)"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.lib.claims", description=__doc__)
+    ask.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
+    if ask.parse_args().check:
+        if PAGE.read_text("utf-8") != page():
+            raise SystemExit("CLAIMS.md is out of step; run python -m jaxkv.evals.lib.claims")
+        return
+    PAGE.write_text(page(), "utf-8")
+    print("wrote", PAGE.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Pictures drawn from evals/results/*.json, each beside its record, and figures in pages of text.
+
+`python -m jaxkv.evals.lib.figures` draws and fills in everything again; an experiment draws its own
+picture when it has run. A figure in a page stands between marks that say where it comes from, the
+record, the path in its results and the format:
+
+    <!--=latency recompute/most .1f-->22.2<!--/-->
+
+and a table between <!--table NAME--> and <!--/table-->, where evals/lib/policy_tables.py makes it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.evals import pictures
+from jaxkv.evals.lib.facts import VALUES
+from jaxkv.evals.lib.record import RESULTS, ROOT, read
+from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
+from jaxkv.evals.prefix_caching import plots
+
+PAGES = (
+    *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
+    ROOT / "evals" / "NEGATIVE.md",
+)
+LEGENDS = {
+    **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
+    **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
+    **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
+    "backcopy_curves": "center right",
+    **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
+    **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
+    "prefix_items": "lower left",
+    "agents": "lower right",
+}
+TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
+MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
+
+
+def main() -> None:
+    for name in dict.fromkeys(record for record, _ in FIGURES.values()):
+        if (RESULTS / f"{name}.json").exists():
+            print("drew", *draw(name))
+    for page in PAGES:
+        page.write_text(fill(page.read_text("utf-8")), "utf-8")
+
+
+def fill(text: str, folder: Path = RESULTS) -> str:
+    """The same text with the figure of every mark as its record has it now."""
+
+    def figure(mark: re.Match) -> str:
+        opening, name, path, form, closing = mark.groups()
+        return opening + format(look_up(read(name, folder)["results"], path), form) + closing
+
+    filled = MARK.sub(figure, text)
+    if not TABLE.search(filled):
+        return filled
+    from jaxkv.evals.lib.policy_tables import TABLES
+
+    return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], filled)
+
+
+def look_up(results: Any, path: str) -> Any:
+    """What stands at a path such as recompute/table/0/cache."""
+    step = lambda at, key: at[int(key)] if isinstance(at, list) else at[key]  # noqa: E731
+    return reduce(step, path.split("/"), results)
+
+
+def draw(name: str) -> list[str]:
+    """The pictures of one record."""
+    results = read(name)["results"]
+    drawn = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
+    for picture, fill_in in drawn.items():
+        figure, axes = pictures.begin(6.4, 3.2)
+        fill_in(axes, results)
+        where = LEGENDS.get(picture, "lower left")
+        legend = figure.legend if "outside" in where else axes.legend
+        legend(frameon=False, fontsize=8, loc=where)
+        (RESULTS / f"{picture}.png").write_bytes(pictures.finish(figure, caption_of(fill_in), 110))
+    return [f"{picture}.png" for picture in drawn]
+
+
+def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
+    """What a picture shows is what its function says of itself.
+
+    Raises ValueError where it says nothing.
+    """
+    if not fill_in.__doc__:
+        raise ValueError(f"{fill_in.__name__} must say in its docstring what it draws")
+    return " ".join(fill_in.__doc__.split())
+
+
+def endless(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of blocks of a long text: through one cache from position 0 on, through one across
+    position 2^32, and each block afresh."""
+    at = [block["tokens"] / 1e6 for block in results["endless"]]
+
+    def losses(stream: str) -> list[float]:
+        return [block["loss"] for block in results[stream]]
+
+    shown = (
+        ("fresh", "each block from position 0", {"color": COLOURS["full"], "lw": 4}),
+        ("endless", "one cache from position 0 on", {"color": COLOURS["streaming"], "lw": 1.5}),
+        ("wrapped", "across position 2^32", {"color": OTHERS[1], "lw": 1.5, "ls": ":"}),
+    )
+    for stream, label, style in shown:
+        axes.plot(at, losses(stream), label=label, **style)
+    axes.set(xlabel="million tokens through one cache", ylabel="loss by block")
+    axes.set_ylim(0, 1.1 * max(losses("fresh")))
+
+
+def latency(axes: Any, results: dict[str, Any]) -> None:
+    """Time of a token by the size of the cache, and how many times as long re-computation takes
+    (StreamingLLM, Figure 10)."""
+    table = results["recompute"]["table"]
+    caches = [row["cache"] for row in table]
+    for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
+        times = [row["milliseconds"][name]["median"] for row in table]
+        axes.plot(caches, times, "o-", color=COLOURS[name], label=label)
+    for row in table:
+        at = (row["cache"], row["milliseconds"]["recompute"]["median"])
+        axes.annotate(f"{row['times_faster']['median']:.0f}x", at, (0, 5), ha="center",
+                      fontsize=8, textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
+    axes.set_xticks(caches, caches, minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(axes.get_ylim()[0] / 4, axes.get_ylim()[1] * 2)
+
+
+def sink_tables(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of every variant while it was trained (StreamingLLM, Figure 6)."""
+    for variant in results["arms"].values():
+        steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
+        million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
+        sinks = variant["recipe"]["sinks"]
+        axes.plot([million * step for step in steps], losses, color=ARMS[sinks], label=sinks)
+    axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
+
+
+def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
+    """Medians over the seeds, and from the least to the most of them."""
+    mid = np.array([line["median"] for line in lines.values()])
+    ends = [[line[end] for line in lines.values()] for end in ("min", "max")]
+    axes.errorbar(at, mid, np.abs(ends - mid), capsize=2, **style)
+
+
+def backcopy(axes: Any, results: dict[str, Any]) -> None:
+    """What a cache loses that holds fewer of the first tokens; medians of seeds, least to most
+    (StreamingLLM, Table 3, in small)."""
+    for number, (variant, found) in enumerate(results["arms"].items()):
+        over = found["summary"]["loss_over_base"]
+        at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
+        draw_spreads(axes, at, over, fmt="o", color=ARMS[variant], label=variant)
+    axes.set_xticks(range(len(over)), over)
+    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
+
+
+def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
+    """Whether a sink grows: attention on the first token while each model was trained."""
+    runs = [
+        (variant, found["seeds"][0], ARMS[variant], "solid")
+        for variant, found in results["arms"].items()
+    ]
+    tries = zip(results["tries"].items(), OTHERS, strict=True)
+    runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
+    for label, found, colour, line in runs:
+        steps, _, attention = zip(*found["curve"], strict=True)
+        axes.plot(steps, attention, color=colour, linestyle=line, label=label)
+    axes.set(xlabel="steps of training", ylabel="attention on the first token", ylim=(0, None))
+
+
+def single_layer(axes: Any, results: dict[str, Any]) -> None:
+    """Error of attention to a compressed prompt; medians of seeds, least to most (BalanceKV,
+    Figure 3)."""
+    for name, found in results["summary"].items():
+        kept = [100 / 2 ** int(number) for number in found]
+        draw_spreads(axes, kept, found, label=name, **COMPRESSION[name])
+    axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)",
+             ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
+    axes.set_xticks(kept, [f"{share:g}" for share in kept])
+    axes.set_xticks([], minor=True)
+
+
+def sampled(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of each block of a long text over that of streaming at equal bytes."""
+    caches, block = results["worth"]["caches"], results["worth"]["block"]
+    base = np.array(caches["streaming"]["blocks"])
+    at = block / 1e6 * np.arange(1, len(base) + 1)
+    for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
+        axes.plot(at, np.array(found["blocks"]) / base, label=name, **style)
+    axes.set(xlabel="million tokens through one cache", ylabel="loss divided by streaming's")
+
+
+def recall(axes: Any, results: dict[str, Any]) -> None:
+    """Right answers by how far back a fact stands, mean over trained models. Dotted: the slots of a
+    cache; dashed: a guess."""
+    draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
+    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
+
+
+def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
+    """Right answers after a compressed prompt by how far back a fact stands, mean over trained
+    models. Dashed: a guess."""
+    names = [name for name in results["thinned"] if ", " not in name]
+    draw_recall(axes, results, ["full", "streaming", *names])
+
+
+def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
+    seeds = [found["within"] for found in results["seeds"].values()]
+    for name, style in zip(names, styles(names), strict=True):
+        right = [list(seed[name]["right"].values()) for seed in seeds]
+        distances = list(map(int, seeds[0][name]["right"]))
+        axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
+    axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
+             ylim=(0, None))  # fmt: skip
+    # A name is one of this many values, and a guess is right as often.
+    axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
+    beside = zip(distances, [*distances[1:], math.inf], strict=True)
+    axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
+    axes.set_xticks([], minor=True)
+
+
+def sparse(axes: Any, results: dict[str, Any]) -> None:
+    """Loss after a prompt over full attention's, two standard errors over stretches, by the share
+    of the keys between that is read."""
+    found = next(iter(results["perplexity"].values()))
+    by_share = list(found["shares"].values())
+    names = [name for name in by_share[0] if ", " not in name]
+    for name, style in zip(names, styles(names), strict=True):
+        lines = [share[name] for share in by_share]
+        at = [100 * line["share_read"]["mean"] for line in lines]
+        errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
+        losses = [line["over_full"]["mean"] for line in lines]
+        axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
+    draw_share_axis(axes, found["shares"], found["ends alone"]["over_full"]["mean"])
+    axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
+    axes.set(ylabel="loss over full attention (nats)")
+
+
+def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
+    """Right answers by the share of the keys between that is read: the mean over distances, and
+    from the least to the most of the trained models. Line: full attention."""
+    seeds = list(results["recall"]["seeds"].values())
+    right = lambda line: 100 * np.mean(list(line["right"].values()))  # noqa: E731
+    by_share = seeds[0]["shares"]
+    names = list(next(iter(by_share.values())))
+    for name, style in zip(names, styles(names), strict=True):
+        each = [[found["shares"][share][name] for share in by_share] for found in seeds]
+        at = np.mean([[100 * line["share_read"]["mean"] for line in row] for row in each], axis=0)
+        found = np.array([[right(line) for line in row] for row in each])
+        middle = found.mean(axis=0)
+        ends = np.abs([found.min(axis=0) - middle, found.max(axis=0) - middle])
+        axes.errorbar(at, middle, ends, marker="o", markersize=3, capsize=2, label=name, **style)
+    draw_share_axis(axes, by_share, np.mean([right(found["ends alone"]) for found in seeds]))
+    full = np.mean([right(found["full"]) for found in seeds])
+    axes.axhline(full, color=COLOURS["full"], linewidth=0.8)
+    axes.set(ylabel="right answers (%)", ylim=(0, None))
+
+
+def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
+    """Shares as requested, and what the ends of a cache are worth alone."""
+    axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
+    at = [100 * float(share) for share in shares]
+    axes.set(xscale="log", xlabel="of the keys between the ends, read (%)")
+    axes.set_xticks(at, [f"{share:g}" for share in at])
+    axes.set_xticks([], minor=True)
+
+
+def sampling(axes: Any, results: dict[str, Any]) -> None:
+    """Error of attention to a part of the keys, by how many were read, with two standard errors;
+    our own model."""
+    found = results["models"]["default"]["captured"]
+    for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
+        read = [100 * line["share"] for line in lines.values()]
+        draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
+    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+             ylabel="relative error of attention")  # fmt: skip
+    axes.set_xticks(
+        [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
+    )
+
+
+def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
+    """Top-k beside draws by weight, in our own model and with drawn logits of deviation σ
+    (MagicPIG, Figures 3 and 5)."""
+    for name in ("topk", "oracle"):
+        found = results["models"]["default"]["budgets"][name]
+        draw_intervals(axes, [100 * float(share) for share in found], found.values(),
+                       color=COLOURS[name], label=f"{name}, our model")  # fmt: skip
+    for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
+        for name in ("topk", "oracle"):
+            found = results["drawn"][sigma][name]
+            axes.plot([100 * float(share) for share in found],
+                      [each["error"]["median"] for each in found.values()],
+                      color=COLOURS[name], linestyle=line, linewidth=1,
+                      label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
+        tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
+        axes.plot([100 * each["share"] for each in tables],
+                  [each["error"]["median"] for each in tables], "o", linestyle=line, markersize=3,
+                  color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
+             ylabel="relative error of attention")  # fmt: skip
+
+
+def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
+    """Means, and two standard errors to both sides."""
+    errors = [line["error"] for line in lines]
+    two = [2 * error["standard_error"] for error in errors]
+    axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
+
+
+def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
+    """Every K and L by what is read and how far it is off, and those that none is better than; the
+    line is the target error."""
+    for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
+        at = [100 * point["share"] for point in found["points"]]
+        off = [point["error"]["mean"] for point in found["points"]]
+        axes.scatter(at, off, s=6, alpha=0.3, linewidth=0, color=colour)
+        for line, (kind, best) in zip(LINES, found["frontier"].items(), strict=False):
+            axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
+                      linestyle=line, label=f"{name}, {kind}")  # fmt: skip
+    axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+             ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
+
+
+FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
+    "endless": ("endless", endless),
+    "latency": ("latency", latency),
+    "sink_tables": ("sink_tables", sink_tables),
+    "sink_tables_160m": ("sink_tables_160m", sink_tables),
+    "backcopy": ("backcopy", backcopy),
+    "backcopy_curves": ("backcopy", backcopy_curves),
+    "single_layer": ("single_layer", single_layer),
+    "sampled": ("sampled", sampled),
+    "recall": ("recall", recall),
+    "recall_thinned": ("recall", recall_thinned),
+    "sampling": ("sampling", sampling),
+    "sampling_budgets": ("sampling", sampling_budgets),
+    "tune_lsh": ("tune_lsh", tune_lsh),
+    "sparse": ("sparse", sparse),
+    "sparse_recall": ("sparse", sparse_recall),
+    "prefix_report": ("prefix_replay", plots.report),
+    "prefix_snapshots": ("prefix_replay", plots.snapshots),
+    "prefix_items": ("prefix_engine", plots.items),
+    "agents": ("agents", plots.agents),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What XLA made of a program, from the text of its compiled module."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation."""
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        if begin := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = begin[1]
+            found[name] = []
+        elif name is not None:
+            found[name].append(line)
+    return found
+
+
+def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
+    """Lines in the bodies of loops, and in what they call, that copy this many elements.
+
+    Raises ValueError where there is no loop.
+    """
+    lines = computations(text)
+    todo = re.findall(r"\bbody=%?([\w.\-]+)", text)
+    if not todo:
+        raise ValueError("no loop in this program")
+    met: set[str] = set()
+    found = []
+    while todo:
+        name = todo.pop()
+        if name in met:
+            continue
+        met.add(name)
+        for line in lines[name]:
+            todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
+            for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):
+                todo += [one.strip().lstrip("%") for one in several.split(",")]
+            array = re.search(r"= \(?\w+\[([\d,]*)\].* (?:copy|copy-start|transpose)\(", line)
+            if array and math.prod(map(int, filter(None, array[1].split(",")))) in sizes:
+                found.append(line.strip())
+    return found

@@ -1,0 +1,129 @@
+"""Tables of docs/: the policies, what each predicted at equal budgets, and what each costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.memory import show
+from jaxkv.policies import POLICIES
+from jaxkv.state.memory import show
+
+# What to take a policy for, and what not.
+USE = {
+    "full": ("texts within the trained context; the reference for every other policy",
+             "longer texts: it fails beyond the context, and its memory grows"),
+    "window": ("models trained with a sliding window",
+               "models with attention sinks: they fail without their first tokens"),
+    "streaming": ("endless text, from any model: the first to try",
+                  "questions about evicted text"),
+    "h2o": ("texts within the trained context, in less memory",
+            "endless text: positions are absolute and outgrow the trained context"),
+    "reservoir": ("endless text where distant tokens may matter",
+                  "the next token alone: it costs a little loss, and time"),
+    "stratified": ("the same, with a sample spread evenly over the text", "as reservoir"),
+    "balance-stream": ("the same, with a sample that preserves attention", "as reservoir"),
+    "balance": ("a long prompt, compressed once, with a short answer",
+                "endless text; prompts of which only a few tokens matter"),
+    "uniform": ("the baseline of `balance`, and often as good", "as balance"),
+    "snapkv": ("a prompt that ends in its question",
+               "endless text; several questions to one prompt, compressed for the first"),
+    "pyramidkv": ("the same, with most of the budget in the first layers", "as snapkv"),
+    "magicpig": ("prompts of tens of thousands of tokens, to read fewer keys per token",
+                 "saving memory: it takes more than full; short prompts"),
+    "topk": ("an oracle baseline: the largest logits", "speed or memory: it reads every key"),
+    "topp": ("an oracle baseline: the keys that reach a mass", "as topk"),
+    "oracle": ("an oracle baseline: the best that sampling can do", "as topk"),
+    "quest": ("an oracle baseline for pages of keys", "as topk"),
+    "vattention": ("an oracle baseline with an error bound", "as topk"),
+}  # fmt: skip
+
+
+def policies() -> str:
+    """One section per policy, from its docstring and fields."""
+    sections = []
+    for name, policy in POLICIES.items():
+        when, not_when = USE[name]
+        about = inspect.getdoc(policy)
+        fields = ", ".join(
+            f"`{f.name}={str(f.default).lower() if f.default in (True, False) else f.default}`"
+            for f in dataclasses.fields(policy) if f.repr
+        )  # fmt: skip
+        sections.append(
+            f"### `{name}`\n\n{about}\n\n"
+            f"- **Take it for** {when}.\n- **Not for** {not_when}.\n- **Fields** {fields}.\n"
+            f"- **Bytes** of one sequence in one layer: {size(policy)}.\n"
+            f"- **Source** {linked(policy.source)}.\n"
+        )
+    return "\n" + "\n".join(sections) + "\n"
+
+
+def size(policy: type[Policy]) -> str:
+    """A policy's formula for its bytes, with t for a token of all KV heads and u for one of one."""
+    formula = " ".join(inspect.getdoc(policy.bytes_per_sequence).split())
+    formula = formula.replace("(2 * K * H * itemsize + 4)", "t")
+    return formula.replace("(2 * H * itemsize + 4)", "u").replace("*", "\\*")
+
+
+def table(*heads: str) -> list[str]:
+    """The first two lines of a table."""
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+
+
+def linked(source: str) -> str:
+    """A source with its paper's address."""
+    return re.sub(r"(.*?),? arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\2)", source)
+
+
+def predicted() -> str:
+    """The loss of the next token."""
+    lines = table(
+        "policy", "KV budget (tokens)", "after a prompt: loss minus full's",
+        "endless text: loss minus streaming's",
+    )  # fmt: skip
+    for name, row in rows().items():
+        first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
+        grows = f"{first:.0f}" if round(first) == round(last) else f"{first:.0f} to {last:.0f}"
+        after_prompt = "0" if name == "full" else over(row["behind_a_prompt"])
+        endless = "0" if name == "streaming" else over(row.get("without_end"))
+        lines.append(f"| `{name}` | {grows} | {after_prompt} | {endless} |")
+    return "\n".join(lines) + "\n"
+
+
+def over(found: dict[str, Any] | None) -> str:
+    """A difference with two standard errors."""
+    if found is None:
+        return "needs a prompt"
+    return f"{found['mean']:+.3f} ± {found['two_errors']['stretches']:.3f}"
+
+
+def cost() -> str:
+    """What a token costs after a long prompt."""
+    lines = table(
+        "policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
+        "time per token over full's",
+    )  # fmt: skip
+    for name, row in rows().items():
+        of = row["long"]
+        tokens = ranged(of["tokens"], "mean", ",.0f")
+        reading, then = show(of["reading_bytes"]), show(of["state_bytes"])
+        time = "1" if name == "full" else ranged(of["times_as_long"], "median", ".2f")
+        lines.append(f"| `{name}` | {tokens} | {reading} | {then} | {time} |")
+    return "\n".join(lines) + "\n"
+
+
+def ranged(found: dict[str, float], middle: str, form: str) -> str:
+    """A number with its minimum and maximum, where they differ."""
+    at, least, most = (format(found[name], form) for name in (middle, "min", "max"))
+    return at if least == most else f"{at} ({least} to {most})"
+
+
+def rows() -> dict[str, Any]:
+    """The measurements of each policy."""
+    return read("side_by_side", RESULTS)["results"]["rows"]
+
+
+TABLES = {"policies": policies, "predicted": predicted, "cost": cost}

@@ -1,0 +1,87 @@
+"""Records: measurements and what it takes to repeat them, as evals/results/NAME.json.
+
+A run opens its record before it measures, so that commit, date and load are those of the start. It
+saves the record whole at the end or not at all. No path of one machine gets into a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import files
+from jaxkv.models.run_metadata import ROOT, load, run_metadata
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "evals" / "results"
+TRIALS = ROOT / "out" / "evals"  # quick runs: for trying things out, never for a claim
+CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+
+
+class Record:
+    """One run of one experiment; `save` writes it."""
+
+    def __init__(
+        self, name: str, data: Iterable[Path] = (), seeds: Sequence[int] = (), quick: bool = False
+    ):
+        self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
+        there = next(folder for folder in self.file.parents if folder.exists())
+        if not os.access(there, os.W_OK):  # now, not after hours
+            raise SystemExit(f"records go to {self.file.parent}: {there} cannot be written")
+        self.about = run_metadata(name, data, seeds)
+        if not (self.about["commit"] or quick):
+            raise SystemExit(
+                "a record names the commit of its code: run this in a git checkout, or say it in "
+                "JAXKV_COMMIT"
+            )
+
+    def save(self, results: dict[str, Any]) -> Path:
+        """Write the record in one move; a reader sees the old file or the new one."""
+        self.about["cpu"]["load_at_end"] = load()
+        text = json.dumps(self.about | {"results": plain(results)}, indent=1, allow_nan=False)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        files.write({self.file: (text + "\n").encode()})
+        return self.file
+
+
+def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """The record of an experiment."""
+    return json.loads((folder / f"{name}.json").read_text("utf-8"))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """A measured number: the median of its repeats, and how far they lay apart."""
+    return {
+        "median": float(np.median(values)),
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+        "n": len(values),
+    }
+
+
+def plain(value: Any) -> Any:
+    """The same in plain numbers of 7 digits, which is more than a measurement is good for."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.7g}")
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory now; 0 where nobody can tell."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,100 @@
+"""Times that can be compared: the variants take turns in one process, round after round."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.evals.lib.record import spread
+from jaxkv.models import Llm, Sampling, Stream
+from jaxkv.models.decoding import BLOCK
+
+Variant = Callable[[], float]  # does the work once and returns the seconds it took
+
+
+def rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
+    """Seconds of every variant in every round, after one round that does not count.
+
+    Every other round goes backwards, so that no variant always follows the same one.
+    """
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    begun = perf_counter()
+    for number in range(count + 1):
+        for name in names if number % 2 else reversed(names):
+            taken = variants[name]()
+            if number:
+                seconds[name].append(taken)
+        if sys.stderr.isatty():
+            left = (perf_counter() - begun) / (number + 1) * (count - number)
+            print(f"\r{title}: round {number} of {count}, {left:.0f} s left ", end="",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    print(f"{title}: {perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    return seconds
+
+
+def timed(work: Callable[[], object]) -> Variant:
+    """A variant from work that has ended when it returns."""
+
+    def run() -> float:
+        begun = perf_counter()
+        work()
+        return perf_counter() - begun
+
+    return run
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Of two variants, round by round: what disturbs one round disturbs both."""
+    return spread(np.asarray(over) / np.asarray(under))
+
+
+def rate(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
+    """Tokens a second."""
+    return spread(tokens / np.asarray(seconds))
+
+
+def faster(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
+    """Of the variants with a name prefix, the one with the lowest median: the fastest baseline."""
+    return min((n for n in seconds if n.startswith(kinds)), key=lambda n: np.median(seconds[n]))
+
+
+def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> dict[str, object]:
+    """A measured number against its bar; the median decides."""
+    middle = value["median"] if isinstance(value, dict) else value
+    met = middle >= ask if sense == ">=" else middle <= ask
+    return {"bar": name, "value": value, "ask": f"{sense} {ask:g}", "met": bool(met)}
+
+
+def decoding(stream: Stream, tokens: int) -> Variant:
+    """Writes this many tokens a row, every time from the state that the stream is in now."""
+    lengths = stream.lengths
+    stream.reserve(tokens)  # which takes time of its own
+    start = jax.tree.map(jnp.copy, stream.decoding)
+
+    def run() -> float:
+        stream.lengths = lengths  # or a policy that grows would make room in every round
+        stream.decoding = jax.block_until_ready(jax.tree.map(jnp.copy, start))
+        begun = perf_counter()
+        write(stream, tokens)
+        return perf_counter() - begun
+
+    return run
+
+
+def write(stream: Stream, tokens: int) -> None:
+    """That many greedy tokens a row, past any end of text."""
+    for _ in range(math.ceil(tokens / BLOCK)):
+        stream.decode(Sampling(), min(BLOCK, tokens), ())
+        tokens -= BLOCK
+
+
+def prompt(llm: Llm, tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens, none of the first few ids, which are special in most vocabularies."""
+    return np.random.default_rng(seed).integers(3, llm.config.vocab, tokens).tolist()

@@ -1,0 +1,1 @@
+"""MagicPIG (Chen et al. 2024) and other sparse attention."""

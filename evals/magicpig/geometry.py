@@ -1,0 +1,98 @@
+"""Where keys, queries and values of a layer lie (MagicPIG, Figures 2, 4, 9 to 11).
+
+Keys are rotated to their positions, as a cache has them; the first of a stretch is the sink.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Spec
+from jaxkv.evals.magicpig.heads import Layer, ask, attend, errors, exactly, interval, turned
+from jaxkv.policies import TopK
+from jaxkv.policies.sparse_attention import base as sparse_attention
+
+FIFTH = 0.2  # of the keys, in Figures 2 and 4
+
+
+def geometry(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
+    """Of one layer: each number the mean over its kv heads, cosines also at their least."""
+    q, k = (np.asarray(a, np.float64) for a in turned(spec, layer))
+    sink, mean = k[:, :, 0], k.mean(axis=2)  # [B,K,H]
+    last = q[:, -1].reshape(*sink.shape[:2], -1, q.shape[-1])  # [B,K,G,H]
+    return {
+        "sink key with mean key": _told(_cosine(sink, mean)),
+        "sink keys of two stretches": _told(_across(sink)),
+        "mean keys of two stretches": _told(_across(mean)),
+        "query with sink key": _told(_cosine(last, sink[:, :, None])),
+        "query with mean key": _told(_cosine(last, mean[:, :, None])),
+        "value of the sink over others": _value_norms(layer),
+        "deviations": _deviations(spec, layer, title),
+    }
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a * b).sum(axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+
+
+def _across(x: np.ndarray) -> np.ndarray:
+    """Of [B,K,H] the cosines of every two stretches."""
+    one, other = np.triu_indices(len(x), 1)
+    return _cosine(x[one], x[other])
+
+
+def _told(values: np.ndarray) -> dict[str, float]:
+    return {"mean": values.mean(), "min": values.min(), "max": values.max()}
+
+
+def _value_norms(layer: Layer) -> dict[str, float]:
+    norms = np.linalg.norm(np.asarray(layer.v, np.float64), axis=-1)  # [B,T,K]
+    return _told(norms[:, 0] / norms[:, 1:].mean(axis=1))
+
+
+def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
+    """Over the keys of one query, in the mean over queries: of log|v - o| and of the logits, both
+    of which stand in the exponent of the best chance to draw a key by."""
+    scores = ask(spec, layer, 0, 0)
+    rows, kv_heads, group, queries, _ = scores.logits.shape
+    out = np.asarray(exactly(spec, layer, title), np.float64)
+    out = out.reshape(rows, queries, kv_heads, group, -1)
+    v = np.asarray(layer.v, np.float64)
+    # |v - o|^2 by its parts: the differences themselves would be H times as large.
+    product = np.einsum("btkh,bqkgh->bkgqt", v, out, optimize=True)
+    norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
+    own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
+    distance = 0.5 * np.log(np.maximum(norms - 2 * product + own, 1e-12))
+    seen = np.broadcast_to(np.asarray(scores.between), distance.shape)
+    return {
+        name: float(np.std(what, axis=-1, where=seen).mean())
+        for name, what in (("log |v - o|", distance), ("logits", np.asarray(scores.logits)))
+    }
+
+
+def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
+    """The weight of the fifth of the keys that have the most, of all keys and without the ends;
+    and the error of attention to that fifth alone."""
+    found = {}
+    for name, chosen in (("all", TopK(FIFTH, sinks=0, window=1)), ("between", TopK(FIFTH))):
+        weight, out = _top(chosen, spec, layer)
+        found[name] = {
+            "weight": interval(np.asarray(weight, np.float64)),
+            "error": interval(errors(out, exactly(spec, layer, title))),
+        }
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+    """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
+    scores = ask(spec, layer, chosen.sinks, chosen.window)
+    bias = chosen.choose(scores)
+    top = met.log_sum(scores.logits, scores.between & (bias == 0))
+    weight = jnp.exp(top - met.log_sum(scores.logits, scores.between))
+    return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(scores, bias, layer.v).out

@@ -1,0 +1,176 @@
+"""Captured layers: queries, keys and values of a model, and the output of policies on them.
+
+The last tokens of every stretch of text are the queries. A query attends exactly to both ends, and
+to a selection of the keys between. MagicPIG takes the tokens before the queries as its prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.attention import blend, scores
+from jaxkv.cache import per_head
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.evals.balancekv.single_layer import QUERIES, capture
+from jaxkv.met import Asked
+from jaxkv.models.llm import Llm
+from jaxkv.policies import MagicPIG, TopK
+from jaxkv.policies.magicpig import index
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.sparse_attention.base import Candidates
+
+Item = TypeVar("Item")
+TOLD = 10  # seconds between two words about progress
+
+
+class Layer(NamedTuple):
+    """q [B,T,N,H], k, v [B,T,K,H] of B stretches, as they came to the cache of one layer."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+class Estimate(NamedTuple):
+    """out [B,Q,N,H] of Q queries. share [B]: of the keys between, how many were read."""
+
+    out: jax.Array
+    share: jax.Array
+
+
+def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
+    """Every layer as it was while the model read each of these stretches by itself."""
+    length = len(ids) // stretches
+    cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
+    seen = [capture(llm, cut) for cut in progress(cuts, "reading stretches")]
+    stack = lambda *found: jnp.asarray(np.stack(found), jnp.float32)  # noqa: E731
+    return [Layer(*map(stack, *found)) for found in zip(*seen, strict=True)]
+
+
+def turned(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+    """The queries that ask [B,Q,N,H], and all keys [B,K,T,H], both rotated to their positions."""
+    at = places(layer)
+    q = spec.encoding.rotate(layer.q[:, -QUERIES:], at[:, -QUERIES:])
+    return q, spec.encoding.rotate(layer.k, at).transpose(0, 2, 1, 3)
+
+
+def places(layer: Layer) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.uint32), layer.k.shape[:2])
+
+
+def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0) -> Candidates:
+    """The last queries; without sinks and window every key is between, their own too."""
+    q, k = turned(spec, layer)
+    at = places(layer)
+    own, slot = at[:, -QUERIES:, None], at[:, None]
+    logits = scores(q, k, spec.scale, spec.softcap)
+    penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
+    there = (slot <= own)[:, None, None]
+    ends = ((slot < sinks) | (slot + np.uint32(window) > own))[:, None, None]
+    rng = per_head.seeds(jax.random.key(seed), spec, len(q))
+    logits = logits if penalty is None else logits + penalty
+    return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, rng)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Estimate:
+    """What the last queries get by MagicPIG, or by a policy that chooses as jaxkv.met has it."""
+    if isinstance(chosen, MagicPIG):
+        return _sampled(chosen, spec, layer, seed)
+    queries = ask(spec, layer, chosen.sinks, chosen.window, seed)
+    return attend(queries, chosen.choose(queries), layer.v)
+
+
+def attend(queries: Asked, weights: jax.Array, v: jax.Array) -> Estimate:
+    """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
+    bias = jnp.where(queries.exact, np.float32(0), weights)
+    read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
+    heads = weights.shape[1] * weights.shape[2]
+    share = read.astype(jnp.float32) / _count(queries.between, heads)
+    return Estimate(blend(queries.logits + bias, v.transpose(0, 2, 1, 3)).out, share)
+
+
+def _count(between: jax.Array, heads: int) -> jax.Array:
+    return np.float32(heads) * jnp.sum(between, axis=(1, 2, 3, 4)).astype(jnp.float32)
+
+
+def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Estimate:
+    rows, length, heads = layer.q.shape[:3]
+    at, there = places(layer), jnp.ones((rows, length), bool)
+    first, last = slice(length - QUERIES), slice(length - QUERIES, None)
+    prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, there))) for cut in (first, last))
+    state = chosen.init(spec, rows, jax.random.key(seed))
+    _, state = chosen.update(spec, chosen.reserve(spec, state, length), prompt)
+    state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
+    state = index.append(spec, state, after, chosen.settings)
+    q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
+    out = chosen.attend(spec, state, q, numbers, after.positions).out
+    each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
+    attended = jax.lax.map(
+        lambda one: hashed.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
+    )
+    read = jnp.sum(attended, axis=(0, 2)).astype(jnp.float32)
+    between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)
+    return Estimate(out, read / (heads * jnp.sum(between, axis=1)).astype(jnp.float32))
+
+
+@partial(jax.jit, static_argnums=0)
+def centred(spec: Spec, layer: Layer, sinks: int, window: int) -> tuple[jax.Array, jax.Array]:
+    """Keys [B,K,T,H] less the mean of those of the prompt between its ends, as MagicPIG hashes
+    them; and the cosines [B,K,G,Q,T] of queries with them."""
+    q, k = turned(spec, layer)
+    slot = jnp.arange(k.shape[2])
+    prompt = (slot >= sinks) & (slot < k.shape[2] - QUERIES - window)
+    share = prompt.astype(jnp.float32) / jnp.maximum(1, jnp.sum(prompt)).astype(jnp.float32)
+    mean = jnp.einsum("t,bkth->bkh", share, k, precision="highest")
+    k = k - mean[:, :, None]
+    unit = lambda a: a / jnp.maximum(jnp.linalg.norm(a, axis=-1, keepdims=True), 1e-30)  # noqa: E731
+    return k, scores(unit(q), unit(k), 1.0)
+
+
+def errors_by_head(found: jax.Array, exact: jax.Array) -> np.ndarray:
+    """|found - exact| / |exact| of each stretch and query head [B,N]."""
+    norm = lambda a: np.sqrt((np.asarray(a, np.float64) ** 2).sum(axis=(1, 3)))  # noqa: E731
+    return norm(found - exact) / norm(exact)
+
+
+def errors(found: jax.Array, exact: jax.Array) -> np.ndarray:
+    """The same in the mean over query heads [B]."""
+    return errors_by_head(found, exact).mean(axis=1)
+
+
+def interval(values: np.ndarray) -> dict[str, float]:
+    """The mean over [...,B], and its standard error over the B stretches, which alone are drawn
+    independently: layers and seeds of one stretch are not."""
+    each = values.reshape(-1, values.shape[-1]).mean(axis=0)
+    return {"mean": each.mean(), "standard_error": each.std(ddof=1) / len(each) ** 0.5}
+
+
+def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
+    """The same items; on stderr how many are done, how fast, and how long the rest may take."""
+    items = items if isinstance(items, Sized) else list(items)
+    begun = reported = time.perf_counter()
+    for number, item in enumerate(items, 1):
+        yield item
+        now = time.perf_counter()
+        if number == len(items) or now - reported > TOLD:
+            reported, rate = now, number / (now - begun)
+            left = (len(items) - number) / rate
+            print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {left:.0f} s left",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+
+def exactly(spec: Spec, layer: Layer, title: str) -> jax.Array:
+    """Full attention of the last queries [B,Q,N,H]. Raises SystemExit where it is not finite."""
+    exact = estimate(TopK(share=1.0), spec, layer).out
+    if not np.isfinite(np.asarray(exact)).all():
+        raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
+    return exact

@@ -1,0 +1,224 @@
+"""Time of MagicPIG's attention by tables, beside the best dense form.
+
+One KV head with four query heads, d = 128, K = 10, L = 150, float32. Keys have random directions in
+a subspace of 88 dimensions, which gives the shares of Table 8, and a common offset. All variants
+alternate in one process; a round decodes some tokens, each with queries of its own. The bytes that
+a token reads are counted beside the time: the sampled keys and values, the blocks of the buckets,
+the counts, the planes, the unindexed tail, the first and the newest tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Chunk, Spec
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.hashed import Hashed
+from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig import hash_tables, lsh
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.magicpig.index import IndexState
+from jaxkv.rotary import NoPosition
+
+GROUP, DIM, DIMS = 4, 128, 88
+TURN = 32  # tokens
+POLICY = MagicPIG(K=10, L=150, sinks=4, window=64)
+FASTER = {131_072: 3.0, 32_768: 2.0}  # at least this many times
+READ = 0.12  # of the bytes of dense attention, at most
+SPEC = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
+
+
+class Form(NamedTuple):
+    """One way to attend with q [1,G,H], and the arrays that it reads."""
+
+    attend: Callable[..., jax.Array]
+    given: tuple[Any, ...]
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.magicpig.lookup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
+    ask.add_argument("--rounds", type=int, default=31, help="of each time")
+    ask.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")
+    given = ask.parse_args()
+    if min(given.tokens) < 256 or given.rounds < 1:
+        ask.error("--tokens must be at least 256 and --rounds 1, got "
+                  f"{min(given.tokens)} and {given.rounds}")  # fmt: skip
+    sizes = [4096] if given.quick else given.tokens
+    record = Record("lookup", seeds=[0], quick=given.quick)
+    results: dict[str, Any] = {
+        "policy": {"K": POLICY.K, "L": POLICY.L, "budget": POLICY.budget}, "group": GROUP,
+        "head_dim": DIM, "sizes": {}, "bars": [],
+    }  # fmt: skip
+    for tokens in sizes:
+        found = results["sizes"][tokens] = measure(tokens, given.rounds)
+        if tokens in FASTER:
+            results["bars"] += [
+                bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
+                    found["times_faster"], ">=", FASTER[tokens]),
+                bar(f"bytes a token reads over dense, {tokens:,} tokens", found["share_read"],
+                    "<=", READ),
+            ]  # fmt: skip
+    for line in results["bars"]:
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
+    print("wrote", record.save(results))
+
+
+def measure(tokens: int, count: int) -> dict[str, Any]:
+    """Times and bytes of one size."""
+    prompt, queries = draw(tokens)
+    unsealed = absorb(POLICY.reserve(SPEC, begin(), tokens), prompt)
+    seal = jax.jit(POLICY.finish_prefill, static_argnums=0)
+    state = seal(SPEC, unsealed)
+    forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
+             **dense_forms(prompt)}  # fmt: skip
+    turns = {name: jax.jit(partial(turn, form.attend)) for name, form in forms.items()}
+    outs = {name: np.asarray(turns[name](queries, *form.given)) for name, form in forms.items()}
+    wanted = outs["dense, keys as rows"]
+    for name in forms.keys() - {"tables"}:
+        np.testing.assert_allclose(outs[name], wanted, atol=1e-4, err_msg=name)
+    work = {
+        name: partial(lambda name, form: turns[name](queries, *form.given).block_until_ready(),
+                      name, form)
+        for name, form in forms.items()
+    }  # fmt: skip
+    seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
+    seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
+    best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
+    room = state.dense.positions.shape[1] - POLICY.sinks - POLICY.window
+    filled = absorb(state, draw(room)[0])
+    making = rounds(
+        {
+            "seal": timed(lambda: jax.block_until_ready(seal(SPEC, unsealed))),
+            "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
+        }, 3, "making tables",
+    )  # fmt: skip
+    again = POLICY.reserve(SPEC, filled, room + 1)
+    hashed_keys = [int(one.indexed.count[0]) for one in (state, again)]
+    found = [
+        magicpig.find(state, POLICY.settings, POLICY.budget, q, *where(tokens)) for q in queries
+    ]
+    each = [bytes_read(state, *one) for one in zip(queries, found, strict=True)]
+    read = {part: float(np.mean([one[part] for one in each])) for part in each[0]}
+    whole = 2 * 4 * tokens * DIM
+    return {
+        "milliseconds": {name: spread(1e3 * took) for name, took in seconds.items()},
+        "best_dense": best,
+        "times_faster": ratio(seconds[best], seconds["tables"]),
+        "error": float(np.linalg.norm(outs["tables"] - wanted) / np.linalg.norm(wanted)),
+        "share_met": float(np.mean([one.total for one in found])) / tokens,
+        "bytes_read": read,
+        "dense_bytes": whole,
+        "share_read": sum(read.values()) / whole,
+        "table_bytes": sum(leaf.nbytes for leaf in state.tables),
+        "cache_bytes": 2 * 4 * tokens * DIM,
+        "keys_in_tables": hashed_keys,
+        "seconds_to_make_tables": spread(making["seal"]),
+        "seconds_to_make_them_anew": spread(making["again"]),
+    }  # fmt: skip
+
+
+def draw(tokens: int) -> tuple[Chunk, jax.Array]:
+    """A prompt of random keys, and a query of each head of the tokens of a turn [TURN,1,G,H]."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(DIM, DIMS)))[0].T
+    offset = 6 * rng.normal(size=DIM) / DIM**0.5
+    k = rng.normal(size=(1, tokens, 1, DIMS)) @ basis + offset
+    v = rng.normal(size=(1, tokens, 1, DIM)) + 1
+    q = rng.normal(size=(TURN, 1, GROUP, DIMS)) @ basis
+    k, v, q = (jnp.asarray(a, jnp.float32) for a in (k, v, q))
+    none = jnp.zeros((1, tokens, GROUP, DIM), jnp.float32)
+    positions = jnp.arange(tokens, dtype=jnp.uint32)[None]
+    return Chunk(none, k, v, positions, jnp.ones((1, tokens), bool)), q
+
+
+@jax.jit
+def absorb(state: IndexState, tokens: Chunk) -> IndexState:
+    """The state with these tokens, whose own attention is not computed."""
+    return POLICY.update(SPEC, state, tokens)[1]
+
+
+def begin() -> IndexState:
+    return POLICY.init(SPEC, 1, jax.random.key(0))
+
+
+def where(tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The number and position of the token that asks."""
+    return jnp.full((1,), tokens, jnp.int32), jnp.full((1,), tokens, jnp.uint32)
+
+
+def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
+    """What the policy does for a token, but for writing it into the cache."""
+    number, position = where(tokens)
+    return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
+
+
+def turn(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
+    """Tokens one after another in one program, as they are decoded."""
+    return jax.lax.map(lambda q: form(q, *given), queries)
+
+
+def dense_forms(prompt: Chunk) -> dict[str, Form]:
+    """Attention of q [1,G,H] to all keys, in the forms that a CPU may be fast at."""
+    k, v = prompt.k[0, :, 0], prompt.v[0, :, 0]
+    turned = jax.block_until_ready(jnp.array(k.T, copy=True))
+    high = jax.lax.Precision.HIGHEST
+    dot = lambda a, b: jnp.dot(a, b, precision=high)  # noqa: E731
+    scale = np.float32(SPEC.scale)
+
+    def blend(logits: jax.Array, v: jax.Array) -> jax.Array:
+        return dot(jax.nn.softmax(logits * scale, axis=-1), v)
+
+    forms = {
+        "dense, keys as rows": (k, lambda q, k, v: blend(dot(q, k.T), v)),
+        "dense, keys as columns": (turned, lambda q, k, v: blend(dot(q, k), v)),
+        "dense, keys first": (k, lambda q, k, v: blend(dot(k, q.T).T, v)),
+        "dense, values first": (k, lambda q, k, v: dot(
+            v.T, jax.nn.softmax(dot(k, q.T) * scale, axis=0)).T),
+        "dense, heads apart": (k, lambda q, k, v: jax.lax.map(
+            lambda one: blend(dot(one[None], k.T), v)[0], q)),
+    }  # fmt: skip
+    return {
+        name: Form(lambda q, k, v, form=form: form(q[0], k, v)[None], (keys, v))
+        for name, (keys, form) in forms.items()
+    }
+
+
+def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
+    """Of a token: of all query heads together, but for the planes."""
+    codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
+    first = np.asarray(state.tables.first)[0, 0]
+    attended = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
+           for code in np.asarray(codes)]  # fmt: skip
+    entries = state.tables.entries
+    block = entries.shape[4] * entries.dtype.itemsize
+    places = state.indexed.positions.shape[1] + state.tail_codes.shape[3]
+    rows = int(np.sum(found.count))
+    # The first token that waits is compared with a whole piece of codes.
+    waiting = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
+    waiting = -(-waiting // hash_tables.COMPARED) * hash_tables.COMPARED
+    return {
+        "rows": rows * (2 * 4 * DIM + 4),  # and their norms
+        "buckets": int(np.sum(attended)) * block + GROUP * POLICY.L * 8,
+        "tallies": GROUP * places * 9 // 4,  # a byte and a bit of each, written and read
+        "planes": state.planes.nbytes,
+        "zone": GROUP * POLICY.L * waiting * state.tail_codes.dtype.itemsize,
+        "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""MagicPIG's published tables that follow from a formula: 7 and 8, and the zoo of appendix G."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
+
+WITHIN_7, WITHIN_8 = 0.01, 0.2  # of the published figures
+ROUNDED_8 = 0.0005  # or half of its last digit
+DIMS = 88  # of isotropic keys whose shares are those of Table 8
+
+
+class Sizes(NamedTuple):
+    """What Table 7 needs of a model: heads, widths, and the number of its layers."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    mlp: int
+
+
+MODELS = {
+    "Llama-3.1-8B-Instruct": Sizes(32, 32, 8, 128, 4096, 14336),
+    "Llama-3.1-70B-Instruct": Sizes(80, 64, 8, 128, 8192, 28672),
+    "Code-Llama-13b-16K": Sizes(40, 40, 40, 128, 5120, 13824),
+    "Code-Llama-34b-16K": Sizes(48, 64, 8, 128, 8192, 22016),
+}
+# Model, K, L, thousands of tokens: KB of projectors, GiB of tables, % of computation, as printed.
+TABLE_7 = {
+    ("Llama-3.1-8B-Instruct", 10, 150, 96): (384, 14, 3.8),
+    ("Llama-3.1-8B-Instruct", 11, 300, 96): (825, 28, 8.5),
+    ("Llama-3.1-8B-Instruct", 10, 150, 64): (384, 4.7, 3.8),
+    ("Llama-3.1-70B-Instruct", 10, 150, 64): (384, 11.8, 1.8),
+    ("Code-Llama-13b-16K", 10, 150, 16): (384, 7.3, 5.2),
+    ("Code-Llama-34b-16K", 10, 150, 16): (384, 1.8, 2.2),
+}
+TABLES = (75, 100, 120, 150, 200, 300)  # L of Table 8
+TABLE_8 = {  # by K, the shares that were measured, in %
+    7: (14, 21, 27, 35, 48, 66),
+    8: (5, 8, 11, 15, 22, 36),
+    9: (1.6, 2.7, 4, 5.4, 8.5, 15.4),
+    10: (0.5, 0.9, 1.5, 2, 3, 6),
+    11: (0.15, 0.3, 0.5, 0.6, 1, 2),
+}
+
+
+def table_7(model: str, bits: int, tables: int, thousand: int) -> dict[str, float]:
+    """Bytes of projectors, of tables in all layers, and the computation of hashing queries and new
+    keys over that of the weights but the attention's last."""
+    m = MODELS[model]
+    entry = 4 if thousand > 64 else 2
+    hashing = (m.heads + m.kv_heads) * m.head_dim * bits * tables
+    weights = m.width * (m.heads + 2 * m.kv_heads) * m.head_dim + 3 * m.width * m.mlp
+    return {
+        "projector_bytes": m.head_dim * bits * tables * 2,
+        "table_gib": m.layers * m.kv_heads * tables * thousand * 1024 * entry / 2**30,
+        "computation": hashing / weights,
+    }
+
+
+def table_8() -> list[dict[str, float]]:
+    """Of each K and L the published figures, equation 21's share, and that of isotropic keys."""
+    return [
+        {
+            "K": bits, "L": tables, "printed": share / 100,
+            "equation 21": orthogonal(bits, tables), "isotropic": isotropic(bits, tables, DIMS),
+        }
+        for bits, shares in TABLE_8.items()
+        for tables, share in zip(TABLES, shares, strict=True)
+    ]  # fmt: skip
+
+
+def zoo(seed: int = 0, trials: int = 100_000) -> dict[str, Any]:
+    """Appendix G: a hundred animals, of which ten elephants eat 50 pounds a day, ten pigs 20, ten
+    tigers 10, and seventy others, each of its own kind, 1."""
+    pounds = np.repeat([50.0, 20.0, 10.0, 1.0], [10, 10, 10, 70])
+    draws = np.random.default_rng(seed).choice(pounds, (trials, 20))
+    found: dict[str, Any] = {"mean": pounds.mean(), "deviation": pounds.std(), "budgets": {}}
+    for budget in (10, 20):
+        animals = 30 + budget - 3  # a kind counts once, and the animals of three kinds are ten
+        found["budgets"][budget] = {
+            "top_k": pounds[:animals].mean(),
+            "animals_of_top_k": animals,
+            "deviation_of_sample": pounds.std() / budget**0.5,
+            "mean_of_samples": draws[:, :budget].mean(),
+            "deviation_of_samples": draws[:, :budget].mean(axis=1).std(),
+        }
+    return found

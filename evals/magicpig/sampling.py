@@ -1,0 +1,264 @@
+"""MagicPIG's premises at small scale: the error of attention to a share of the keys, by selection
+(arXiv 2410.16179, Figures 2 to 5 and 8a, Tables 7 and 8, appendices B, D and G).
+
+Models read stretches of text within their trained context; the last tokens of each are the queries.
+`captured`: both ends are exact, and a share of the keys between is selected by the methods of
+evals/magicpig/matched_budgets.py. K and L of a layer are chosen so that the mean inclusion
+probability of its keys is that share. The share that was read is measured: Quest takes whole pages,
+and oracle draws may select a key more than once. `budgets`: all keys but the query's own may be
+selected, and each oracle draw counts. `drawn`: synthetic attention over 16,384 keys
+(evals/magicpig/synthetic.py), also with tables as published. Errors are divided by the norm of
+exact attention and averaged over query heads; intervals are over the stretches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
+from jaxkv.evals.balancekv.single_layer import QUERIES
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
+from jaxkv.evals.magicpig.geometry import geometry, long_tail
+from jaxkv.evals.magicpig.heads import (
+    Layer,
+    errors,
+    estimate,
+    exactly,
+    interval,
+    layers_of,
+    progress,
+)
+from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
+from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
+from jaxkv.lsh import Hashing
+from jaxkv.models.llm import Llm
+from jaxkv.policies import Oracle, TopK
+from jaxkv.policies.magicpig import lsh
+from jaxkv.policies.magicpig.lsh import Hashing
+
+SHARES = (0.02, 0.05, 0.1, 0.2)
+BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.75, 0.9)
+SIGMAS = (1.0, 1.5, 2.0)
+DRAWINGS = 20  # of drawn attention
+SINKS, WINDOW = 4, 64
+UNCENTRED = "magicpig, uncentred"
+COUNTED = ((8, 75), (9, 120), (10, 150))  # K and L of shares that are counted, not computed
+KEYS, ASKING = 20_000, 64  # of them
+
+
+def main() -> None:
+    ask = arguments("jaxkv.evals.magicpig.sampling", __doc__, "one beside ours; may be given again")
+    given = smaller(ask.parse_args())
+    read = [tokens_for(ask, given, model) for model in (None, *(given.model or []))]
+    seeds = list(range(given.seeds))
+    data = [file for llm, _, files in read for file in (llm.folder / "model.safetensors", *files)]
+    record = Record("sampling", dict.fromkeys(data), seeds, quick=given.quick)
+    results: dict[str, Any] = {
+        "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
+        "tables": tables(seeds),
+        "drawn": {
+            f"{sigma:g}": synthetic.by_budget(sigma, given.budgets, range(given.drawings))
+            for sigma in SIGMAS
+        },
+        "models": {},
+    }  # fmt: skip
+    for llm, ids, _ in read:
+        every, name = layers_of(llm, ids, given.stretches), llm.folder.name
+        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        results["models"][name] = of_model(llm.spec, layers, given, name)
+    show(results)
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("sampling")
+
+
+def arguments(module: str, about: str | None, model: str) -> argparse.ArgumentParser:
+    """Arguments of experiments on captured layers; model: the help of that flag."""
+    ask = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--model", action="append", help=model)
+    ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
+    ask.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
+    ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
+    ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
+    ask.add_argument("--seeds", type=int, default=3)
+    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    return ask
+
+
+def smaller(given: argparse.Namespace) -> argparse.Namespace:
+    """With --quick as little of everything as shows anything."""
+    given.shares, given.budgets, given.drawings = SHARES, BUDGETS, DRAWINGS
+    if given.quick:
+        given.shares, given.budgets, given.drawings = SHARES[::2], BUDGETS[2::2], 4
+        given.stretches, given.seeds = min(given.stretches, 3), min(given.seeds, 1)
+    return given
+
+
+def tokens_for(
+    ask: argparse.ArgumentParser, given: argparse.Namespace, model: str | None
+) -> tuple[Llm, list[int], list[Path]]:
+    """A model and what it will read, or one line that says what is wrong."""
+    if given.stretches < 2 or given.seeds < 1:
+        ask.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
+                  f"more, got {given.stretches} and {given.seeds}")  # fmt: skip
+    if not given.text.exists():
+        ask.error(f"--text {given.text} does not exist")
+    try:
+        llm = models.load(*([model] if model else []))
+    except UserError as wrong:
+        ask.error(str(wrong))
+    length = llm.config.context if given.tokens is None else given.tokens
+    least = SINKS + 2 * WINDOW + QUERIES
+    if length < least:
+        ask.error(f"--tokens must be at least {least}, got {length}")
+    last = llm.config.layers - 1
+    if given.layers and not 0 <= min(given.layers) <= max(given.layers) <= last:
+        ask.error(f"--layers must be from 0 to {last}, got {given.layers}")
+    ids, files = tokens_of(llm, given.text, given.stretches * length, HELD_BACK)
+    if len(ids) < given.stretches * length:
+        ask.error(f"{given.stretches} x {length} tokens are needed, {given.text} has {len(ids)}")
+    return llm, ids, files
+
+
+def some(layers: int, quick: bool = False) -> list[int]:
+    """The first, the middle and the last, or the middle alone."""
+    middle = (layers - 1) // 2
+    return [middle] if quick else sorted({0, middle, layers - 1})
+
+
+def of_model(
+    spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
+) -> dict[str, Any]:
+    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
+    budgets: dict[str, Any] = {"topk": {}, "oracle": {}}
+    for share in progress(given.budgets, f"{name}, by budget"):
+        for kind, make in (("topk", TopK), ("oracle", Oracle)):
+            policies = alike(make(share, sinks=0, window=1))
+            budgets[kind][f"{share:g}"] = measured(spec, layers, exact, policies, given.seeds)
+    captured: dict[str, Any] = {}
+    hashed: dict[str, Any] = {}
+    angles = {n: angles_of(spec, layer) for n, layer in layers.items()}
+    for share in progress(given.shares, f"{name}, by share"):
+        found = {n: matched_budgets.tables(angles[n], share) for n in layers}
+        hashed[f"{share:g}"] = found
+        each = {n: matched_budgets.methods(share, pair, SINKS, WINDOW) for n, pair in found.items()}
+        by_kind = {kind: {n: each[n][kind] for n in layers} for kind in next(iter(each.values()))}
+        by_kind[UNCENTRED] = {n: replace(p, center=False) for n, p in by_kind["magicpig"].items()}
+        for kind, policies in by_kind.items():
+            line = measured(spec, layers, exact, policies, given.seeds)
+            captured.setdefault(kind, {})[f"{share:g}"] = line
+    against(captured)
+    return {
+        "tokens": next(iter(layers.values())).k.shape[1], "layers": list(layers),
+        "hashed": hashed, "captured": captured,
+        "budgets": budgets | {"crossing": synthetic.crossing(budgets)},
+        "long_tail": {n: long_tail(spec, layer, name) for n, layer in layers.items()},
+        "geometry": {n: geometry(spec, layer, name) for n, layer in layers.items()},
+    }  # fmt: skip
+
+
+def angles_of(spec: Spec, layer: Layer) -> matched_budgets.Angles:
+    """Of the queries that ask with the keys that are hashed."""
+    stretches = [[row] for row in zip(*map(np.asarray, layer), strict=True)]
+    return matched_budgets.angles(spec, stretches, layer.k.shape[1] - QUERIES, SINKS, WINDOW)
+
+
+def measured(
+    spec: Spec, layers: Mapping[int, Layer], exact: Mapping[int, jax.Array],
+    policies: Mapping[int, Policy], seeds: int,
+) -> dict[str, Any]:  # fmt: skip
+    """By the policy of each layer: errors, and the share of the keys that was read."""
+    found, read = [], []
+    for n, layer in layers.items():
+        # No draw serves two layers; stretches are rows, of which each draws for itself.
+        each = [estimate(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
+        found.append([errors(attended.out, exact[n]) for attended in each])
+        read.append([np.asarray(attended.share, np.float64) for attended in each])
+    of_all = np.array(found)  # [layers,seeds,B]
+    by_layer = {
+        n: {"error": interval(of_all[i]), "share": np.mean(read[i])} for i, n in enumerate(layers)
+    }
+    return {
+        "share": np.mean(read),
+        "error": spread(of_all.reshape(-1)) | interval(of_all),
+        "stretches": of_all.mean(axis=(0, 1)).tolist(),
+        "layers": by_layer,
+    }
+
+
+def against(captured: dict[str, Any]) -> None:
+    """Of each method the error over top-k's at the same share, stretch by stretch."""
+    for found in captured.values():
+        for share, line in found.items():
+            over = np.array(line["stretches"]) / np.array(captured["topk"][share]["stretches"])
+            line["over_topk"] = interval(over)
+
+
+def tables(seeds: list[int]) -> dict[str, Any]:
+    """Published figures that a formula gives, and shares that are counted."""
+    seven = [
+        {"model": model, "K": K, "L": L, "thousand_tokens": n,
+         "printed": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
+                             strict=True)), **table_7(model, K, L, n)}
+        for (model, K, L, n), row in TABLE_7.items()
+    ]  # fmt: skip
+    counted = [
+        {"K": K, "L": L, "share": spread([counted_share(Hashing(K, L), seed) for seed in seeds]),
+         "isotropic": inclusion.isotropic(K, L, DIMS)}
+        for K, L in progress(COUNTED, "counting what tables find")
+    ]  # fmt: skip
+    return {"table_7": seven, "table_8": table_8(), "table_8_counted": counted, "zoo": zoo()}
+
+
+def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
+    """Of keys of random direction in 88 dimensions, those that have a query's code in enough
+    tables, in the mean over queries."""
+    one, other, third = jax.random.split(jax.random.key(seed), 3)
+    planes = lsh.planes(jax.random.bits(one, (1, 1, 2), jnp.uint32), DIMS, how)[0]
+    q = lsh.codes(jax.random.normal(other, (1, ASKING, DIMS)), planes, how)[0]
+    some = jax.random.normal(third, (keys // 1000, 1, 1000, DIMS))
+
+    def share(k: jax.Array) -> jax.Array:
+        codes = lsh.codes(k, planes, how)[0]
+        same = jax.lax.map(lambda code: jnp.sum(codes == code[:, None], axis=0), q.T)
+        return jnp.mean((same >= how.least).astype(jnp.float32))
+
+    return float(jnp.mean(jax.lax.map(share, some)))
+
+
+def show(results: dict[str, Any]) -> None:
+    """Errors by share as a table, and in brackets the share that was read."""
+    for name, found in results["models"].items():
+        wanted = (f"{100 * float(share):g} %" for share in found["hashed"])
+        print(f"{name:26}" + "".join(f"{share:>18}" for share in wanted))
+        for kind, lines in found["captured"].items():
+            cells = (f"{x['error']['mean']:.4f} ({x['share']:.1%})" for x in lines.values())
+            print(f"{kind:26}" + "".join(f"{cell:>18}" for cell in cells))
+    for sigma, found in results["drawn"].items():
+        for line in found["by_tables"]:
+            kinds = ("magicpig", "topk", "oracle", "uniform")
+            reported = ", ".join(f"{kind} {line[kind]['error']['median']:.3f}" for kind in kinds)
+            print(f"drawn, sigma {sigma}, K={line['K']}, L={line['L']}, "
+                  f"{line['magicpig']['share']:.1%} read: {reported}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Decoding speed of MagicPIG after a long prompt, beside full attention.
+
+A Llama of 110 million random weights. Prefill would take too long, so the caches are filled with
+keys of random direction in two thirds of the dimensions, with an offset, as in real models. Each
+query then attends to about as many keys as there, and the text does not matter. Layers are left out
+where the caches would not fit into memory.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.cache.ring import Ring
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.driver import step
+from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.timing import Variant, rate, ratio, rounds, timed, write
+from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
+from jaxkv.models.compilation import clock
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.llm import Llm
+from jaxkv.policies import Full, MagicPIG
+from jaxkv.policy_spec import format_policy
+from jaxkv.state import batch
+from jaxkv.typing import Array
+
+SIZES = (32_768, 131_072)
+ROOM = 1024  # tokens after the prompt
+BUDGET = 8192  # keys of a query head: more than it attends to, so that none is left out
+MEMORY = 12 * 2**30  # that the caches of both may take
+
+
+def tokens(given: Namespace) -> dict[str, Any]:
+    """Tokens a second by the length of the prompt."""
+    shape = SMALL if given.quick else LARGE
+    return {str(size): measure(shape, size, given) for size in given.sizes}
+
+
+def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any]:
+    """One length, the two in turns."""
+    policies = {"full": Full(max=size + ROOM, start=1),
+                "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
+    llm, _ = random_llama(shape | {"layers": 1})
+    needed = {name: sealed_bytes(one, llm.spec, size) for name, one in policies.items()}
+    layers = max(1, min(shape["layers"], MEMORY // sum(needed.values())))
+    llm, _ = random_llama(shape | {"layers": layers})
+    found: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
+    streams: dict[str, models.Stream] = {}
+    # the one that finishes prefill while there is most room
+    for name in sorted(policies, reverse=True):
+        streams[name] = filled(llm, policies[name], size)
+        if name == "magicpig":
+            found["seconds_to_seal"] = sealed(streams[name])
+    found["share_met"] = share_met(llm, policies["magicpig"], streams["magicpig"], size)
+    found["compile_seconds"] = {}
+    variants: dict[str, Variant] = {}
+    for name, stream in streams.items():
+        before = clock().seconds
+        write(stream, given.written)
+        found["compile_seconds"][name] = clock().seconds - before
+        variants[name] = timed(partial(write, stream, given.written))
+    seconds = rounds(variants, given.rounds, f"{given.written} tokens behind {size:,}")
+    return found | {
+        "policies": {name: format_policy(one) for name, one in policies.items()},
+        "tokens": given.written,
+        "tokens_per_second": {name: rate(given.written, s) for name, s in seconds.items()},
+        "milliseconds": {n: spread(1e3 / given.written * np.array(s)) for n, s in seconds.items()},
+        "times_faster": ratio(seconds["full"], seconds["magicpig"]),
+        "state_bytes": {n: batch.nbytes(stream.decoding.states) for n, stream in streams.items()},
+    }
+
+
+def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
+    """Of a layer after a prefill of this many tokens; nothing is allocated."""
+
+    def build() -> Any:
+        state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
+        return chosen.finish_prefill(spec, state)
+
+    return batch.nbytes(jax.eval_shape(build))
+
+
+def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
+    """A stream whose layers hold a prompt of random keys and values, and room after it where it
+    is not made by sealing."""
+    stream = models.Stream(llm, chosen)
+    more = ROOM if chosen.min_prompt is None else 0
+    states = []
+    for layer, state in enumerate(stream.decoding.states):
+        held = draw(llm.spec, size, more, jax.random.key(layer))
+        states.append(held if isinstance(state, Ring) else state._replace(dense=held))
+    random = jax.random.normal(jax.random.key(0), stream.decoding.logits.shape)
+    stream.decoding = stream.decoding._replace(
+        states=tuple(states), logits=random, position=jnp.full((1,), size, jnp.uint32),
+        done=jnp.zeros((1,), bool),
+    )  # fmt: skip
+    stream.lengths = np.full(1, size)
+    return stream
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
+    """So many random tokens of one row, and slots for more."""
+    dim, dims = spec.head_dim, 2 * spec.head_dim // 3
+    of_basis, of_offset, of_keys, of_values = jax.random.split(key, 4)
+    basis = jnp.linalg.qr(jax.random.normal(of_basis, (dim, dims)))[0].T
+    offset = 6 * jax.random.normal(of_offset, (1, 1, 1, dim)) / np.float32(dim**0.5)
+    shape = (1, spec.kv_heads, size)
+    k = jax.random.normal(of_keys, (*shape, dims)) @ basis + offset
+    v = jax.random.normal(of_values, (*shape, dim)) + 1
+    room = ((0, 0), (0, 0), (0, more), (0, 0))
+    positions = jnp.pad(jnp.arange(size, dtype=jnp.uint32)[None], ((0, 0), (0, more)))
+    return Ring(
+        *(jnp.pad(a.astype(spec.dtype), room) for a in (k, v)), positions,
+        jnp.full((1,), size, jnp.int32),
+    )  # fmt: skip
+
+
+def sealed(stream: models.Stream) -> float:
+    """Seals it; the seconds that took, without compiling."""
+    jax.block_until_ready(stream.decoding)
+    begun, compiled = perf_counter(), clock().seconds
+    stream.finish_prefill()
+    jax.block_until_ready(stream.decoding)
+    return perf_counter() - begun - (clock().seconds - compiled)
+
+
+def share_met(llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int) -> dict[str, float]:
+    """Of the keys between, by the queries of one token: mean, and least and most of the layers."""
+
+    def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:
+        out, _ = step(policy, spec, state, *new)
+        asking = Chunk(*new[:5])
+        return out, jnp.mean(attended_by_tables(chosen, spec, state, asking, jnp.int32(size)))
+
+    @jax.jit
+    def ask(weights: Any, states: Any) -> Any:
+        decoder = Decoder(llm.config, weights, run=watch)
+        token, valid = jnp.full((1, 1), 3, jnp.int32), jnp.ones((1, 1), bool)
+        at = jnp.full((1, 1), size, jnp.uint32)
+        return decoder(token, at, valid, stream.policies, states)[1]
+
+    layers = np.array(jax.device_get(ask(llm.weights, stream.decoding.states)))
+    return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}

@@ -1,0 +1,180 @@
+"""Attention that is drawn, and how far sparse attention is from it (MagicPIG, Figures 3 to 5): keys
+of random direction, logits normal with a deviation of sigma, values with a mean of their own and a
+part that follows the logit, so that what top-k leaves out is not like what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import per_head
+from jaxkv.contract import Chunk, Spec
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.magicpig.heads import Layer, attend, progress
+from jaxkv.evals.magicpig.inclusion import isotropic
+from jaxkv.evals.magicpig.matched_budgets import methods
+from jaxkv.met import Asked
+from jaxkv.policies import MagicPIG, Oracle, TopK
+from jaxkv.policies.magicpig import policy as magicpig
+from jaxkv.policies.sparse_attention import base as sparse_attention
+from jaxkv.policies.sparse_attention.base import Candidates
+from jaxkv.rotary import NoPosition
+
+KEYS, DIM = 16_384, 64
+TABLES = ((10, 150), (9, 120), (8, 75))  # K and L as published
+CORRELATION = 0.45  # of a value's part along one direction with its logit
+FAR = 8.0  # of a cone: how far its keys lie from the origin; each is as long about their mean
+SPEC = Spec(1, DIM, 1.0, NoPosition())
+
+
+class Drawing(NamedTuple):
+    """One query's logits [S], the keys [S,H] they come from, and values [S,H]."""
+
+    logits: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION) -> Drawing:
+    """v = m + r (s / sigma) e + sqrt(1 - r^2) z, all else normal; s is sigma times a key's first
+    number, r is `follow`."""
+    rng = np.random.default_rng(seed)
+    k = rng.normal(size=(keys, DIM))
+    mean, along = rng.normal(size=(2, DIM))
+    own = rng.normal(size=(keys, DIM)) * (1 - follow**2) ** 0.5
+    v = mean + follow * k[:, :1] * along + own
+    return Drawing(*(a.astype(np.float32) for a in (sigma * k[:, 0], k, v)))
+
+
+def layer(
+    sigma: float, seeds: Sequence[int], keys: int = KEYS, follow: float = CORRELATION
+) -> Layer:
+    """A stretch for each seed, whose queries all ask alike: each sees a drawing's logits."""
+    drawings = [draw(sigma, seed, keys, follow) for seed in seeds]
+    k, v = (
+        jnp.asarray(np.stack(each))[:, :, None] for each in list(zip(*drawings, strict=True))[1:]
+    )
+    q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)
+    return Layer(jnp.broadcast_to(q, k.shape), k, v)
+
+
+def cone(flat: Layer, sigma: float) -> Layer:
+    """The same with all keys moved by FAR along the second direction, from which queries point
+    away; and the first key, the sink, moved to where they point, so that it has about half of the
+    weight, with a value of zero. The weights of the others among each other stay.
+    """
+    q, k, v = (np.array(a) for a in flat)
+    q[..., 1], k[..., 1] = -1.0, FAR
+    half = np.log(k.shape[1]) + sigma**2 / 2  # the log of the sum of the others' weights
+    k[:, 0] = 0.0
+    k[:, 0, :, 1] = FAR - half
+    v[:, 0] = 0.0
+    return Layer(*map(jnp.asarray, (q, k, v)))
+
+
+def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
+    """One query for these keys, none of which it sees of itself."""
+    between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
+    none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
+    rng = per_head.seeds(jax.random.key(seed), SPEC, 1)
+    places = jnp.arange(len(logits), dtype=jnp.uint32)[None]
+    logits = jnp.asarray(logits)[None, None, None, None]
+    return Candidates(logits, ~between, between, none[:, :, :1], none, at, places, rng)
+
+
+@partial(jax.jit, static_argnums=0)
+def error(
+    chosen: TopK | Oracle, drawing: Drawing, seed: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
+    of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
+    exact = attend(of, met.only(of.between), v).out
+    found = attend(of, chosen.choose(of), v)
+    return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def error_of_tables(
+    chosen: MagicPIG, sigma: jax.Array | float, drawing: Drawing, seed: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """The same of hash tables; the newest key is the query's own."""
+    count = len(drawing.k)
+    at = jnp.arange(count, dtype=jnp.uint32)[None]
+    k, v = (jnp.asarray(a)[None, :, None] for a in (drawing.k, drawing.v))
+    q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)[None]
+    prompt = Chunk(k, k, v, at, jnp.ones((1, count), bool))
+    state = chosen.reserve(SPEC, chosen.init(SPEC, 1, jax.random.key(seed)), count)
+    state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
+    last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
+    out = chosen.ask(SPEC, state, q[:, None], number, last).out
+    met_by = hashed.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
+    of = queries(drawing.logits, seed)
+    exact = attend(of, met.only(of.between), v).out
+    share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
+    return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
+
+
+def by_budget(sigma: float, shares: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
+    """The spread over drawings of each error, and in how large a cache they cross."""
+    drawings = [draw(sigma, seed) for seed in seeds]
+    found: dict[str, Any] = {"topk": {}, "oracle": {}}
+    for share in progress(shares, f"drawn attention, sigma {sigma:g}"):
+        for name, chosen in (("topk", TopK(share)), ("oracle", Oracle(share))):
+            found[name][f"{share:g}"] = _told(partial(error, chosen), drawings, seeds)
+    return found | {
+        "crossing": crossing(found), "mass_of_top_fifth": mass(drawings),
+        "by_tables": by_tables(sigma, drawings, seeds),
+    }  # fmt: skip
+
+
+def by_tables(
+    sigma: float, drawings: Sequence[Drawing], seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """MagicPIG as published, and others that read as many keys as it is expected to."""
+    lines = []
+    for bits, tables in progress(TABLES, f"drawn attention, sigma {sigma:g}, by tables"):
+        share = isotropic(bits, tables, DIM)
+        others = methods(share, (bits, tables), 0, 1)
+        chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, tail=1)
+        line = {"magicpig": _told(partial(error_of_tables, chosen, sigma), drawings, seeds)}
+        for name in ("topk", "oracle", "uniform"):
+            line[name] = _told(partial(error, others[name]), drawings, seeds)
+        lines.append({"K": bits, "L": tables, "expected": share} | line)
+    return lines
+
+
+def _told(
+    find: Callable[[Drawing, int], tuple[jax.Array, jax.Array]],
+    drawings: Sequence[Drawing], seeds: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    each = np.array([find(*one) for one in zip(drawings, seeds, strict=True)], np.float64)
+    return {"error": spread(each[:, 0]), "share": each[:, 1].mean()}
+
+
+def mass(drawings: Sequence[Drawing], share: float = 0.2) -> float:
+    weights = [np.sort(np.exp(one.logits.astype(np.float64)))[::-1] for one in drawings]
+    return float(np.mean([w[: round(share * len(w))].sum() / w.sum() for w in weights]))
+
+
+def crossing(found: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """The share from which on top-k is nearer than oracle sampling, on a line between two budgets
+    in the logarithm of the errors; None where it never is."""
+    shares = [float(share) for share in found["topk"]]
+    middle = lambda line: line["error"].get("median", line["error"].get("mean"))  # noqa: E731
+    over = [
+        np.log(max(middle(a), 1e-12)) - np.log(max(middle(b), 1e-12))
+        for a, b in zip(found["topk"].values(), found["oracle"].values(), strict=True)
+    ]
+    later = [i for i in range(len(over)) if all(x < 0 for x in over[i:])]
+    if not later:
+        return None
+    if later[0] == 0:
+        return shares[0]
+    (a, b), (x, y) = over[later[0] - 1 : later[0] + 1], shares[later[0] - 1 : later[0] + 1]
+    return float(x + (y - x) * a / (a - b))

@@ -1,0 +1,235 @@
+"""Finds MagicPIG's K and L for a model and a text: the error of attention by the share of keys read
+and by the bytes of the tables (arXiv 2410.16179, appendix F).
+
+Stretches are read as in evals.magicpig.sampling: the last tokens of each are the queries, both ends
+are exact. For each hash and K, keys and queries are hashed once, with planes for the largest L;
+smaller L take the first planes. Planes are drawn again for every seed, stretch, layer and KV head.
+Bytes are those of the tables of one KV head for --keys keys, beside its keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Spec
+from jaxkv.errors import UserError
+from jaxkv.evals.balancekv.single_layer import QUERIES
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.magicpig.heads import (
+    Estimate,
+    Layer,
+    ask,
+    attend,
+    centred,
+    errors,
+    exactly,
+    interval,
+    layers_of,
+    progress,
+)
+from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, some, tokens_for
+from jaxkv.lsh import Hashing
+from jaxkv.met import Asked
+from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig import hash_tables, lsh
+from jaxkv.policies.magicpig.lsh import Hashing
+from jaxkv.policies.sparse_attention.base import Candidates
+from jaxkv.policy_spec import format_policy
+
+HASHES = ("simhash", "crosspolytope")
+BITS = tuple(range(4, 13))
+TABLES = (10, 20, 40, 75, 100, 150, 200, 300)
+TARGET = 0.1
+
+
+def main() -> None:
+    parser = arguments(
+        "jaxkv.evals.magicpig.tune_lsh", __doc__, "default: ours; may be given again"
+    )
+    parser.add_argument("--hash", nargs="+", choices=HASHES, default=HASHES, help="to try")
+    parser.add_argument("--bits", type=int, nargs="+", default=BITS, help="K to try")
+    parser.add_argument("--tables", type=int, nargs="+", default=TABLES, help="L to try")
+    parser.add_argument("--target", type=float, default=TARGET, help="an error that will do")
+    parser.add_argument("--keys", type=int, help="hashed, that bytes are counted for (default: "
+                        "those of a stretch)")  # fmt: skip
+    given = smaller(parser.parse_args())
+    check(parser, given)
+    read = [tokens_for(parser, given, model) for model in given.model or [None]]
+    data = [file for llm, _, files in read for file in (llm.folder / "model.safetensors", *files)]
+    record = Record("tune_lsh", dict.fromkeys(data), list(range(given.seeds)), quick=given.quick)
+    results: dict[str, Any] = {
+        "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
+        "target": given.target, "models": {},
+    }  # fmt: skip
+    for llm, ids, _ in read:
+        every, name = layers_of(llm, ids, given.stretches), llm.folder.name
+        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        found = results["models"][name] = of_model(llm.spec, layers, given, name)
+        show(name, found, given.target)
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("tune_lsh")
+
+
+def smaller(given: argparse.Namespace) -> argparse.Namespace:
+    """With --quick as little of everything as shows anything."""
+    if given.quick:
+        given.stretches, given.seeds = min(given.stretches, 2), min(given.seeds, 1)
+        given.bits = given.bits[::2]
+    given.bits, given.tables = sorted(set(given.bits)), sorted(set(given.tables))
+    return given
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """One line that says what is wrong, where something is."""
+    if not given.target > 0:
+        parser.error(f"--target must be above 0, got {given.target}; try {TARGET}")
+    if given.keys is not None and given.keys < 1:
+        parser.error(f"--keys must be at least 1, got {given.keys}")
+    try:
+        for bits in given.bits:
+            for tables in given.tables:
+                hashing(HASHES[0], bits, tables)
+    except UserError as wrong:
+        parser.error(str(wrong))
+
+
+def hashing(name: str, bits: int, tables: int) -> Hashing:
+    """How keys are hashed: the one place that says so."""
+    return Hashing(bits, tables, hash=name)
+
+
+def policy_of(point: Mapping[str, Any]) -> str:
+    """The policy string of a point."""
+    return format_policy(MagicPIG(point["K"], point["L"], SINKS, WINDOW, hash=point["hash"]))
+
+
+def of_model(
+    spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
+) -> dict[str, Any]:
+    """Every K and L, which of them none is better than, and which to take."""
+    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    length = next(iter(layers.values())).k.shape[1]
+    keys = given.keys or length - QUERIES - SINKS - WINDOW
+    cache = 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize * keys
+    points = []
+    pairs = [(kind, bits) for kind in given.hash for bits in given.bits]
+    for kind, bits in progress(pairs, f"{name}, hash and K"):
+        how, found = hashing(kind, bits, given.tables[-1]), []
+        for n, layer in layers.items():
+            for seed in range(given.seeds):
+                every = by_tables(spec, layer, how, tuple(given.tables), given.seeds * n + seed)
+                found.append(
+                    [(errors(attended.out, exact[n]), attended.share) for attended in every]
+                )
+        for i, tables in enumerate(given.tables):
+            size = hash_tables.nbytes(keys, bits, tables)
+            points.append({
+                "hash": kind, "K": bits, "L": tables,
+                "share": np.mean([each[i][1] for each in found]),
+                "error": interval(np.array([each[i][0] for each in found])),
+                "table_bytes": size, "of_cache": size / cache,
+            })  # fmt: skip
+    best = least(points, given.target)
+    of = {kind: [p for p in points if p["hash"] == kind] for kind in given.hash}
+    return {
+        "tokens": length, "layers": list(layers), "keys": keys, "cache_bytes": cache,
+        "points": points, "frontier": {kind: frontier(some) for kind, some in of.items()},
+        "least": {kind: least(some, given.target) for kind, some in of.items()},
+        "policy": policy_of(best) if best else None,
+    }  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def by_tables(
+    spec: Spec, layer: Layer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
+) -> list[Estimate]:
+    """What the queries get with each of these L, smallest first, by the first planes of `how`."""
+    scores = ask(spec, layer, SINKS, WINDOW, seed)
+    keys, cosines = centred(spec, layer, SINKS, WINDOW)
+    found = []
+    for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
+        weights = replace(how, tables=count)(cosines)
+        attended = scores.between & (same >= how.least)
+        found.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
+    return found
+
+
+def agreements(
+    scores: Asked, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
+) -> list[jax.Array]:
+    """In how many of the first L tables a query and a key have one code [B,K,G,Q,T], of each L."""
+    rows, kv_heads, group, queries, length = scores.logits.shape
+    head_dim = keys.shape[-1]
+    q = scores.q.reshape(rows, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+
+    def one(head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        key, q, k = (a[None] for a in head)
+        planes = lsh.planes(key[None], head_dim, how)[0]
+        of_q, of_k = (lsh.codes(a, planes, how)[0] for a in (q, k))  # [L,*]
+
+        def add(table: jax.Array, count: jax.Array) -> jax.Array:
+            return count + (of_q[table][:, None] == of_k[table][None]).astype(jnp.int32)
+
+        count, found = jnp.zeros((q.shape[1], length), jnp.int32), []
+        for first, last in zip((0, *tables), tables, strict=False):
+            count = jax.lax.fori_loop(first, last, add, count)
+            found.append(count)
+        return tuple(found)
+
+    # A head at a time: the products of all with every plane would be large.
+    heads = scores.key, q.reshape(rows, kv_heads, -1, head_dim), keys
+    found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
+    return [count.reshape(scores.logits.shape) for count in found]
+
+
+def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The points than which no other reads as little and errs as little, by the share they read."""
+    best, found = float("inf"), []
+    for point in sorted(points, key=lambda p: (p["share"], p["error"]["mean"])):
+        if point["error"]["mean"] < best:
+            best = point["error"]["mean"]
+            found.append({name: point[name] for name in ("K", "L", "share", "of_cache")}
+                         | {"error": best})  # fmt: skip
+    return found
+
+
+def least(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
+    """Of the points that surely err no more than that, by two standard errors, the one with the
+    smallest tables, and of equals the one that reads least."""
+    will_do = [p for p in points if p["error"]["mean"] + 2 * p["error"]["standard_error"] <= target]
+    return min(will_do, key=lambda p: (p["table_bytes"], p["share"]), default=None)
+
+
+def show(name: str, found: Mapping[str, Any], target: float) -> None:
+    """The frontier as a table, and what to use."""
+    print(f"{name}: what is read, the error of attention, and tables over keys and values")
+    print(f"{'':14}{'K':>4}{'L':>6}{'read':>10}{'error':>10}{'tables':>10}")
+    for kind, line in found["frontier"].items():
+        for p in line:
+            print(f"{kind:14}{p['K']:4}{p['L']:6}{p['share']:10.2%}{p['error']:10.4f}"
+                  f"{p['of_cache']:10.2f}")  # fmt: skip
+    for kind, best in found["least"].items():
+        if best is None:
+            print(f"{kind}: none errs as little as {target:g}; try more --tables or fewer --bits")
+        else:
+            mean, size = best["error"]["mean"], best["table_bytes"]
+            print(f"{kind}: the smallest tables with an error of {target:g} are of K={best['K']}, "
+                  f"L={best['L']}: {best['share']:.2%} read, an error of {mean:.4f}, "
+                  f"{size:,} bytes a kv head")  # fmt: skip
+    if found["policy"]:
+        print("use", found["policy"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Hash-table prefix caching (Lin 2024)."""

@@ -1,0 +1,126 @@
+"""Tokens of recorded agent sessions that prefix caching saves, by policy and memory.
+
+Every turn of a session sends the whole conversation again; the sessions are interleaved. A full
+cache keeps pages of one chunk and evicts nothing: it saves all that the chunk grid allows, in
+memory that grows with the text. Bounded caches keep whole states, as many as there are slots.
+Bytes are those of the default model, for the largest number of stored states; `distinct` leaves out
+pages that states share, for which the engine reserves room all the same.
+(evals.prefix_caching.engine sends such turns through the engine.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxkv
+from jaxkv import models
+from jaxkv.engine import pool
+from jaxkv.engine.store import page_names
+from jaxkv.evals.lib.record import ROOT, Record
+from jaxkv.evals.prefix_caching import traces
+from jaxkv.evals.prefix_caching.traces import RecordedRequest
+from jaxkv.models import Llm
+from jaxkv.prefix import BlockPool, Snapshots, root_hash
+from jaxkv.stack import by_layer, state_bytes
+
+TRACE = (ROOT.parent / "shared" / "data" / "traces"
+         / "sweagent_trajectories.jsonl")  # fmt: skip
+POLICIES = (
+    "streaming:sinks=4,window=252",
+    "reservoir:sinks=4,window=126,sample=126",
+    "balance-stream:sinks=4,window=124,levels=3,block=64",
+)
+SLOTS = (4, 8, 16, 32, 64, 128, 512)
+CHUNK = 128
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.prefix_caching.agents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
+    ask.add_argument("--quick", action="store_true", help="few turns, into out/")
+    given = ask.parse_args()
+    if not given.trace.is_file():
+        ask.error(f"--trace must be a file of sessions, got {given.trace}")
+    record = Record("agents", [given.trace], [0], given.quick)
+    llm, turns = models.load(), traces.read(given.trace).requests
+    results = measure(llm, turns[:40] if given.quick else turns)
+    for policy, found in results["policies"].items():
+        most = max(point["saved"] for point in found["slots"].values())
+        slots = min(slots for slots, point in found["slots"].items() if point["saved"] == most)
+        point = found["slots"][slots]
+        memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
+        print(f"{policy}: {point['of_full']:.1%} of what full saves by {slots} states of "
+              f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        print("drew", *draw("agents"))
+
+
+def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
+    """Tokens saved and the bytes that it takes, by an index of each kind."""
+    full = BlockPool(CHUNK, mode="full")
+    for turn in turns:
+        lease = full.admit(full.hash_prompt(turn.keys, root_hash()))
+        full.publish(lease)
+        full.release(lease)
+    saved, tokens = full.counts.lookups.tokens_hit, sum(turn.tokens for turn in turns)
+    policies = by_layer("full:start=128", llm.config.layers)
+    results: dict[str, Any] = {
+        "turns": len(turns), "tokens": tokens, "chunk": CHUNK,
+        "longest": max(turn.tokens for turn in turns),
+        "full": {
+            "saved": saved, "share": saved / tokens,
+            "bytes": full.entries * state_bytes(policies, llm.spec, 1, CHUNK),
+        },
+        "policies": {policy: {"slots": {}} for policy in POLICIES},
+    }  # fmt: skip
+    for policy, slots in ((policy, slots) for policy in POLICIES for slots in SLOTS):
+        found = snapshots(llm, policy, turns, slots)
+        results["policies"][policy]["slots"][slots] = found | {"of_full": found["saved"] / saved}
+    return results
+
+
+def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -> dict[str, Any]:
+    """So many states of a bounded cache: what they save, and the bytes of those held at most."""
+    layers = by_layer(policy, llm.config.layers)
+    index = Snapshots(slots, CHUNK)
+    record, page = bytes_of(llm, layers)
+    settles = layers[0] if pool.snapshot_layout(layers).max_pages else None
+    named: dict[int, set] = {}
+    most = saved = pages = 0
+    for turn in turns:
+        plan = index.plan_prefill(index.hash_prompt(turn.keys, root_hash()))
+        index.release(plan)
+        saved += plan.start
+        for boundary in plan.save:
+            snapshot = index.claim(plan.prompt, boundary)
+            index.publish(snapshot)
+            named[snapshot.index] = set(page_ids(settles, CHUNK, plan.prompt, boundary))
+        held = len(set().union(*named.values()))
+        if index.taken * record + held * page > most:
+            most, pages = index.taken * record + held * page, held
+    each = state_bytes(layers, llm.spec, 1)
+    return {"saved": saved, "bytes": index.taken * each, "distinct": most, "pages": pages}
+
+
+def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
+    """Of a state what is its own, and a page of it, in all layers."""
+    states = jax.eval_shape(
+        lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
+    )
+    kept = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
+    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Recorded requests through the engine and the default model: with and without prefix caching.
+
+Lengths are divided, for the model is small: of Mooncake's traces 512 tokens become a chunk. What an
+id of a block stands for follows from the id. All requests wait from the beginning, so the engine is
+never idle, and seconds to the first token count from when a request leaves the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.timing import ratio, rounds
+from jaxkv.evals.prefix_caching import report, traces
+from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
+from jaxkv.models import Llm
+from jaxkv.models.serving import make_engine
+
+TRACES = ROOT.parent / "shared" / "data" / "traces"
+FILES = {
+    "mooncake": "mooncake_conversation_trace.jsonl",
+    "azure": "AzureLLMInferenceTrace_conv.csv",
+    "sessions": "sweagent_trajectories.jsonl",
+}
+FIRST_ID = 3  # of the vocabulary: those before are special
+STREAMING, BALANCED = "streaming:sinks=4,window=252", "balance-stream:sinks=4,window=124"
+REPORTED = 459.22 / 416.92  # items a second with prefix caching over without, of equal prompts
+
+
+class Load(NamedTuple):
+    """Requests, and the grid on which they share: tokens of a chunk."""
+
+    requests: list[Request]
+    chunk: int
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.prefix_caching.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
+    ask.add_argument("--rounds", type=int, default=3, help="of each time")
+    ask.add_argument("--only", nargs="+", choices=("report", *FILES), default=("report", *FILES))
+    ask.add_argument("--quick", action="store_true", help="few requests, into out/")
+    given = ask.parse_args()
+    files = {name: given.traces / FILES[name] for name in given.only if name in FILES}
+    missing = [str(file) for file in files.values() if not file.is_file()]
+    if missing or given.rounds < 1:
+        ask.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, got "
+                  f"{given.traces} and {given.rounds}")  # fmt: skip
+    llm = models.load()
+    record = Record(
+        "prefix_engine", [llm.folder / "model.safetensors", *files.values()], [0], given.quick
+    )
+    results = measure(llm, files, given)
+    print("wrote", record.save(results))
+    if not given.quick and "report" in given.only:
+        from jaxkv.evals.lib.figures import draw
+
+        print("drew", *draw("prefix_engine"))
+
+
+def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict[str, Any]:
+    """Every load of the record."""
+    quick, results = given.quick, {}
+    if "report" in given.only:
+        shares = (0.5, 1.0) if quick else report.SHARES
+        results["report"] = {"paper": REPORTED, "shares": {
+            f"{share:g}": run(llm, report_load(llm, share, 60 if quick else 1000), "full", 16, 4096,
+                              1 if quick else given.rounds, f"the report, p = {share:g}")
+            for share in shares
+        }}  # fmt: skip
+    loads: dict[str, Callable[[Path], Load]] = {
+        "mooncake": lambda file: mooncake(llm, file, 30 if quick else 500, 8),
+        "azure": lambda file: azure(llm, file, 30 if quick else 500, 8),
+        "sessions": lambda file: sessions(traces.read(file), 20 if quick else 100),
+    }
+    for name, file in files.items():
+        load = loads[name](file)
+        for policy in (STREAMING, BALANCED):
+            results.setdefault(name, {})[policy] = run(
+                llm, load, policy, 16, 512, 1 if quick else given.rounds, f"{name}, {policy}"
+            )
+    return results
+
+
+def mooncake(llm: Llm, path: Path, count: int, divide: int) -> Load:
+    """The first requests of a trace, prompts and answers shortened by this factor."""
+    chunk, made = MOONCAKE_BLOCK // divide, []
+    with path.open(encoding="utf-8") as file:
+        for row in map(json.loads, islice(file, count)):
+            ids = np.concatenate([tokens_of(llm, number, chunk) for number in row["hash_ids"]])
+            size = max(1, row["input_length"] // divide)
+            new = max(1, row["output_length"] // divide)
+            made.append(Request(tuple(ids[:size].tolist()), new, seed=len(made)))
+    return Load(made, chunk)
+
+
+def tokens_of(llm: Llm, number: int, count: int) -> np.ndarray:
+    """The tokens that an id of a block stands for."""
+    return np.random.default_rng(number).integers(FIRST_ID, llm.config.vocab, count)
+
+
+def azure(llm: Llm, path: Path, count: int, divide: int) -> Load:
+    """The first lengths of a trace, each with a text of its own."""
+    with path.open(encoding="utf-8", newline="") as file:
+        made = [
+            Request(
+                tuple(tokens_of(llm, n, max(1, int(row["ContextTokens"]) // divide)).tolist()),
+                max(1, int(row["GeneratedTokens"]) // divide), seed=n,
+            )
+            for n, row in enumerate(islice(csv.DictReader(file), count))
+        ]  # fmt: skip
+    return Load(made, MOONCAKE_BLOCK // divide)
+
+
+def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
+    """The first turns of recorded agents, an answer of 8 tokens each."""
+    turns = trace.requests[:count]
+    return Load([Request(tuple(map(int, turn.keys)), 8) for turn in turns], chunk)
+
+
+def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
+    """The report's generator: prompts of 15 tokens, which fill one block of 8."""
+    setting, rng = report.Setting(p=share, requests=count), np.random.default_rng(0)
+    prompts = report.draw_prompts(setting, rng, (FIRST_ID, llm.config.vocab))
+    new = rng.integers(setting.outputs[0], setting.outputs[1] + 1, count).tolist()
+    each = enumerate(zip(prompts, new, strict=True))
+    return Load([Request(tuple(tokens), more, seed=n) for n, (tokens, more) in each], block)
+
+
+def run(
+    llm: Llm, load: Load, policy: str, slots: int, kept: int, count: int, title: str
+) -> dict[str, Any]:
+    """Items a second and seconds to the first token, with this many cached prefixes and without.
+
+    Raises RuntimeError where an answer differs by whether its prefix was kept.
+    """
+    longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
+    engines = {
+        name: make_engine(llm, policy, max_batch=slots, max_len=longest, chunk=load.chunk,
+                        queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
+        for name, prefixes in (("none", None), ("kept", PrefixConfig(kept)))
+    }  # fmt: skip
+    answers: dict[str, list] = {}
+
+    def all_of_them(name: str) -> float:
+        engines[name].reset_prefix_cache()
+        begun = perf_counter()
+        answers[name] = answer(engines[name], load.requests)
+        return perf_counter() - begun
+
+    seconds = rounds({name: lambda name=name: all_of_them(name) for name in engines}, count, title)
+    if [one.tokens for one in answers["kept"]] != [one.tokens for one in answers["none"]]:
+        raise RuntimeError(f"{title}: answers differ by whether prefixes were kept")
+    return summary(load, answers, seconds, engines["kept"]) | {
+        "policy": policy, "slots": slots, "prefixes": kept,
+    }  # fmt: skip
+
+
+def summary(
+    load: Load, answers: dict[str, Sequence], seconds: dict[str, list[float]], engine: Engine
+) -> dict[str, Any]:
+    cached = sum(one.outcome.cached_tokens for one in answers["kept"])
+    return {
+        "requests": len(load.requests), "chunk": load.chunk,
+        "prompt_tokens": sum(len(one.tokens) for one in load.requests),
+        "new_tokens": sum(one.max_new_tokens for one in load.requests),
+        "hit_rate_tokens": cached / sum(len(one.tokens) for one in load.requests),
+        "bytes_of_prefixes": engine.prefix_bytes,
+        "items_per_second": {
+            name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
+        },
+        "times_faster": ratio(seconds["none"], seconds["kept"]),
+        "first_token_seconds": {name: first_tokens(ones) for name, ones in answers.items()},
+    }  # fmt: skip
+
+
+def first_tokens(answers: Iterable) -> dict[str, float]:
+    """Seconds from a request's turn to its first token."""
+    found = [one.outcome.first_token_seconds - one.outcome.queue_seconds for one in answers]
+    return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Recorded requests, and a prefix index that sees them one after another.
+
+A request is admitted, published and released before the next one comes. A trace gives the prompts;
+a replay gives the fraction of them that an index of some size finds.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.errors import UserError, is_whole
+from jaxkv.prefix import BlockPool, Snapshots, root_hash
+
+MOONCAKE_BLOCK = 512  # tokens that an id of its traces stands for
+IDS = 2**32 // MOONCAKE_BLOCK  # of which the tokens have room in 32 bits
+LONGEST = 2**24  # tokens of a prompt
+# Hits of blocks in our reference, least recently used first.
+MOONCAKE = {1_000: 0.0445, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
+SLOTS = (64, 256, 1024, 4096, None)
+SNAPSHOTS = {  # hits of tokens in our reference, by slots
+    "every=1": (0.040, 0.043, 0.046, 0.097, 0.373),
+    "every=16+last": (0.044, 0.067, 0.228, 0.349, 0.362),
+    "last": (0.048, 0.133, 0.281, 0.344, 0.350),
+    "last+branch": (0.046, 0.108, 0.276, 0.352, 0.359),
+}
+
+
+class RecordedRequest(NamedTuple):
+    """One prompt. keys: its tokens, or ids of `piece` tokens each, of which the last may be cut."""
+
+    keys: Sequence[int] | np.ndarray
+    tokens: int
+    piece: int = 1
+
+
+class Trace(NamedTuple):
+    """kind: whose it is. requests: its prompts in order."""
+
+    kind: str
+    requests: list[RecordedRequest]
+
+
+class Found(NamedTuple):
+    """hits, blocks, requests: how many were found, of how many. seconds: in the index alone."""
+
+    blocks: int
+    blocks_hit: int
+    tokens: int
+    tokens_hit: int
+    requests: int
+    requests_hit: int
+    evictions: int
+    missed: dict[str, int]
+    seconds: float
+
+    def rates(self) -> dict[str, Any]:
+        """Settings of a replay."""
+        return {
+            "hit_rate_blocks": self.blocks_hit / self.blocks,
+            "hit_rate_tokens": self.tokens_hit / self.tokens,
+            "hit_rate_requests": self.requests_hit / self.requests,
+            "evictions": self.evictions,
+            "microseconds_per_block": 1e6 * self.seconds / self.blocks,
+        }
+
+
+def read(path: Path) -> Trace:
+    """A trace of Mooncake, of recorded agents, or of Azure.
+
+    Raises UserError for a file that cannot be read or is none of these.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            if first.startswith("TIMESTAMP,ContextTokens"):
+                return _some("azure", _azure(file))
+            for field, kind, parse in (("hash_ids", "mooncake", _mooncake),
+                                       ("messages", "trajectories", _trajectories)):  # fmt: skip
+                if f'"{field}"' in first:
+                    return _some(kind, parse(map(_row, file)))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is broken: {type(error).__name__} {error}; take it anew") from None
+    raise UserError(
+        f"a trace must have hash_ids, messages or ContextTokens, got {path}; give one that has"
+    )
+
+
+def _some(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
+    trace = Trace(kind, list(requests))
+    if not trace.requests:
+        raise ValueError("it holds no prompt")
+    return trace
+
+
+def _row(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is no object: {line:.60}")
+    return row
+
+
+def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
+    for row in rows:
+        ids, tokens = row["hash_ids"], row["input_length"]
+        if not isinstance(ids, list) or not all(is_whole(one) and 0 <= one < IDS for one in ids):
+            raise ValueError(
+                f"hash_ids must be a list of whole numbers below {IDS}, got {ids!r:.60}"
+            )
+        if not is_whole(tokens) or tokens < 1 or -(-tokens // MOONCAKE_BLOCK) != len(ids):
+            raise ValueError(
+                f"input_length must have an id for each {MOONCAKE_BLOCK} tokens, got "
+                f"{tokens!r:.60} with {len(ids)}"
+            )
+        yield RecordedRequest(ids, tokens, MOONCAKE_BLOCK)
+
+
+def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
+    """Only lengths are known, so no token of a prompt is like any other."""
+    begun = 0
+    for row in csv.DictReader(file):
+        tokens = int(row["ContextTokens"])
+        if not 0 <= tokens <= LONGEST or begun + tokens > IDS * MOONCAKE_BLOCK:
+            raise ValueError(f"ContextTokens must be from 0 to {LONGEST}, got {tokens}")
+        if tokens:
+            yield RecordedRequest(np.arange(begun, begun + tokens), tokens)
+            begun += tokens
+
+
+def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
+    """Sessions side by side, a turn of each in its turn; every turn sends all before it again.
+
+    Messages are encoded one by one, as a chat template would have them between special tokens.
+    """
+    from jaxkv.models.llm import DEFAULT
+    from jaxkv.models.tokenizer import read_tokenizer
+
+    tokenizer = read_tokenizer(DEFAULT)
+    sessions = []
+    for row in rows:
+        prompt: list[int] = []
+        turns = []
+        for message in row["messages"]:
+            if not isinstance(message, dict):
+                raise ValueError(f"a message is no object: {message!r:.60}")
+            if message["role"] == "assistant" and prompt:
+                turns.append(len(prompt))
+            prompt += tokenizer.encode(f"{message['role']}\n{message['content']}\n", bos=False)
+        sessions.append((np.array(prompt), turns))
+    for turn in range(max((len(turns) for _, turns in sessions), default=0)):
+        for prompt, turns in sessions:
+            if turn < len(turns):
+                yield RecordedRequest(prompt[: turns[turn]], turns[turn])
+
+
+def same(request: RecordedRequest) -> RecordedRequest:
+    """A request as it stands."""
+    return request
+
+
+def spell_out(request: RecordedRequest) -> RecordedRequest:
+    """A request of Mooncake with tokens: what an id stands for follows from the id."""
+    ids = np.asarray(request.keys, np.int64)
+    tokens = (ids[:, None] * MOONCAKE_BLOCK + np.arange(MOONCAKE_BLOCK)).ravel()
+    return RecordedRequest(tokens[: request.tokens], request.tokens)
+
+
+def replay(
+    trace: Trace,
+    capacity: int | None,
+    block: int = 1,
+    mode: str = "full",
+    order: str = "lru",
+    cap: bool = False,
+    prepare: Callable[[RecordedRequest], RecordedRequest] = same,
+) -> Found:
+    """What an index finds that keeps this many blocks, None for all.
+
+    block: keys in one. prepare: what is done to a request before it is looked up, and not timed.
+    """
+    pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
+    name, seconds, hit_tokens = root(), 0.0, 0
+    for one in trace.requests:
+        one = prepare(one)
+        begun = perf_counter()
+        lease = pool.admit(pool.hash_prompt(one.keys, name))
+        pool.publish(lease)
+        pool.release(lease)
+        seconds += perf_counter() - begun
+        hit_tokens += min(lease.cached * one.piece, one.tokens)
+    found = pool.counts.lookups
+    return Found(
+        found.blocks, found.blocks_hit, sum(one.tokens for one in trace.requests), hit_tokens,
+        found.requests, found.requests_hit, pool.counts.evictions,
+        {reason: count for reason, count in found.missed.items() if count}, seconds,
+    )  # fmt: skip
+
+
+def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
+    """The share of tokens that need not be computed where states are stored by such rules.
+
+    trace: of Mooncake, by its ids. Whoever resumes copies the state at once and stores its own
+    ones afterwards, so that what was used may make room for them.
+    """
+    index = Snapshots(slots, 1, where)
+    name, hit = root(), 0
+    for one in trace.requests:
+        visit = index.visit(index.read(one.keys, name))
+        index.leave(visit)
+        hit += visit.at * one.piece
+        for boundary in visit.save:
+            snapshot = index.claim(visit.prompt, boundary)
+            if snapshot is not None:
+                index.publish(snapshot)
+    return hit / sum(one.tokens for one in trace.requests)

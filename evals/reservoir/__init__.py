@@ -1,0 +1,1 @@
+"""Reservoir sampling (Pan et al. 2024)."""

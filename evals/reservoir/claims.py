@@ -1,0 +1,128 @@
+"""The claims of reservoir sampling.
+
+Verdicts are of the paper's own variants; stratified and weighted uniform sampling, which are ours,
+stand beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from statistics import mean
+
+from jaxkv.evals.lib.claim import (
+    Claim,
+    Finding,
+    Results,
+    adder,
+    by_all,
+    grade,
+    listed,
+    pick,
+    spread,
+)
+
+ACCEPTED = 119.9  # chi-square with 63 degrees of freedom exceeds it once in ten thousand times
+FELT = 0.05  # of all answers: a difference that counts as one
+OURS = "the model of our own"
+RESERVOIR: list[Claim] = []
+claim = adder(RESERVOIR)
+
+
+@claim("known_answers", "Every token that left the window is equally likely to be in the sample",
+       "equations 1 and 2, Figure 4")  # fmt: skip
+def equally_likely(r: Results) -> Finding:
+    """By the equations, and by the paper's listing, which draws again at every token."""
+    (found,) = (x for x in r["reservoir"].values() if "geometric" in x)
+    fair, listing = found["uniform"] < ACCEPTED, found["geometric"] < ACCEPTED
+    return (
+        f"of {found['tokens']} tokens {found['sample']}, {found['seeds']:,} times, chi-square with "
+        f"{found['tokens'] - 1} degrees of freedom: the equations (`scheme=uniform`) "
+        f"{found['uniform']:.0f}, the listing as it runs (`scheme=geometric`) "
+        f"{found['geometric']:,.0f}"
+    ), grade(fair and listing, fair)
+
+
+@claim("recall", "A sample of what is evicted improves long-term memory",
+       "sections 6 and 7, no figure")  # fmt: skip
+def remembers(r: Results) -> Finding:
+    """Right answers about facts older than the window, beside streaming."""
+    names = (
+        *("full", "streaming", "reservoir", "reservoir, geometric", "reservoir, weighted"),
+        *("stratified", "balance-stream", "h2o"),
+    )
+    far = answers(r, names, beyond(r))
+    near = answers(r, names[1:3], lambda distance: distance <= r["slots"])
+    better = [min(far[name]) > max(far["streaming"]) + FELT for name in names[2:4]]
+    return (
+        f"{about(r)}: {listed(far, of_seeds)}; of nearer ones: {listed(near, of_seeds)}",
+        by_all(better),
+    )
+
+
+@claim("recall", "A larger sample improves the answer", "section 6, no figure")
+def larger_is_better(r: Results) -> Finding:
+    shown, rises = [], {}
+    for kind in ("reservoir", "stratified"):
+        names = {16: f"{kind}, sample 16", 64: kind, 256: f"{kind}, sample 256"}
+        right = answers(r, names.values(), beyond(r))
+        shown += [f"{kind} {size}: {of_seeds(right[name])}" for size, name in names.items()]
+        rises[kind] = [a + FELT < b for a, b in pairwise(map(mean, right.values()))]
+    return f"{about(r)}; {', '.join(shown)}", by_all(rises["reservoir"])
+
+
+@claim("sampled", "The loss is lower than StreamingLLM's", "not claimed")
+def loses_nothing(r: Results) -> Finding:
+    over = pick(r, "worth/caches/*/over_streaming")
+    del over["streaming"]
+    base = mean(r["worth"]["caches"]["streaming"]["blocks"])
+    shown = listed(over, lambda x: f"{x['mean']:+.2%} ± {2 * x['standard_error']:.2%}")
+    most = over["reservoir"]["mean"] + 2 * over["reservoir"]["standard_error"]
+    return (
+        f"{OURS}, {r['worth']['tokens']:,} tokens of books that it has not seen, equal bytes; loss "
+        f"of streaming {base:.4f}, of others over it, ± two standard errors over blocks: {shown}"
+    ), grade(most < 0)
+
+
+@claim("sampled", "Efficiency does not decline", "section 7, no figure")
+def as_fast(r: Results) -> Finding:
+    ratio = {name: r["token"]["ratio"][name] for name in ("reservoir", "stratified")}
+    rate = pick(r, "worth/caches/*/tokens_per_second")
+    prefill = {name: rate["streaming"] / rate[name] for name in ratio}
+    return (
+        f"{OURS} on a CPU, {r['token']['slots']} slots, time of a token that is written over that "
+        f"of streaming: {listed(ratio, spread)}; of one that is read, {r['worth']['chunk']} at a "
+        f"time: {listed(prefill)}"
+    ), grade(ratio["reservoir"]["median"] <= 1.05)
+
+
+def answers(
+    r: Results, names: Iterable[str], among: Callable[[int], bool]
+) -> dict[str, list[float]]:
+    """By policy and trained model, the share of right answers over the distances `among`."""
+    return {
+        name: [
+            mean(x for distance, x in right.items() if among(int(distance)))
+            for right in pick(r, f"seeds/*/within/{name}/right").values()
+        ]
+        for name in names
+    }
+
+
+def beyond(r: Results) -> Callable[[int], bool]:
+    return lambda distance: distance > r["slots"]
+
+
+def about(r: Results) -> str:
+    return (
+        f"associative recall, {r['slots']} slots, right answers to facts more than {r['slots']} "
+        f"tokens back, {models(r)}"
+    )
+
+
+def models(r: Results) -> str:
+    return f"mean (least to most) of {len(r['seeds'])} trained models"
+
+
+def of_seeds(x: list[float]) -> str:
+    return f"{mean(x):.2f}" + (f" ({min(x):.2f} to {max(x):.2f})" if len(x) > 1 else "")

@@ -1,0 +1,164 @@
+"""Recall by distance: accuracy on facts n tokens back, at equal bytes.
+
+The papers claim this in words. A small model is trained on evals/lib/facts.py by `models.pretrain`.
+Every policy then reads streams with a fact at each of several distances from the end, among other
+facts or (needle) among letters alone. Each name is asked as if it were the first question. Methods
+that compress a finished prompt do so before a name is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
+from jaxkv.evals.lib.record import Record
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import Recipe, read_recipe
+from jaxkv.policy_spec import max_lookback, parse_policy
+from jaxkv.typing import Int32
+
+CONTEXT = 512
+SLOTS = 128
+CHUNK = 64  # tokens read at a time: what h2o keeps depends on it
+DISTANCES = (16, 32, 48, 64, 96, 129, 192, 256, 320, 384)
+FAR = (64, 129, 256, 512, 1024, 2000)  # in streams longer than the trained context
+LEARNT = 0.9  # right answers of full attention, or nothing else is worth reading
+ENDS = "sinks=1,window=63"
+POLICIES = {  # of as many slots, where the name says nothing else
+    "full": "full",
+    "window": f"window:window={SLOTS}",
+    "streaming": f"streaming:sinks=1,window={SLOTS - 1}",
+    "reservoir": f"reservoir:{ENDS},sample=64",
+    "reservoir, weighted": f"reservoir:{ENDS},sample=64,weighted=true",
+    "reservoir, geometric": f"reservoir:{ENDS},sample=64,scheme=geometric",
+    "reservoir, sample 16": f"reservoir:{ENDS},sample=16",
+    "reservoir, sample 256": f"reservoir:{ENDS},sample=256",
+    "stratified": f"stratified:{ENDS},sample=64",
+    "stratified, weighted": f"stratified:{ENDS},sample=64,weighted=true",
+    "stratified, sample 16": f"stratified:{ENDS},sample=16",
+    "stratified, sample 256": f"stratified:{ENDS},sample=256",
+    "balance-stream": f"balance-stream:{ENDS},levels=3,block=32",
+    "balance-stream, weighted": f"balance-stream:{ENDS},levels=3,block=32,weighted=true",
+    "h2o": "h2o:heavy=64,window=64",
+}
+# A prompt is read whole and then compressed to as many tokens as these leave of LENGTH_WITHIN.
+LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
+THINNED = {
+    "balance": "balance:sinks=1,window=16,rounds=2",
+    "uniform": "uniform:sinks=1,window=16,rounds=2",
+    "uniform, unweighted": "uniform:sinks=1,window=16,rounds=2,weighted=false",
+    "snapkv": f"snapkv:capacity={LEFT},window=16",
+    "pyramidkv": f"pyramidkv:capacity={LEFT},window=16",
+}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.reservoir.recall", description=__doc__
+    )
+    ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
+    ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
+    ask.add_argument("--steps", type=int, default=600)
+    ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    record = Record("recall", [], given.seeds, quick=given.quick)
+    results: dict[str, Any] = {
+        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": given.rows,
+        "policies": POLICIES, "thinned": THINNED, "seeds": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = given.runs or Path(scratch)
+        tokens = write(runs / "data")
+        trained = {}
+        for seed in given.seeds:
+            recipe = recipe_of(seed, given.steps)
+            trained[seed] = models.load(pretrain(recipe, tokens, runs / str(seed), tell=print))
+            full = accuracy(trained[seed], {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
+            if (least := min(full["full"]["right"].values())) < LEARNT:
+                raise SystemExit(
+                    f"full attention answers {least:.0%} at some distance, so the model has not "
+                    f"learnt it and nothing is written; give more than {given.steps} --steps"
+                )
+        for seed, llm in trained.items():
+            read = partial(accuracy, llm, rows=given.rows, seed=seed)
+            results["seeds"][str(seed)] = {
+                "within": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN),
+                "needle": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN, facts=False),
+                "beyond": read(endless(llm), FAR, FAR[-1] + 64),
+            }
+    results["recipe"] = dataclasses.asdict(recipe)
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("recall")
+
+
+def recipe_of(seed: int, steps: int) -> Recipe:
+    return read_recipe("tiny", [
+        "layers=2", "width=128", "heads=2", "kv_heads=2", "mlp=256", f"context={CONTEXT}",
+        "sinks=token", f"steps={steps}", "rows=16", "optimizer=muon", "lr=1e-2", f"seed={seed}",
+    ])  # fmt: skip
+
+
+def accuracy(
+    llm: Llm, policies: dict[str, str], distances: Sequence[int], length: int, rows: int, seed: int,
+    facts: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Of each policy, by distance, the share of questions that are answered."""
+    seeds = [(seed, row) for row in range(rows)]
+    asked = [question(length, tuple(distances), one, facts) for one in seeds]
+    found: dict[str, Any] = {}
+    for name, text in policies.items():
+        said, held = answers(llm, text, *zip(*asked, strict=True), seeds)
+        right = np.mean(said == np.array([known for _, known in asked]), axis=0)
+        shares = dict(zip(map(str, distances), right.tolist(), strict=True))
+        found[name] = {"policy": text, "right": shares, "state_bytes": held}
+        print(f"{name}: {', '.join(f'{d} {r:.2f}' for d, r in shares.items())}", flush=True)
+    return found
+
+
+def answers(
+    llm: Llm, text: str, prompts: Sequence[Sequence[int]], known: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+) -> tuple[Int32[np.ndarray, "B X"], int]:  # fmt: skip
+    """What the model says to the name of each fact that is known, each asked as if it alone were,
+    after prefill; the bytes of a sequence. seeds: of each sequence's draws."""
+    drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
+    held = models.Stream(llm, text, batch=len(prompts), seed=drawn)
+    held.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
+    held.finish_prefill()
+    read, lengths = held.decoding, held.lengths
+    said = []
+    for facts in zip(*known, strict=True):  # those of one distance
+        held.decoding, held.lengths = jax.tree.map(jnp.copy, read), lengths
+        held.prefill([[FIRST_NAME + fact // VALUES] for fact in facts], 1)
+        said.append(np.asarray(held.decoding.logits).argmax(axis=1))
+    return np.stack(said, axis=1).astype(np.int32), held.state_bytes // len(prompts)
+
+
+def endless(llm: Llm) -> dict[str, str]:
+    """The policies that stay within what the model was trained on however long a text is."""
+    return {
+        name: text
+        for name, text in POLICIES.items()
+        if max_lookback(parse_policy(text)) <= llm.config.context
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Profile of the compiled decode loop: the cost of each of its parts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Spec
+from jaxkv.driver import step
+from jaxkv.evals.lib.hlo import copies_in_loops
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
+from jaxkv.models import streams as streams_module
+from jaxkv.models.decoding import BLOCK
+from jaxkv.models.llm import Llm
+from jaxkv.policies import Streaming
+from jaxkv.rotary import rotary
+
+POLICY = "streaming:sinks=4,window=252"
+FAR = 4_000_123
+
+
+def run(llm: Llm, count: int) -> dict[str, Any]:
+    """Stories260K with a ring of 256 that has wrapped: here the loop itself is what takes time."""
+    tokens, plain = 4 * BLOCK, PLAIN
+    streams = {
+        "loop": started(models.Stream(llm, POLICY)),
+        "without nnx": started(plain.Stream(llm, POLICY)),
+        "absolute": started(models.Stream(llm, f"{POLICY},positions=absolute")),
+    }
+    variants = {name: decoding(stream, tokens) for name, stream in streams.items()}
+    variants["step by step"] = by_step(started(models.Stream(llm, POLICY)), tokens)
+    seconds = rounds(variants, count, "loop")
+    gain = ratio(seconds["step by step"], seconds["loop"])
+    nnx = ratio(seconds["without nnx"], seconds["loop"])
+    sinks = ratio(seconds["absolute"], seconds["loop"])
+    stream = streams["loop"]
+    program = lowered(streams_module, stream)
+    sizes = {leaf.size for state in stream.decoding.states for leaf in state if leaf.ndim == 4}
+    copies = copies_in_loops(program.compile().as_text(), sizes)
+    errors = {name: far_error(chunk) for name, chunk in (("decode", 1), ("chunks", 64))}
+    return {
+        "microseconds_per_token": {
+            name: spread(1e6 / tokens * np.array(s)) for name, s in seconds.items()
+        },
+        "cache_copies": copies,
+        # Where the two programs are one, a ratio of their times shows how still the machine was.
+        "same_program_without_nnx": program.as_text()
+        == lowered(plain, streams["without nnx"]).as_text(),
+        "error_at": FAR,
+        "error": errors,
+        "bars": [
+            bar("260K: while_loop over a Python loop of its step", gain, ">=", 1.8),
+            bar("260K: nnx over plain pytrees", nnx, ">=", 0.95),
+            bar("260K: wrapped ring over one without sink correction", sinks, ">=", 0.85),
+            bar("copies of the cache in the loop body", len(copies), "<=", 0),
+            bar(f"attention error at position {FAR:,}", max(errors.values()), "<=", 2e-6),
+        ],
+    }
+
+
+def started(stream: Any) -> Any:
+    """Past the point where the ring wraps."""
+    stream.prefill([prompt(stream.llm, 300)])
+    return stream
+
+
+def by_step(stream: models.Stream, tokens: int) -> Variant:
+    """The same step called from Python, a token at a time."""
+
+    def run() -> None:
+        for _ in range(tokens):
+            stream.decode(models.Sampling(), 1, ())
+
+    return timed(run)
+
+
+def plain_streams() -> ModuleType:
+    """models/streams.py over a decoder of plain arrays: the same three files with nnx taken out."""
+    arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
+    with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
+        decoder = again("jaxkv.models.decoder")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.decoder": decoder}):
+        decoding = again("jaxkv.models.decoding")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.decoding": decoding}):
+        return again("jaxkv.models.streams")
+
+
+def again(name: str) -> ModuleType:
+    """A second copy of a module, which shares nothing with the first."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = plain_streams()  # at import: sources edited while a long run goes on are not read
+
+
+def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
+    """One call of `decode` as XLA receives it; its text names no source file."""
+    sampling = models.Sampling()
+    decode_block = module.compiled_decode_block()
+    return decode_block.lower(stream._static, sampling.filters, (), stream.llm.weights,
+                              stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
+
+
+def far_error(chunk: int) -> float:
+    """Attention of a ring at position 4,000,123 against float64, keys rotated by cache rank."""
+    policy, heads, dim, far = Streaming(4, 252), 4, 64, 300
+    encoding = rotary(dim, 10_000.0)
+    spec = Spec(kv_heads=heads, head_dim=dim, scale=dim**-0.5, encoding=encoding)
+    random = np.random.default_rng(0)
+    q, k, v = random.standard_normal((3, policy.sinks + far, heads, dim)).astype(np.float32)
+    positions = np.r_[np.arange(policy.sinks), np.arange(FAR - far + 1, FAR + 1)].astype(np.uint32)
+    state = policy.init(spec, 1, jax.random.key(0))
+    run_step = jax.jit(step, static_argnums=(0, 1))
+    for at in [0, *range(policy.sinks, len(q), chunk)]:
+        part = slice(at, policy.sinks if at == 0 else at + chunk)
+        one = lambda a, part=part: jnp.asarray(a[None, part])  # noqa: E731
+        valid = jnp.ones_like(one(positions), bool)
+        out, state = run_step(policy, spec, state, one(q), one(k), one(v), one(positions), valid)
+    kept = np.r_[np.arange(policy.sinks), np.arange(len(q) - policy.window, len(q))]
+    exact = attention(q[-1], k[kept], v[kept])
+    return float(np.abs(np.asarray(out[0, -1], np.float64) - exact).max())
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """One query over its cache in float64; the query has the highest rank."""
+    q, k, v = (a.astype(np.float64) for a in (q, k, v))
+    half = q.shape[-1] // 2
+    frequency = 10_000.0 ** (-np.arange(half) / half)
+
+    def turn(x: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        angle = rank[:, None, None] * frequency
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    rank = np.arange(len(k))
+    logits = (
+        np.einsum("nh,snh->ns", turn(q[None], rank[-1:])[0], turn(k, rank)) * q.shape[-1] ** -0.5
+    )
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)

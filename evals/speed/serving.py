@@ -1,0 +1,186 @@
+"""Throughput of the engine, time to first token with prefix hits, and the cost of misses.
+
+The default model and books; compared variants alternate in one process. `throughput`: answers a
+second with 64 concurrent requests, and one at a time by models.generate, by an engine of one slot
+and by the same engine. `first`: seconds to the first token of a new prompt of 4,096 tokens, and of
+one that was read before. `cost`: prompts that are all new, with and without prefix caching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.models import Llm
+from jaxkv.models.serving import make_engine
+
+BOOKS = ROOT.parent / "shared" / "data" / "text" / "books" / "valid"
+PARTS = ("throughput", "first", "cost")
+POLICIES = ("streaming:sinks=4,window=252", "full")
+AT_ONCE, LONG = 64, 4096
+FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # at least, at most, at most
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.speed.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
+    ask.add_argument("--rounds", type=int, default=5, help="of each time")
+    ask.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    given = ask.parse_args()
+    files = sorted(given.texts.glob("*.txt"))
+    if not files or given.rounds < 1:
+        ask.error(f"--texts must hold books and --rounds be at least 1, got {given.rounds}")
+    llm = models.load()
+    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
+    record = Record("serving", [llm.folder / "model.safetensors", *files], [0], given.quick)
+    results: dict[str, Any] = {"bars": []}
+    for part in given.only:
+        found = PARTS_BY_NAME[part](llm, texts, given.rounds, given.quick)
+        results[part] = found
+        results["bars"] += found.pop("bars", [])
+    for line in results["bars"]:
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
+    print("wrote", record.save(results))
+
+
+def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[int, ...]]:
+    """Stretches of an endless stream of books, each from elsewhere: `islice` them to a length."""
+    rng = np.random.default_rng(seed)
+    while True:
+        text = texts[int(rng.integers(len(texts)))]
+        begin = int(rng.integers(0, len(text) - LONG - 1))
+        yield tuple(text[begin : begin + LONG])
+
+
+def drawn(texts: Sequence[Sequence[int]], count: int, seed: int) -> list[Request]:
+    """Prompts of 16 to 255 tokens, answers of 32 to 192, the mean 112 of the report."""
+    rng = np.random.default_rng(seed)
+    made = itertools.islice(passages(texts, seed), count)
+    return [
+        Request(tokens[: int(rng.integers(16, 256))], int(rng.integers(32, 193)), seed=number)
+        for number, tokens in enumerate(made)
+    ]
+
+
+def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
+    """Answers a second: 64 at a time, one at a time."""
+    slots = 16 if quick else AT_ONCE
+    asked = drawn(texts, 4 * slots, 0)
+    alone = asked[: len(asked) // 8]
+    many, one = (make_engine(llm, max_batch=each) for each in (slots, 1))
+
+    def one_by_one(engine: Engine) -> None:
+        for request in alone:
+            answer(engine, [request])
+
+    def generated() -> None:
+        for one in alone:
+            models.generate(llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True)
+
+    seconds = rounds(
+        {
+            "alone, models.generate": timed(generated),
+            "together": timed(lambda: answer(many, asked)),
+            "alone, an engine of one slot": timed(lambda: one_by_one(one)),
+            "alone, the same engine": timed(lambda: one_by_one(many)),
+        }, count, "throughput",
+    )  # fmt: skip
+    each = {
+        name: np.asarray(taken) / (len(asked) if name == "together" else len(alone))
+        for name, taken in seconds.items()
+    }
+    times = {name: ratio(each[name], each["together"]) for name in each if name != "together"}
+    return {
+        "requests": len(asked), "at_a_time": slots, "alone": len(alone),
+        "items_per_second": {name: spread(1 / taken) for name, taken in each.items()},
+        "times": times,
+        "bars": [
+            bar(f"{slots} at a time over one at a time, {name.removeprefix('alone, ')}",
+                found, ">=", FASTER)
+            for name, found in times.items()
+        ],
+    }  # fmt: skip
+
+
+def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
+    """Seconds to the first token of a long prompt, new and read before."""
+    size = 512 if quick else LONG
+    results: dict[str, Any] = {"prompt_tokens": size, "policies": {}, "bars": []}
+    for policy in POLICIES:
+        engine = make_engine(
+            llm, policy, max_batch=2, max_len=2 * LONG, prefix_cache=PrefixConfig(256)
+        )
+        new, held = passages(texts, 1), next(passages(texts, 2))[:size]
+        answer(engine, [Request(held, 1)])
+
+        def missed(engine: Engine = engine, new: Iterator = new) -> float:
+            return to_first(engine, next(new)[:size], 0)
+
+        def hit(engine: Engine = engine, held: tuple = held) -> float:
+            return to_first(engine, held, (size - 1) // engine.chunk * engine.chunk)
+
+        seconds = rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
+        share = ratio(seconds["hit"], seconds["miss"])
+        results["policies"][policy] = {
+            "seconds": {name: spread(taken) for name, taken in seconds.items()}, "share": share,
+        }  # fmt: skip
+        results["bars"].append(
+            bar(f"first token of a hit over a miss, {size} tokens, {policy}", share, "<=", SOONER)
+        )
+    return results
+
+
+def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
+    """Seconds; raises RuntimeError where another number of tokens was cached."""
+    (got,) = answer(engine, [Request(tokens, 1)])
+    if got.outcome.cached_tokens != cached:
+        raise RuntimeError(f"{cached} tokens were to be cached, {got.outcome.cached_tokens} were")
+    return got.outcome.first_token_seconds
+
+
+def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
+    """Prompts that nobody has seen: what it costs to look for them and to keep them."""
+    results: dict[str, Any] = {"policies": {}, "bars": []}
+    for policy in POLICIES:
+        engines = {
+            name: make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
+            for name, prefixes in (("none", None), ("kept", PrefixConfig(64)))
+        }
+        size = 512 if quick else LONG // 2
+        new = {name: passages(texts, 3) for name in engines}
+
+        def read(name: str, engines: dict = engines, new: dict = new, size: int = size) -> float:
+            return to_first(engines[name], next(new[name])[:size], 0)
+
+        variants = {name: lambda name=name, read=read: read(name) for name in engines}
+        seconds = rounds(variants, 12 * count, f"cost of a miss, {policy}")
+        over = ratio(seconds["kept"], seconds["none"])
+        results["policies"][policy] = {
+            "prompt_tokens": size, "over": over,
+            "seconds": {name: spread(taken) for name, taken in seconds.items()},
+        }  # fmt: skip
+        results["bars"].append(
+            bar(f"a miss over no caching, {size} tokens, {policy}", over, "<=", DEARER)
+        )
+    return results
+
+
+PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost}
+
+if __name__ == "__main__":
+    main()

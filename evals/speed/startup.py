@@ -1,0 +1,101 @@
+"""Start-up time: from the command to the first text, each time in a new process.
+
+The first start fills the compilation cache; the starts after it count. Compile and run times, with
+and without that cache, stand beside the times of the whole command, as the command reports them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.timing import bar, ratio, rounds
+
+COMMAND = [sys.executable, "-m", "jaxkv.cli"]
+IMPORT = [sys.executable, "-c", "import jax; print()"]
+PROMPT, TOKENS = "Once upon a time", "64"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.startup", description=__doc__)
+    ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
+    ask.add_argument("--rounds", type=int, default=9)
+    ask.add_argument("--quick", action="store_true", help="two rounds, into out/")
+    given = ask.parse_args()
+    record = Record("startup", [given.model / "model.safetensors"], quick=given.quick)
+    generate = [
+        "generate",
+        PROMPT,
+        "--model",
+        str(given.model.resolve()),
+        "--max-new-tokens",
+        TOKENS,
+    ]
+
+    with tempfile.TemporaryDirectory() as kept:
+        variants = {
+            "help": partial(first_output, [*COMMAND, "--help"], kept),
+            "import jax": partial(
+                first_output, [sys.executable, "-c", "import jax; print()"], kept
+            ),
+            "first text": partial(first_output, [*COMMAND, *generate], kept),
+            "compile and run, kept": partial(compile_and_run, generate, kept),
+            "compile and run, not kept": partial(compile_and_run, generate, "off"),
+        }
+        # The round that does not count fills the cached compilations.
+        seconds = rounds(variants, 2 if given.quick else given.rounds, "startup")
+    share = ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"])
+    results = {
+        "seconds": {name: spread(s) for name, s in seconds.items()},
+        "bars": [
+            bar("second start: seconds to the first text", spread(seconds["first text"]), "<=", 3),
+            bar("seconds of jaxkv --help", spread(seconds["help"]), "<=", 0.3),
+            bar("jaxkv --help over import jax", ratio(seconds["help"], seconds["import jax"]),
+                "<=", 1.2),
+            bar("compile and run, second start over one without kept compilations", share,
+                "<=", 0.35),
+        ],
+    }  # fmt: skip
+    for line in results["bars"]:
+        word = "met    " if line["met"] else "NOT MET"
+        print(f"{word} {line['bar']}: {line['value']['median']:.3g} {line['ask']}")
+    print("wrote", record.save(results))
+
+
+def first_output(command: list[str], kept: str) -> float:
+    """Seconds from the start of a process to its first byte on standard output."""
+    begun = perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, env=environment(kept), stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        first = run.stdout.read(1)
+        seconds = perf_counter() - begun
+        run.stdout.read()
+    if run.returncode or not first:
+        raise SystemExit(f"{' '.join(command[1:])} ended with {run.returncode}")
+    return seconds
+
+
+def compile_and_run(command: list[str], kept: str) -> float:
+    """Seconds of compiling, reading and writing in one process, imports and loading left out."""
+    done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(kept),
+                          stdout=subprocess.PIPE, check=True)  # fmt: skip
+    reported = json.loads(done.stdout)
+    return float(np.sum([reported[f"{part}_seconds"] for part in ("compile", "prefill", "decode")]))
+
+
+def environment(kept: str) -> dict[str, str]:
+    return os.environ | {"JAXKV_COMPILATION_CACHE": kept}
+
+
+if __name__ == "__main__":
+    main()

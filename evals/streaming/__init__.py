@@ -1,0 +1,1 @@
+"""StreamingLLM (Xiao et al. 2024)."""

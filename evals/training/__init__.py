@@ -1,0 +1,1 @@
+"""Models trained here, with and without sinks."""

@@ -1,0 +1,202 @@
+"""Sinks on a laptop: bigram-backcopy streams (Guo et al. 2024, arXiv 2410.13835), and Table 3.
+
+Letters follow a Markov chain, except for a few triggers: the letter after a trigger copies the one
+before it. A copying head is idle at every other letter, and then attends to a token without
+information, if there is one: a sink. Every variant is trained by `models.pretrain` and reads
+held-out letters under caches of one size, with and without its first tokens. Plain softmax is also
+tried with more layers, another learning rate and more steps, because it might then grow a sink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.training.sink_tables import logged, samples, table_3
+from jaxkv.models import corpus, data, uncached
+from jaxkv.models.llm import Llm
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import PRESETS, Recipe
+from jaxkv.typing import Float
+
+ARMS = ("none", "zero", "logit", "token", "two_tokens")
+TRIES = {  # of plain softmax
+    "two layers": {"layers": 2},
+    "three layers": {"layers": 3},
+    "4 x lr": {"lr": 2e-2},
+    "3 x the steps": {"steps": 2400},
+}
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
+TRIGGERS = 20  # of the letters, the most frequent ones
+SPREAD = 0.3  # of the Dirichlet distribution that each letter's successors are drawn from
+DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.training.backcopy", description=__doc__
+    )
+    ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
+    ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
+    ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    record = Record("backcopy", [], given.seeds, quick=given.quick)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = given.runs or Path(scratch)
+        chain = Chain(0)
+        tokens = write(chain, runs / "data")
+        ids = tokens.run("valid", 0, given.tokens).tolist()
+        variants: dict[str, Any] = {}
+        for variant in given.arms:
+            found = [
+                run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
+                for seed in given.seeds
+            ]
+            variants[variant] = {"seeds": found, "summary": summary(found)}
+        tries = {}
+        for name in given.tries:
+            recipe = dataclasses.replace(recipe_of("none", given.seeds[0]), **TRIES[name])
+            found = run(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
+            tries[name] = {"changed": TRIES[name], **found}
+    results = {
+        "recipe": dataclasses.asdict(PRESETS["backcopy"]),
+        "floor": chain.floor(chain.letters(10**6, 99)),
+        "arms": variants,
+        "tries": tries,
+    }
+    print("wrote", record.save(results))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("backcopy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """The stream's law: what follows each letter, and which letters are triggers."""
+
+    seed: int
+
+    @property
+    def follows(self) -> Float[np.ndarray, "V V"]:
+        random = np.random.default_rng(self.seed)
+        return random.dirichlet(np.full(len(LETTERS), SPREAD), size=len(LETTERS))
+
+    @property
+    def triggers(self) -> np.ndarray:
+        return np.argsort(-self.follows.sum(0))[:TRIGGERS]
+
+    def letters(self, count: int, seed: int) -> np.ndarray:
+        """A stream, as numbers of letters."""
+        chance = np.random.default_rng([self.seed, seed]).random(count)
+        ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
+        # Two triggers in a row would follow each other for ever; after a letter none comes second.
+        before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
+        found = []
+        for x in chance:
+            new = before if last in triggers else int(np.searchsorted(ends[last], x))
+            before, last = last, min(new, len(LETTERS) - 1)
+            found.append(last)
+        return np.array(found)
+
+    def floor(self, letters: np.ndarray) -> float:
+        """The least mean loss there can be: none after a trigger, the chain's own elsewhere."""
+        known = np.isin(letters[:-1], self.triggers)
+        chances = self.follows[letters[:-1], letters[1:]]
+        return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
+
+
+def write(chain: Chain, folder: Path) -> data.Tokens:
+    """The stream as a data folder, or the one that is there."""
+    if (folder / "tokens").exists():
+        return data.read(folder / "tokens")
+    texts = folder / "texts"
+    texts.mkdir(parents=True, exist_ok=True)
+    paths = [texts / f"{number:02}.txt" for number in range(DOCUMENTS)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
+    # A vocabulary of these letters alone: beside the 192 bytes that never come, no sink grows.
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    vocab = {letter: number for number, letter in enumerate(LETTERS)}
+    letters = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    letters |= {"version": "1.0", "pre_tokenizer": by_byte, "decoder": by_byte}
+    (folder / "letters.json").write_text(json.dumps(letters))
+    return corpus.prepare(
+        paths[:-2], folder / "tokens", tokenizer=folder / "letters.json", valid=paths[-2:]
+    )
+
+
+def recipe_of(variant: str, seed: int) -> Recipe:
+    return dataclasses.replace(PRESETS["backcopy"], sinks=variant, seed=seed)
+
+
+def run(
+    recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
+) -> dict[str, Any]:
+    """Train one model and read the held-out letters with it."""
+    llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
+    log = logged(out)
+    cache = llm.config.context // 2
+    lines = table_3(llm, ids, cache)
+    mass = dormant(llm, chain, ids, cache)
+    shown = ", ".join(f"{name} {found['loss']:.4f}" for name, found in lines.items())
+    print(
+        f"{recipe.sinks}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
+        f"{mass.mean():.2f}, {mass.max():.2f}; {shown}",
+        flush=True,
+    )
+    return {
+        "seed": recipe.seed,
+        "seconds": log[-1]["seconds"],
+        "curve": [[x["step"], x["valid_loss"], x["first_token"]] for x in log if "text" in x],
+        "loss": lines,
+        "first_token": float(mass.mean()),
+        "first_token_most": float(mass.max()),
+        "sink_letters": float(np.mean(mass > uncached.SINK_HEAD)),
+    }
+
+
+def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
+    """Mean attention on the first token of each letter that is no trigger, so copies nothing; of
+    several layers the one with most."""
+    runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
+    seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]
+    letters = runs[:, skip:]
+    others = np.setdiff1d(letters, chain.triggers)
+    layers = [np.asarray(layer)[:, 0, skip:, 0] for layer in seen]
+    found = [[mass[letters == letter].mean() for letter in others] for mass in layers]
+    return max(np.array(found), key=np.mean)
+
+
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and ranges over the seeds."""
+    return {
+        "first_token": spread([seed["first_token"] for seed in found]),
+        "first_token_most": spread([seed["first_token_most"] for seed in found]),
+        "sink_letters": spread([seed["sink_letters"] for seed in found]),
+        "loss": {
+            name: spread([seed["loss"][name]["loss"] for seed in found])
+            for name in found[0]["loss"]
+        },
+        "loss_over_base": {
+            name: spread([seed["loss"][name]["loss_over_base"] for seed in found])
+            for name in found[0]["loss"]
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

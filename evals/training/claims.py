@@ -1,0 +1,196 @@
+"""StreamingLLM's claims about training with sinks (section 3.3)."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from jaxkv.evals.lib.claim import (
+    OPEN,
+    UNSEEN,
+    Claim,
+    Find,
+    Finding,
+    Results,
+    adder,
+    grade,
+    joined,
+    over_base,
+    pick,
+)
+from jaxkv.evals.palette import ARMS
+
+FELT = 0.02  # nats a token: a difference of losses that counts as one
+NOBODY_LEANS = f"{UNSEEN}: no model of this size leans on its first tokens"
+BOTH = ("none", "token")
+
+
+def trained(r: Results, sinks: str) -> dict[int, dict[str, Any]]:
+    """The models with one kind of sink, by their seeds."""
+    of_kind = [x for x in r["arms"].values() if x["recipe"]["sinks"] == sinks]
+    return {x["recipe"]["seed"]: x for x in of_kind}
+
+
+def pairs(r: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Plain softmax and sink token, of equal seeds."""
+    plain, token = (trained(r, sinks) for sinks in BOTH)
+    return [(plain[seed], token[seed]) for seed in sorted(plain.keys() & token.keys())]
+
+
+def size_of(r: Results) -> str:
+    """The size, training tokens and seeds, which all variants share."""
+    models = list(r["arms"].values())
+    weights = max(x["weights"] for x in models) / 1e6
+    seeds = len({x["recipe"]["seed"] for x in models})
+    return (
+        f"{weights:.1f}M weights, {models[0]['tokens'] / 1e6:.1f}M tokens of training, "
+        f"seeds: {seeds}"
+    )
+
+
+def texts(r: Results, sinks: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of every model and text: its name, all of it, and the line of each number of sinks."""
+    return [
+        (name, text, {key: line for key, line in text.items() if "+" in key})
+        for model in trained(r, sinks).values()
+        for name, text in model["perplexity"].items()
+    ]
+
+
+def gaps(r: Results, sinks: str) -> list[list[float]]:
+    """Of every model and text, by how much the loss with 0, 1, 2 and 4 sinks exceeds that of 4."""
+    return [[x["loss_over_base"] for x in lines.values()] for *_, lines in texts(r, sinks)]
+
+
+def unneeded(found: list[list[float]]) -> bool:
+    return all(abs(gap[0]) < FELT for gap in found)
+
+
+def table_3(r: Results, sinks: str) -> str:
+    """Perplexities of one kind of model with 0, 1, 2 and 4 first tokens in the cache."""
+    return joined([size_of(r)] + [
+        f"{sinks}, {name}, {text['predictions']:,} tokens: "
+        + ", ".join(f"{key} {x['perplexity']:.2f} {over_base(x)}" for key, x in lines.items())
+        for name, text, lines in texts(r, sinks)
+    ])  # fmt: skip
+
+
+def several_needed(r: Results, sinks: str = "none") -> Finding:
+    """Without its first token a cache is worse, and with one of them it still is."""
+    none, one = (all(gap[count] > FELT for gap in gaps(r, sinks)) for count in (0, 1))
+    return table_3(r, sinks), grade(none and one, none)
+
+
+def zero_needs_some(r: Results) -> Finding:
+    """The same of a zero sink; the gap to plain softmax is shown and not judged."""
+    if unneeded(gaps(r, "zero")):
+        return table_3(r, "zero"), NOBODY_LEANS
+    return several_needed(r, "zero")
+
+
+def one_enough(r: Results) -> Finding:
+    """One token is needed and enough; all of it only where plain softmax needs more than one."""
+    found, plain = gaps(r, "token"), gaps(r, "none")
+    if unneeded(found + plain):
+        return table_3(r, "token"), NOBODY_LEANS
+    enough = all(abs(gap[1]) < FELT for gap in found)
+    gained = all(gap[0] > FELT for gap in found) and all(gap[1] > FELT for gap in plain)
+    return table_3(r, "token"), grade(enough and gained, enough)
+
+
+def loss_unharmed(r: Results) -> Finding:
+    """At no seed is the sink token's loss larger by FELT; one seed alone decides nothing."""
+    by_kind = {sinks: trained(r, sinks).values() for sinks in ARMS if trained(r, sinks)}
+    shown = ", ".join(f"{sinks} " + " ".join(f"{x['valid_loss']:.4f}" for x in models)
+                      for sinks, models in by_kind.items())  # fmt: skip
+    harm = [token["valid_loss"] - plain["valid_loss"] for plain, token in pairs(r)]
+    if not harm:
+        return "", f"{OPEN}: needs variants of equal seeds"
+    text = f"{size_of(r)}; valid loss: {shown}"
+    if len(harm) < 2:
+        return text, f"{UNSEEN}: one seed does not tell harm from chance"
+    return text, grade(max(harm) < FELT)
+
+
+def tasks_unharmed(r: Results) -> Finding:
+    """Of the tasks at which a model is better than chance, none is lost beyond two errors."""
+    shown, lost = [], []
+    for plain, token in pairs(r):
+        for task, one in token["zeroshot"].items():
+            other = plain["zeroshot"][task]
+            error = 2 * (one["standard_error"] ** 2 + other["standard_error"] ** 2) ** 0.5
+            known = any(x["accuracy"] - x["chance"] > 2 * x["standard_error"] for x in (one, other))
+            if known:
+                lost.append(other["accuracy"] - one["accuracy"] > error)
+            shown.append(
+                f"{task} {100 * other['accuracy']:.1f} to {100 * one['accuracy']:.1f} "
+                f"(± {100 * error:.1f}{'' if known else ', both by chance'})"
+            )
+    if not shown:
+        return "", f"{OPEN}: needs --zeroshot, and variants of equal seeds"
+    text = f"{size_of(r)}; from none to token, %: " + ", ".join(shown)
+    if not lost:
+        return text, f"{UNSEEN}: no model of this size is better than chance"
+    return text, grade(not any(lost))
+
+
+def given(variants: tuple[str, ...], find: Find) -> Find:
+    """The same finding, open where the record lacks a variant that it compares."""
+
+    @wraps(find)
+    def found(r: Results) -> Finding:
+        missing = [sinks for sinks in variants if not trained(r, sinks)]
+        if missing:
+            return "", f"{OPEN}: needs the variants {', '.join(missing)}"
+        return find(r)
+
+    return found
+
+
+SECTION_3_3 = (  # claim, its figure in the paper, variants that it needs, verdict function
+    ("Trained with plain softmax, a model needs several of its first tokens",
+     "Table 3, 160M, 0/1/2/4 of 1024: 27.87/18.49/18.05/18.05", ("none",), several_needed),
+    ("Trained with a zero sink, it still leans on its first tokens",
+     "Table 3: 29214/19.90/18.27/18.01", ("zero",), zero_needs_some),
+    ("A learnable sink token in training makes one sink enough",
+     "Table 3: 1235/18.01/18.01/18.02", BOTH, one_enough),
+    ("A sink token in training does the loss no harm", "Figure 6", BOTH, loss_unharmed),
+    ("A sink token in training does no harm elsewhere", "Table 4, seven tasks", BOTH,
+     tasks_unharmed),
+)  # fmt: skip
+TRAINING = [
+    Claim(says, paper, record, given(variants, find))
+    for record in ("sink_tables", "sink_tables_160m")
+    for says, paper, variants, find in SECTION_3_3
+]
+claim = adder(TRAINING)
+
+
+def small_table(r: Results, *kinds: str) -> str:
+    """Table 3 of the smallest models: medians over the seeds, and the range."""
+    signed = lambda x: f"{x['median']:+.3f} ({x['min']:+.3f} to {x['max']:+.3f})"  # noqa: E731
+    over = {kind: pick(r, f"arms/{kind}/summary/loss_over_base") for kind in kinds}
+    seeds = r["arms"][kinds[0]]["summary"]["first_token"]["n"]
+    shown = (f"{kind}: {', '.join(f'{key} {signed(x)}' for key, x in lines.items())}"
+             for kind, lines in over.items())  # fmt: skip
+    return f"one layer, one head, seeds: {seeds}; loss over that of 4+20: {joined(shown)}"
+
+
+@claim("backcopy", "The same where a head has nothing to do most of the time",
+       "Table 3; the stream is that of Guo et al. 2024 (arXiv 2410.13835)")  # fmt: skip
+def small_one_enough(r: Results) -> Finding:
+    """The token is needed and enough; plain softmax must need more, or nothing is gained."""
+    over = pick(r, "arms/*/summary/loss_over_base")
+    token, plain = over["token"], over["none"]
+    holds = max(abs(token["1+23"][end]) for end in ("min", "max")) < FELT < token["0+24"]["min"]
+    text = small_table(r, "token", "none", "zero", "logit")
+    if holds and plain["1+23"]["min"] <= FELT:
+        return text + "; plain softmax needs no first token here", grade(False, part=True)
+    return text, grade(holds)
+
+
+@claim("backcopy", "Two sink tokens in training are then both needed",
+       "appendix: no gain from a second")  # fmt: skip
+def small_two_needed(r: Results) -> Finding:
+    over = pick(r, "arms/two_tokens/summary/loss_over_base")
+    return small_table(r, "two_tokens"), grade(over["1+23"]["min"] > FELT)

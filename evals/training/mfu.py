@@ -1,0 +1,98 @@
+"""Model FLOPs utilisation of a training step: its operations over the device's peak.
+
+On a CPU the peak is that of a large float32 product, measured in alternation with the steps; on an
+accelerator it is the data sheet's. Operations are 6 N + 12 L (N H) T per token (PaLM, appendix B),
+whatever a causal mask leaves out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import Variant, bar, ratio, rounds, timed
+from jaxkv.models import device, training
+from jaxkv.models.pretrain import FRONT, setting_for
+from jaxkv.models.recipes import PRESETS, Recipe
+
+ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
+SINKS = ("none", "token", "zero", "logit")
+SIDE = 2048  # of the matrices whose product is the peak of a CPU
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.training.mfu", description=__doc__)
+    ask.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
+    ask.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
+    ask.add_argument("--vocab", type=int, default=4096)
+    ask.add_argument("--rounds", type=int, default=15)
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
+    recipe = PRESETS[given.preset or preset]
+    if given.rows:
+        recipe = dataclasses.replace(recipe, rows=given.rows, accumulate=1)
+    name = "mfu" if jax.default_backend() == "cpu" else f"mfu_{jax.default_backend()}"
+    record = Record(name, [], [0], quick=given.quick)
+    results = {"preset": given.preset or preset, "vocab": given.vocab}
+    results |= measure(recipe, given.vocab, given.rounds, share)
+    for one in results["bars"]:
+        print(f"{one['bar']}: {one['value']['median']:.3f} ({one['ask']})")
+    print("wrote", record.save(results))
+
+
+def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
+    """Every variant's step and the peak in turns."""
+    on_cpu = jax.default_backend() == "cpu"
+    variants: dict[str, Variant] = {}
+    for sinks in SINKS:
+        variants[sinks] = stepping(dataclasses.replace(recipe, sinks=sinks), vocab)
+    if on_cpu:
+        product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
+        variants["peak"] = timed(lambda: product().block_until_ready())
+    seconds = rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
+    config = setting_for(recipe, vocab, (), 0).config
+    tokens = recipe.rows * recipe.context
+    flops = training.flops_per_token(config, recipe.context) * tokens
+    if on_cpu:
+        at_peak = flops / (2 * SIDE**3) * np.array(seconds["peak"])  # seconds a step would take
+        shares = {s: ratio(at_peak, seconds[s]) for s in SINKS}
+        peak = spread(2 * SIDE**3 / np.array(seconds["peak"]))
+    else:
+        shares = {s: spread(flops / np.array(seconds[s]) / device.peak()) for s in SINKS}
+        peak = spread([device.peak()])
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "flops_per_token": flops / tokens,
+        "peak": peak,
+        "tokens_per_second": {s: spread(tokens / np.array(seconds[s])) for s in SINKS},
+        "share": shares,
+        "bars": [bar(f"training, share of the peak, sinks={s}", shares[s], ">=", share)
+                 for s in SINKS],
+    }  # fmt: skip
+
+
+def stepping(recipe: Recipe, vocab: int) -> Variant:
+    """One step on random tokens, from where the last one ended."""
+    front = tuple(range(1, 1 + len(FRONT.get(recipe.sinks, ()))))
+    setting = setting_for(recipe, vocab, front, 0)
+    held = [training.begin(setting)]
+    random = np.random.default_rng(0)
+    runs = random.integers(3, vocab, (recipe.rows, recipe.context + 1)).astype(np.int32)
+    parts = setting.split(runs)
+
+    def step() -> None:
+        held[0], reported = training.update(setting, held[0], parts)
+        jax.block_until_ready(reported)
+
+    return timed(step)
+
+
+if __name__ == "__main__":
+    main()

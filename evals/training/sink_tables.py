@@ -1,0 +1,283 @@
+"""Models trained with and without sinks: StreamingLLM's Tables 3 and 4, Figures 2, 6 and 7.
+
+Every run is a folder that `jaxkv pretrain` wrote, one per variant, trained alike but for `sinks`.
+All variants read the same text under caches of one size; zero-shot tasks take the likeliest of some
+choices, by the mean log-likelihood of their tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals import pictures
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record
+from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.evals.streaming.sinks import gather, line
+from jaxkv.models import uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
+from jaxkv.models.llm import Llm
+from jaxkv.typing import Array, Bool, Float32, Int32
+
+SINKS = (0, 1, 2, 4)
+TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
+         "lambada_openai", "hellaswag")  # fmt: skip
+SHOWN = 16  # tokens of the samples whose attention is drawn, as in Figure 2
+SAMPLES = 64  # of them
+ROWS = 32  # choices scored at a time
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.training.sink_tables", description=__doc__
+    )
+    ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+",
+                     help="text files, or folders of *.txt; none that was trained on")  # fmt: skip
+    ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl; left out: no Table 4")
+    ask.add_argument("--tokens", type=int, default=100_000)
+    ask.add_argument("--rows", type=int, default=1_000, help="of each task, at most")
+    ask.add_argument("--name", default="sink_tables", help="of the record")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    runs = [json.loads((folder / "run.json").read_text("utf-8")) for folder in given.runs]
+    names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
+    check(names, runs)
+    first = models.load(given.runs[0] / "hf")
+    texts, data = {}, []
+    for path in given.texts:
+        if path.stem in texts or (path / "manifest.json").exists():
+            raise SystemExit(f"texts need names of their own, and no split for training: {path}")
+        ids, files = tokens_of(first, path, given.tokens + 1)
+        # What the tokenizer of a variant puts in front is that variant's own.
+        texts[path.stem] = ids[len(first.tokenizer.front) :]
+        data += files
+    tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
+    data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
+    record = Record(given.name, data, quick=given.quick)
+    variants: dict[str, Any] = {}
+    for folder, run, variant in zip(given.runs, runs, names, strict=True):
+        llm = models.load(folder / "hf")
+        variants[variant] = trained(folder, run, llm) | measure(llm, texts, tasks, variant)
+        where = TRIALS if given.quick else RESULTS
+        where.mkdir(parents=True, exist_ok=True)
+        (where / f"{given.name}_{variant}.png").write_bytes(draw(llm, texts, variant))
+    record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
+    print("wrote", record.save({"arms": variants}))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import FIGURES
+        from jaxkv.evals.lib.figures import draw as draw_record
+
+        if given.name in FIGURES:
+            print("drew", *draw_record(given.name))
+
+
+def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
+    """Exit where two runs are of one variant and seed, or differ in anything else."""
+    if len(set(names)) < len(names):
+        raise SystemExit(f"every run must be an arm and a seed of its own, got {', '.join(names)}")
+    for run in runs[1:]:
+        mine, first = (
+            {**r, **r["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for r in (run, runs[0])
+        )
+        differ = [key for key in mine if mine[key] != first.get(key)]
+        if differ:
+            raise SystemExit(f"runs must be alike but for sinks and seed, differ: {differ}")
+
+
+def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
+    """What a run was, and how its loss went (Figure 6)."""
+    log = logged(folder)
+    looks = [x for x in log if "valid_loss" in x]
+    recipe = run["recipe"]
+    return {
+        "recipe": recipe,
+        "data": run["data"],
+        "dtype": run["dtype"],
+        "weights": sum(weight.size for weight in llm.weights.values()),
+        "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
+        "seconds": log[-1]["seconds"],
+        "device": log[-1].get("device"),
+        "valid_loss": looks[-1]["valid_loss"],
+        "curve": [[x["step"], x["valid_loss"], x["first_token"], x["sink_heads"]] for x in looks],
+    }
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    return [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
+    """Everything about one variant that is read from its model."""
+    cache = llm.config.context // 2
+    found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
+    for name, text in texts.items():
+        lines = table_3(llm, text, cache)
+        shown = ", ".join(f"{key} {line['perplexity']:.3f}" for key, line in lines.items())
+        print(f"{variant}: {name}: {shown}", flush=True)
+        found["perplexity"][name] = {"predictions": len(text) - 1, **lines}
+    for task, rows in tasks.items():
+        found["zeroshot"][task] = accuracy(llm, rows)
+        print(f"{variant}: {task}: {found['zeroshot'][task]['accuracy']:.3f}", flush=True)
+    mass = first_token(llm, texts)
+    found["first_token"] = {
+        "by_head": mass.tolist(),
+        "mean": mass.mean(),
+        "most": mass.max(),
+        "heads_above": float((mass > uncached.SINK_HEAD).mean()),
+    }
+    return found
+
+
+def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, float]]:
+    """How a text is read with each number of sinks in a cache of one size, beside 4 of them."""
+    ids, losses = [*llm.tokenizer.front, *text], {}
+    for sinks in SINKS:
+        policy = f"streaming:sinks={sinks},window={cache - sinks}"
+        # Not what stands in front, nor the token after it, which some variants do not predict.
+        losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
+    return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
+
+
+def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
+    """Runs of the texts, evenly spread, as samples of training look: sink tokens in front."""
+    ids = np.concatenate(list(texts.values()))
+    at = np.linspace(0, len(ids) - length, SAMPLES).astype(int)
+    runs = np.stack([ids[a : a + length] for a in at]).astype(np.int32)
+    runs[:, : len(llm.tokenizer.front)] = llm.tokenizer.front
+    return runs
+
+
+@partial(jax.jit, static_argnums=0)
+def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
+    """The attention of every layer and head, the mean of all samples."""
+    _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
+    return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
+
+
+def first_token(llm: Llm, texts: dict, skip: int = 64) -> Float32[np.ndarray, "L N"]:
+    """Mean attention on the first token, of queries from `skip` on of samples of full length."""
+    runs = samples(llm, texts, llm.config.context)
+    mass = partial(uncached.mass_on_first, llm.config, llm.weights)
+    return np.mean([mass(runs[a : a + 4], skip) for a in range(0, SAMPLES, 4)], axis=0)
+
+
+def draw(llm: Llm, texts: dict, variant: str) -> bytes:
+    """Figures 2 and 7: the attention of every head, as a PNG."""
+    from matplotlib.figure import Figure
+
+    seen = np.asarray(maps(llm.config, llm.weights, samples(llm, texts, SHOWN)))
+    layers, heads = seen.shape[:2]
+    figure = Figure(figsize=(1.1 * heads + 1, 1.1 * layers + 0.8), layout="constrained")
+    grid = figure.subplots(layers, heads, squeeze=False)
+    for (layer, head), axes in np.ndenumerate(grid):
+        hidden = np.triu(np.ones((SHOWN, SHOWN), bool), 1)
+        picture = axes.imshow(np.ma.masked_where(hidden, seen[layer, head]), vmin=0, vmax=1,
+                              cmap="viridis")  # fmt: skip
+        axes.set_xticks([])
+        axes.set_yticks([])
+        if head == 0:
+            axes.set_ylabel(f"layer {layer}", fontsize=8)
+        if layer == layers - 1:
+            axes.set_xlabel(f"head {head}", fontsize=8)
+    figure.colorbar(picture, ax=grid, shrink=0.6, label="attention")
+    front = len(llm.tokenizer.front)
+    caption = (
+        f"sinks={variant}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), mean of "
+        f"{SAMPLES} samples" + (f", {front} sink token(s) first" if front else "")
+    )
+    return pictures.finish(figure, caption)
+
+
+def read_tasks(folder: Path, most: int) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for task in TASKS:
+        texts = (folder / f"{task}.jsonl").read_text("utf-8").splitlines()[:most]
+        found[task] = [json.loads(text) for text in texts]
+    return found
+
+
+def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How often the right choice has the largest mean log-likelihood of a token.
+
+    Where there is but one choice, how often greedy decoding would write it.
+    """
+    scored = score(llm, [(row["context"], choice) for row in rows for choice in row["choices"]])
+    right, at = [], 0
+    for row in rows:
+        mine = scored[at : at + len(row["choices"])]
+        at += len(mine)
+        if len(mine) == 1:
+            right.append(mine[0][1])
+        else:
+            right.append(int(np.argmax([mean for mean, _ in mine])) == row["answer"])
+    share, choices = float(np.mean(right)), [len(row["choices"]) for row in rows]
+    return {
+        "accuracy": share,
+        "standard_error": (share * (1 - share) / len(right)) ** 0.5,
+        "rows": len(right),
+        "chance": float(np.mean([0 if n == 1 else 1 / n for n in choices])),
+    }
+
+
+def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+    """Of each choice after its context: mean log-likelihood, and whether each token is likeliest.
+
+    A text that is longer than the model's context loses its beginning, but not its sink tokens, nor
+    the one token that stands before the choice.
+    """
+    front, most = list(llm.tokenizer.front), llm.config.context
+    texts = []
+    for context, choice in pairs:
+        ids = llm.tokenizer.encode(choice, bos=False)
+        before = llm.tokenizer.encode(context, bos=False)
+        # One token must stand before what is predicted.
+        before = before or [llm.eos[0]]
+        room = max(1, most + 1 - len(front) - len(ids))
+        texts.append((front + before[max(0, len(before) - room) :], ids))
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
+    found: dict[int, tuple[float, bool]] = {}
+    for start in range(0, len(order), ROWS):
+        some = order[start : start + ROWS]
+        longest = max(len(texts[i][0]) + len(texts[i][1]) for i in some)
+        width = -(-longest // 32) * 32
+        ids, asked = np.zeros((ROWS, width + 1), np.int32), np.zeros((ROWS, width), bool)
+        for row, i in enumerate(some):
+            before, choice = texts[i]
+            ids[row, : len(before) + len(choice)] = before + choice
+            asked[row, len(before) - 1 : len(before) + len(choice) - 1] = True
+        losses, likeliest = _score(llm.config, llm.weights, ids, asked)
+        for row, i in enumerate(some):
+            found[i] = (-float(losses[row]), bool(likeliest[row]))
+    return [found[i] for i in range(len(texts))]
+
+
+@partial(jax.jit, static_argnums=0)
+def _score(
+    config: Config, weights: Weights, ids: Int32[Array, "B X"], asked: Bool[Array, "B T"]
+) -> tuple[Float32[Array, " B"], Bool[Array, " B"]]:
+    """Mean loss of the tokens after the asked places, and whether each was the likeliest."""
+    decoder, hidden, _ = uncached.forward(config, weights, ids[:, :-1])
+    logits, targets = decoder.logits(hidden), ids[:, 1:]
+    picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
+    losses = jax.nn.logsumexp(logits, axis=0) - picked
+    hits = (jnp.argmax(logits, axis=0) == targets) | ~asked
+    count = jnp.sum(asked, axis=1, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(asked, losses, 0), axis=1) / jnp.maximum(count, 1)
+    return mean, jnp.all(hits, axis=1)
+
+
+if __name__ == "__main__":
+    main()

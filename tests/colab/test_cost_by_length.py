@@ -1,0 +1,24 @@
+"""What a longer text costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxkv import models
+from jaxkv.colab import cost_by_length, runtime
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return models.load()
+
+
+def test_costs_are_of_the_length_that_was_asked(llm):
+    names, lengths = ["full:start=16", "streaming:sinks=2,window=14"], [16, 40]
+    found = cost_by_length.measure(llm, runtime.passage(llm, 40), names, lengths, new=4, count=1)
+    full, streaming = (found[name] for name in names)
+    assert [cost.tokens for cost in full] == lengths
+    assert full[1].state_bytes > 1.9 * full[0].state_bytes
+    assert streaming[0].state_bytes == streaming[1].state_bytes
+    assert all(cost.microseconds > 0 for cost in (*full, *streaming))
+    assert cost_by_length.draw(found, "a caption").png.startswith(b"\x89PNG")

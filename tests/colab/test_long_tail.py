@@ -1,0 +1,127 @@
+"""What the notebook on MagicPIG computes, against plain numpy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.colab import long_tail
+from jaxkv.contract import Spec
+from jaxkv.evals.balancekv.single_layer import QUERIES
+from jaxkv.evals.magicpig import heads, synthetic
+from jaxkv.rotary import NoPosition
+
+SPEC = Spec(2, 8, 8**-0.5, NoPosition(), group=2)
+LENGTH = QUERIES + 120
+
+
+@pytest.fixture
+def layer(rng):
+    shape = (2, LENGTH, 2, 8)
+    q, k, v = rng.normal(size=(2, LENGTH, 4, 8)), rng.normal(size=shape), rng.normal(size=shape)
+    return heads.Layer(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+
+
+def weights(layer):
+    """Of the last queries [B,Q,N,S], in plain numpy."""
+    q, k = (np.asarray(x, np.float64) for x in (layer.q[:, -QUERIES:], layer.k))
+    logits = np.einsum("bqnh,bsnh->bqns", q, np.repeat(k, 2, axis=2)) * SPEC.scale
+    own = np.arange(LENGTH - QUERIES, LENGTH)[:, None]
+    logits = np.where((np.arange(LENGTH) <= own)[:, None], logits, -np.inf)
+    found = np.exp(logits - logits.max(-1, keepdims=True))
+    return found / found.sum(-1, keepdims=True)
+
+
+def test_tails_add_up_the_heaviest(layer):
+    found = long_tail.tails(SPEC, layer)
+    wanted = np.cumsum(-np.sort(-weights(layer), axis=-1), axis=-1).mean(axis=(0, 1))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert long_tail.sink(SPEC, layer) == pytest.approx(weights(layer)[..., 0].mean(), abs=1e-6)
+
+
+def test_reading_all_leaves_no_error(layer):
+    found = long_tail.budgets(SPEC, layer, [0.1, 1.0], 1)
+    assert found["topk"][1].error < 1e-5 and found["topk"][1].share == pytest.approx(1)
+    assert all(one.error > 0.01 for line in found.values() for one in line[:1])
+
+
+def test_cosines_are_of_keys_less_their_mean(layer):
+    moved = layer._replace(k=layer.k + jnp.asarray(3.0, jnp.float32))
+    kept = long_tail.cosines(SPEC, moved, True)
+    np.testing.assert_allclose(
+        np.sort(kept), np.sort(long_tail.cosines(SPEC, layer, True)), atol=1e-4
+    )
+    assert not np.allclose(kept, long_tail.cosines(SPEC, moved, False), atol=0.1)
+
+
+def test_more_tables_read_more(layer):
+    found = long_tail.tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
+    assert found[6, 10, True].share < found[4, 40, True].share
+    *_, last = long_tail.tell_tables(found).splitlines()
+    own = found[4, 40, True]
+    assert last.split()[:4] == ["4", "40", f"{own.share:.1%}", f"{own.error:.3f}"]
+
+
+def test_heads_have_the_errors_of_their_layer(layer):
+    layers = {3: layer, 7: layer._replace(v=layer.v + jnp.asarray(1.0, jnp.float32))}
+    found = long_tail.by_head(SPEC, layers, 0.1, 2)
+    assert found.layer.tolist() == [3] * 4 + [7] * 4 and found.head.tolist() == [0, 1, 2, 3] * 2
+    np.testing.assert_allclose(found.fifth[:4], long_tail.tails(SPEC, layer)[:, 36], rtol=1e-6)
+    for number, one in layers.items():
+        line = long_tail.budgets(SPEC, one, [0.1], 2)
+        for kind in long_tail.KINDS:
+            of_layer = found.error[kind][found.layer == number]
+            assert of_layer.mean() == pytest.approx(line[kind][0].error, rel=1e-5)
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_a_head_alone_gets_what_it_gets_among_others(layer, head):
+    together = heads.exactly(SPEC, layer, "all heads")[:, :, head]
+    spec, own = long_tail.alone(SPEC, layer, head)
+    np.testing.assert_allclose(heads.exactly(spec, own, "one")[:, :, 0], together, atol=1e-6)
+
+
+def test_telling_heads():
+    error = {"topk": [9.0, 4.0, 1.0], "oracle": [3.0, 2.0, 3.0], "uniform": [3.0, 4.0, 9.0]}
+    error = {kind: np.array(line) for kind, line in error.items()}
+    found = long_tail.Heads(np.arange(3), np.zeros(3, int), np.array([0.2, 0.6, 0.9]), error)
+    assert list(long_tail.telling(found).values()) == [0, 1, 2]
+    np.testing.assert_allclose(long_tail.lead(found), [1, 0.5, 3])
+
+
+def test_drawn_attention_has_the_logits_it_was_drawn_with():
+    drawing, layer = synthetic.draw(2.0, 5, 200), synthetic.layer(2.0, [5], 200)
+    found = heads.ask(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
+    np.testing.assert_allclose(found[0], drawing.logits, atol=1e-5)
+    np.testing.assert_array_equal(layer.v[0, :, 0], drawing.v)
+
+
+def test_a_cone_leaves_the_weights_of_all_but_the_sink():
+    flat = synthetic.layer(1.0, [0, 1], 400)
+    logits = [
+        np.asarray(heads.ask(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
+        for one in (flat, synthetic.cone(flat, 1.0))
+    ]
+    before, after = (line[:, 1:] - line[:, 1:].max(axis=1, keepdims=True) for line in logits)
+    np.testing.assert_allclose(after, before, atol=1e-5)
+    assert long_tail.sink(synthetic.SPEC, synthetic.cone(flat, 1.0)) == pytest.approx(0.5, abs=0.1)
+    assert long_tail.cosines(synthetic.SPEC, synthetic.cone(flat, 1.0), False).mean() < -0.4
+
+
+@pytest.mark.parametrize(
+    ("sigma", "follow", "lowest", "highest"),
+    [(0.25, 0.45, 2, 9), (3.0, 0.45, 0.1, 0.8), (0.25, 0.0, 0.7, 1.3)],
+)
+def test_what_makes_a_sample_win(sigma, follow, lowest, highest):
+    """Top-k's error over a sample's, by how long the tail is and whether values follow weights."""
+    error = long_tail.world(256, [sigma], 0.05, follow, ("topk", "oracle")).error
+    assert lowest < error["topk"][0] / error["oracle"][0] < highest
+
+
+def test_the_ends_alone_read_nothing_between(layer):
+    ways = long_tail.ways(0.1, (4, 20))
+    read = long_tail.read_by(
+        SPEC, {0: layer}, {name: ways[name] for name in ("ends alone", "topk")}
+    )
+    assert read["ends alone"] == 0 and read["topk"] == pytest.approx(0.1, abs=0.01)

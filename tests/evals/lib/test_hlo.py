@@ -1,0 +1,39 @@
+"""Copies inside a loop are found, and those outside are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.evals.lib.hlo import copies_in_loops
+
+TEXT = """
+%inside (p: (f32[4,8])) -> (f32[4,8]) {
+  %a = f32[4,8]{1,0} copy(%p)
+  %b = f32[8]{0} copy(%q)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {
+  %c = f32[4,8]{1,0} copy(%x)
+  %w = (f32[4,8]) while(%t), condition=%inside, body=%inside
+}
+"""
+
+
+def test_copies_of_a_size_inside_a_loop():
+    assert copies_in_loops(TEXT, {32}) == ["%a = f32[4,8]{1,0} copy(%p)"]
+    assert len(copies_in_loops(TEXT, {8, 32})) == 2
+    with pytest.raises(ValueError, match="no loop"):
+        copies_in_loops(TEXT.replace("body=", ""), {32})
+
+
+def test_a_copy_would_be_found():
+    """Two caches that change places in a loop cannot but be copied."""
+
+    @jax.jit
+    def swap(one, other, count):
+        return jax.lax.fori_loop(0, count, lambda i, pair: (pair[1], pair[0] + 1), (one, other))
+
+    caches = jnp.zeros((4, 16, 8)), jnp.ones((4, 16, 8))
+    text = swap.lower(*caches, np.int32(3)).compile().as_text()
+    assert copies_in_loops(text, {4 * 16 * 8}) and not copies_in_loops(text, {4 * 16 * 7})

@@ -1,0 +1,91 @@
+"""The tables of docs/policies.md and docs/results.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+
+from jaxkv.evals.lib import figures, policy_tables
+from jaxkv.evals.lib.record import read
+from jaxkv.policies import POLICIES
+
+
+def test_the_table_of_policies_has_them_all():
+    lines = policy_tables.policies().splitlines()[2:]
+    assert [re.match(r"\| `([\w-]+)`", line)[1] for line in lines] == list(POLICIES)
+    assert all(line.count("|") == 6 and "()" not in line for line in lines)
+
+
+def test_bytes_are_told_by_the_formula_of_the_policy():
+    assert policy_tables.short(POLICIES["streaming"].formula) == "(sinks + window) * t + 4"
+    assert "K * sample * u" in policy_tables.short(POLICIES["reservoir"].formula)
+    for policy in POLICIES.values():
+        again = policy_tables.short(policy.formula)
+        again = re.sub(r"\bt\b", "(2 * K * H * itemsize + 4)", again)
+        assert re.sub(r"\bu\b", "(2 * H * itemsize + 4)", again) == policy.formula
+
+
+def test_a_source_leads_to_its_paper():
+    assert policy_tables.linked("X, arXiv 2410.16179, Definition 3.1") == (
+        "[X](https://arxiv.org/abs/2410.16179), Definition 3.1"
+    )
+    assert policy_tables.linked("dense attention") == "dense attention"
+
+
+def test_tables_are_filled_in():
+    done = figures.fill("a\n<!--table policies-->\nold\n<!--/table-->\nb\n")
+    assert done == f"a\n<!--table policies-->\n{policy_tables.policies()}<!--/table-->\nb\n"
+
+
+def test_a_number_shows_how_far_it_lay_apart():
+    found = {"median": 1.0, "min": 0.5, "max": 2.0}
+    assert policy_tables.ranged(found, "median", ".2f") == "1.00 (0.50 to 2.00)"
+    assert policy_tables.ranged(found | {"min": 1.0, "max": 1.0}, "median", ".2f") == "1.00"
+    assert policy_tables.over({"mean": -0.5, "two_errors": {"stretches": 0.25}}) == "-0.500 ± 0.250"
+    assert policy_tables.over(None) == "(needs a prompt)"
+
+
+def test_what_was_measured_is_of_all_policies():
+    for table in (policy_tables.predicted(), policy_tables.cost()):
+        names = re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)
+        assert names == list(POLICIES)
+
+
+def test_what_readme_advises_is_what_was_measured():
+    rows = policy_tables.rows()
+    endless = {
+        name: row["without_end"]["mean"] for name, row in rows.items() if "without_end" in row
+    }
+    assert min(endless["full"], endless["h2o"]) > 0.3
+    assert endless["window"] < 0.01
+    times = {name: row["long"]["times_as_long"]["median"] for name, row in rows.items()}
+    held = {name: row["long"]["state_bytes"] for name, row in rows.items()}
+    for name in ("topk", "topp", "oracle", "quest", "vattention"):
+        assert times[name] > 1 and held[name] >= held["full"]
+    assert held["magicpig"] > 1.2 * held["full"]
+    assert max(times["streaming"], times["uniform"]) < 1
+
+
+def test_the_docs_on_recall_say_what_was_measured():
+    far = recalled(lambda distance: distance > 128)
+    near = recalled(lambda distance: distance <= 128)
+    sampled, compressed = (
+        ("reservoir", "stratified", "balance-stream"),
+        ("balance", "uniform", "snapkv"),
+    )
+    for name in (*sampled, *compressed, "pyramidkv"):
+        assert far[name] > 1.2 * far["streaming"] and near[name] < 0.99 * near["streaming"]
+    assert far["pyramidkv"] > 1.2 * max(far[name] for name in compressed)
+
+
+def recalled(takes):
+    """The share of right answers at some distances, by policy."""
+    seeds = read("recall")["results"]["seeds"].values()
+    shares = [
+        {name: np.mean([right for distance, right in of["right"].items() if takes(int(distance))])
+         for name, of in seed["within"].items()}
+        for seed in seeds
+    ]  # fmt: skip
+    return {name: np.mean([one[name] for one in shares]) for name in shares[0]}

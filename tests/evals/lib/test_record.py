@@ -1,0 +1,75 @@
+"""Records: whole or absent, and the same wherever they were made."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv.evals.lib import record
+from jaxkv.evals.lib.record import Record, plain, portable, spread
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv("JAXKV_COMMIT", "0" * 40)  # where these tests are in no checkout
+    return tmp_path
+
+
+def test_a_record_says_what_it_takes_to_run_it_again(results, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--model", str(ROOT.parent / "shared" / "m"), "--n", "3"]
+    )
+    data = results / "text.txt"
+    data.write_text("abc")
+    Record("trial", [data], seeds=[0, 1]).save({"x": spread([1.0, 2.0, 4.0])})
+    found = json.loads((results / "trial.json").read_text())
+    assert found["command"].endswith("--model ../shared/m --n 3")
+    assert {"commit", "dirty", "date", "device", "cpu", "versions", "seeds", "data"} <= set(found)
+    assert found["results"]["x"] == {"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}
+    # The sha256 of "abc".
+    assert [h[:8] for h in found["data"].values()] == ["ba7816bf"]
+    assert str(ROOT.parent) not in json.dumps(found)
+
+
+def test_a_record_is_written_whole_or_not_at_all(results):
+    run = Record("trial")
+    run.save({"x": 1})
+    before = (results / "trial.json").read_text()
+    with pytest.raises(ValueError):
+        run.save({"x": float("nan")})
+    assert (results / "trial.json").read_text() == before
+    assert [path.name for path in results.iterdir()] == ["trial.json"]
+
+
+def test_a_record_has_a_commit(results, monkeypatch):
+    monkeypatch.setattr(run_metadata, "_git", lambda *words: "")
+    assert Record("trial").about["commit"] == "0" * 40
+    monkeypatch.delenv("JAXKV_COMMIT")
+    with pytest.raises(SystemExit, match="JAXKV_COMMIT"):
+        Record("trial")
+    Record("trial", quick=True)
+
+
+def test_paths_are_those_of_the_repository_or_bare():
+    assert portable(ROOT / "evals" / "x.py") == "evals/x.py"
+    assert portable(ROOT.parent / "shared" / "x") == "../shared/x"
+    assert portable(Path("/far/away/models/x")) == "models/x"
+    assert portable(Path("here/x").resolve().relative_to(Path.cwd())) == "here/x"
+
+
+def test_numbers_become_plain():
+    value = plain({"a": np.float32(1 / 3), "b": (np.int64(2), np.bool_(True)), 3: [None, "x"]})
+    assert value == {"a": 0.3333333, "b": [2, True], "3": [None, "x"]}
+    assert type(value["b"][1]) is bool
+
+
+def test_no_result_names_a_machine():
+    for file in (ROOT / "evals" / "results").glob("*.json"):
+        about = json.loads(file.read_text("utf-8"))
+        assert not any(word.startswith("/") for word in about["command"].split()), file.name
+        assert not any(name.startswith("/") for name in about["data"]), file.name

@@ -1,0 +1,89 @@
+"""The figures that MagicPIG prints and a formula gives, to the last digit that is known."""
+
+import numpy as np
+import pytest
+
+from jaxkv.evals.magicpig import inclusion
+from jaxkv.evals.magicpig.published_tables import (
+    ROUNDED_8,
+    TABLE_7,
+    TABLE_8,
+    TABLES,
+    WITHIN_8,
+    table_7,
+    table_8,
+    zoo,
+)
+
+EQUATION_21 = {  # in %, as it comes out
+    7: (11.68, 18.42, 24.12, 32.74, 46.36, 68.03),
+    8: (3.508, 5.874, 8.057, 11.70, 18.43, 32.73),
+    9: (0.9631, 1.664, 2.339, 3.524, 5.890, 11.72),
+    10: (0.2524, 0.4430, 0.6308, 0.9684, 1.670, 3.531),
+    11: (0.06461, 0.1143, 0.1638, 0.2539, 0.4449, 0.9710),
+}
+
+
+@pytest.mark.parametrize("bits", EQUATION_21)
+def test_equation_21_to_its_last_digit(bits):
+    for tables, wanted in zip(TABLES, EQUATION_21[bits], strict=True):
+        assert float(f"{100 * inclusion.orthogonal(bits, tables):.4g}") == wanted
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_u_is_the_sum_over_how_many_tables_agree(least):
+    """The incomplete beta against the binomial, in integers as large as they get."""
+    from fractions import Fraction
+    from math import comb
+
+    for bits, tables in ((1, 2), (4, 4), (8, 75), (10, 150)):
+        for thousandths in (100, 500, 731, 999):
+            p = Fraction(thousandths, 1000) ** bits
+            exact = sum(
+                comb(tables, i) * p**i * (1 - p) ** (tables - i) for i in range(least, tables + 1)
+            )
+            cosine = -np.cos(np.pi * thousandths / 1000)
+            assert inclusion.u(cosine, bits, tables, least) == pytest.approx(
+                float(exact), rel=1e-12
+            )
+
+
+# GiB and % as the formula gives them; 11.8 and 8.5 are printed for 11.72 and 8.39.
+GIVEN_7 = ((14.06, 3.81), (28.12, 8.39), (4.69, 3.81), (11.72, 1.75), (7.32, 5.28), (1.76, 2.21))
+
+
+@pytest.mark.parametrize(("row", "given"), list(zip(TABLE_7, GIVEN_7, strict=True)))
+def test_table_7_is_what_the_formula_gives(row, given):
+    found, (kilobytes, printed, share) = table_7(*row), TABLE_7[row]
+    assert (round(found["table_gib"], 2), round(100 * found["computation"], 2)) == given
+    unit = 1000 if kilobytes == 384 else 1024  # 825 are KiB
+    assert found["projector_bytes"] == kilobytes * unit
+    half_a_digit = 0.5 if printed == round(printed) else 0.05
+    assert abs(found["table_gib"] - printed) <= max(0.01 * printed, half_a_digit)
+    assert abs(100 * found["computation"] - share) < 0.12
+
+
+def test_table_8_is_that_of_isotropic_keys():
+    """Within a fifth, or the published figure is rounded."""
+    rows = table_8()
+    assert len(rows) == sum(map(len, TABLE_8.values()))
+    for row in rows:
+        off = abs(row["isotropic"] - row["printed"])
+        digits = ROUNDED_8 if row["printed"] < 0.01 else 0.005
+        assert off <= max(WITHIN_8 * row["printed"], digits), row
+
+
+def test_the_zoo():
+    found = zoo()
+    assert found["mean"] == pytest.approx(8.7) and found["deviation"] == pytest.approx(
+        15.0003, 1e-5
+    )
+    ten, twenty = found["budgets"].values()
+    assert (ten["animals_of_top_k"], twenty["animals_of_top_k"]) == (37, 47)
+    assert ten["top_k"] == pytest.approx(807 / 37)
+    assert twenty["top_k"] == pytest.approx(817 / 47)
+    assert ten["deviation_of_sample"] == pytest.approx(4.744, 1e-3)
+    assert twenty["deviation_of_sample"] == pytest.approx(3.354, 1e-3)
+    for found in (ten, twenty):
+        assert found["mean_of_samples"] == pytest.approx(8.7, abs=0.05)
+        assert found["deviation_of_samples"] == pytest.approx(found["deviation_of_sample"], 0.02)

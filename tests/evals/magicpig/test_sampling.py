@@ -1,0 +1,211 @@
+"""Errors of attention to a share of the keys: exact with all, known where attention is drawn, and
+nothing measured on arguments that cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from jaxkv.contract import Spec
+from jaxkv.evals.balancekv import single_layer
+from jaxkv.evals.lib import figures
+from jaxkv.evals.lib.record import plain
+from jaxkv.evals.magicpig import geometry, heads, inclusion, matched_budgets, sampling, synthetic
+from jaxkv.evals.magicpig.published_tables import DIMS
+from jaxkv.lsh import Hashing
+from jaxkv.policies import MagicPIG, Oracle, TopK
+from jaxkv.policies.magicpig.lsh import Hashing
+from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import NoPosition, rotary
+from tests.seldom import seldom
+
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
+LENGTH = 300
+BETWEEN = LENGTH - heads.QUERIES - sampling.SINKS - sampling.WINDOW
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Two stretches, neighbours alike, values with a mean."""
+    random = np.random.default_rng(0)
+    q, k, v = random.normal(size=(3, 2, LENGTH, 4, 8)).astype(np.float32)
+    k, v = 1.5 * k[:, :, :2], v[:, :, :2] + 1
+    return heads.Layer(*map(jnp.asarray, (q, k, v)))
+
+
+@pytest.fixture(scope="module")
+def methods():
+    return matched_budgets.methods(0.1, (6, 30), sampling.SINKS, sampling.WINDOW)
+
+
+def test_with_every_key_it_is_attention(layer):
+    """The same as `full` makes of each stretch, by the protocol that models use."""
+    found = np.asarray(heads.exactly(SPEC, layer, "test"))
+    for row in range(2):
+        wanted = single_layer.attend(
+            SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full")
+        )
+        np.testing.assert_allclose(found[row], wanted, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["topk", "uniform", seldom("quest"), seldom("vattention")])
+def test_a_share_of_all_leaves_no_error(layer, name):
+    whole = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
+    attended = heads.estimate(whole, SPEC, layer, 0)
+    assert heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 1e-5
+    np.testing.assert_array_equal(attended.share, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["topk", "oracle", "uniform", seldom("quest"), seldom("vattention")]
+)
+def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
+    attended = heads.estimate(methods[name], SPEC, layer, 0)
+    rounded = 1 / BETWEEN if name != "quest" else 0.05  # up, and of Quest whole pages
+    # Oracle draws that share with replacement.
+    assert (0.02 if name == "oracle" else 0.1) < attended.share.min()
+    assert attended.share.max() < 0.1 + 2 * rounded
+    assert 0 < heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 3
+
+
+@pytest.mark.slow
+def test_tables_read_the_share_that_their_chances_have(layer):
+    angles = sampling.angles_of(SPEC, layer)
+    bits, tables = matched_budgets.tables(angles, 0.1)
+    chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, zone=128)
+    read = np.mean([heads.estimate(chosen, SPEC, layer, seed).share for seed in range(4)])
+    assert abs(angles.attended(bits, tables) / 0.1 - 1) < 0.05
+    assert abs(read / 0.1 - 1) < 0.3
+
+
+@pytest.mark.parametrize("sigma, topk, oracle", [(1.0, 0.51, 0.032), (2.0, 0.21, 0.025)])
+def test_attention_that_is_drawn_has_known_errors(sigma, topk, oracle):
+    """A twentieth of 16,384 keys: what was measured elsewhere, values following their logits."""
+    found = np.array([
+        [synthetic.error(chosen, synthetic.draw(sigma, seed), seed)[0] for seed in range(8)]
+        for chosen in (TopK(0.05), Oracle(0.05))
+    ])  # fmt: skip
+    assert found[0].min() < topk < found[0].max()
+    assert found[1].min() < oracle < found[1].max()
+    assert (found[1] < found[0] / 4).all()
+
+
+@pytest.mark.slow
+def test_tables_find_by_weight_where_attention_is_drawn():
+    """At the share that is expected, and with an error near that of draws by weight."""
+    drawing = synthetic.draw(1.0, 0, keys=4096)
+    chosen = MagicPIG(8, 75, 0, 1, budget=4096, tail=1)
+    found = np.array([synthetic.error_of_tables(chosen, 1.0, drawing, i) for i in range(6)])
+    expected = inclusion.isotropic(8, 75, synthetic.DIM)
+    assert abs(found[:, 1].mean() / expected - 1) < 0.3
+    oracle = [synthetic.error(Oracle(expected), drawing, seed)[0] for seed in range(6)]
+    assert np.median(found[:, 0]) < 2 * np.median(oracle)
+    assert np.median(found[:, 0]) < synthetic.error(TopK(expected), drawing, 0)[0] / 4
+
+
+def test_where_two_lines_cross():
+    line = lambda *errors: {  # noqa: E731
+        share: {"error": {"median": error}}
+        for share, error in zip(("0.2", "0.4", "0.8"), errors, strict=True)
+    }
+    crossing = lambda topk: synthetic.crossing(  # noqa: E731
+        {"topk": line(*topk), "oracle": line(1.0, 1.0, 1.0)}
+    )
+    assert crossing((4.0, 2.0, 0.5)) == pytest.approx(0.6)
+    assert crossing((0.5, 0.5, 0.5)) == 0.2
+    assert crossing((0.5, 0.5, 2.0)) is None
+
+
+def test_a_share_that_is_counted_is_the_one_of_isotropic_keys():
+    found = [sampling.counted_share(Hashing(6, 20), seed, keys=2000) for seed in range(3)]
+    assert abs(np.mean(found) / inclusion.isotropic(6, 20, DIMS) - 1) < 0.1
+
+
+def test_geometry_in_a_cone():
+    """Keys about a direction, the first opposite to it and with a small value."""
+    random = np.random.default_rng(0)
+    spec = Spec(1, 16, 16**-0.5, NoPosition(), group=1)
+    q, k, v = 0.1 * random.normal(size=(3, 3, 200, 1, 16))
+    q[..., 0] -= 1
+    k[..., 0] += 1
+    k[:, 0] *= -1
+    v[..., 1] += 1
+    v[:, 0] *= 0.1
+    layer = heads.Layer(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)))
+    found = geometry.geometry(spec, layer, "test")
+    assert found["sink key with mean key"]["max"] < -0.8
+    assert found["query with sink key"]["min"] > 0.8
+    assert found["mean keys of two stretches"]["min"] > 0.99
+    assert found["value of the sink over others"]["max"] < 0.15
+    tail = geometry.long_tail(spec, layer, "test")
+    assert 0.2 < tail["between"]["weight"]["mean"] < tail["all"]["weight"]["mean"] < 1
+
+
+def test_errors_are_held_against_those_of_top_k(layer):
+    """Stretch by stretch, at the same share; of no seeds twice the same draw."""
+    exact = {0: heads.exactly(SPEC, layer, "test")}
+    kinds = {"topk": TopK(0.1, sampling.SINKS, sampling.WINDOW),
+             "oracle": Oracle(0.1, sampling.SINKS, sampling.WINDOW)}  # fmt: skip
+    captured = {
+        kind: {"0.1": sampling.measured(SPEC, {0: layer}, exact, {0: chosen}, 2)}
+        for kind, chosen in kinds.items()
+    }
+    sampling.against(captured)
+    topk, oracle = captured["topk"]["0.1"], captured["oracle"]["0.1"]
+    assert topk["over_topk"] == {"mean": 1, "standard_error": 0}
+    over = np.array(oracle["stretches"]) / np.array(topk["stretches"])
+    assert oracle["over_topk"]["mean"] == pytest.approx(over.mean())
+    assert oracle["error"]["n"] == 4 and oracle["error"]["min"] < oracle["error"]["max"]
+    assert oracle["layers"][0]["share"] == oracle["share"]
+
+
+@pytest.mark.slow
+def test_a_model_as_the_record_has_it(layer):
+    """Every method at every share, and each entry a number."""
+    given = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
+    found = plain(sampling.of_model(SPEC, {0: layer}, given, "test"))
+    names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW)
+    assert set(found["captured"]) == {*names, sampling.UNCENTRED}
+    jax.tree.map(lambda x: x is None or float(x), found)
+    drawn = {kind: {"0.1": {"error": {"median": 0.1}}} for kind in ("topk", "oracle")}
+    drawn["by_tables"] = [{"magicpig": {"share": 0.1, "error": {"median": 0.1}}}]
+    results = {"models": {"default": found}, "drawn": {"1": drawn}}
+    for draw, count in ((figures.sampling, len(names) + 1), (figures.sampling_budgets, 5)):
+        axes = Figure().subplots()
+        draw(axes, results)
+        assert len(axes.get_legend_handles_labels()[1]) == count
+
+
+def test_intervals_are_over_stretches():
+    values = np.array([[[1.0, 3.0], [3.0, 5.0]]])  # one layer, two seeds, two stretches
+    assert heads.interval(values) == {"mean": 3.0, "standard_error": 1.0}
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--text", "nowhere"], "nowhere does not exist"),
+        (["--text", ".", "--stretches", "1"], "--stretches 2 or more"),
+        (["--text", ".", "--seeds", "0"], "--seeds 1 or more"),
+        (["--text", ".", "--layers", "99"], "--layers must be from 0 to"),
+        (["--text", ".", "--tokens", "100"], "--tokens must be at least"),
+        (["--text", "README.md", "--stretches", "9999"], "tokens are needed"),
+        (
+            ["--text", "README.md", "--stretches", "2", "--model", "no/such/folder"],
+            "no/such/folder",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sampling", *words])
+    monkeypatch.setattr(sampling, "Record", None)
+    with pytest.raises(SystemExit) as end:
+        sampling.main()
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and "error: " in said and says in said

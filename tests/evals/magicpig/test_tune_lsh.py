@@ -1,0 +1,131 @@
+"""K and L as a model would have them: what is measured is what the policy does, and what is
+recommended is no worse than anything beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from jaxkv.contract import Spec
+from jaxkv.evals.lib import figures
+from jaxkv.evals.lib.record import plain
+from jaxkv.evals.magicpig import heads, tune_lsh
+from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
+from jaxkv.policies import MagicPIG
+from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import rotary
+
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
+LENGTH = 260
+
+
+@pytest.fixture(scope="module")
+def layer():
+    random = np.random.default_rng(0)
+    q, k, v = random.normal(size=(3, 2, LENGTH, 4, 8)).astype(np.float32)
+    return heads.Layer(*map(jnp.asarray, (q, k[:, :, :2], v[:, :, :2] + 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tune_lsh.HASHES)
+def test_the_most_tables_are_those_of_the_policy(layer, kind):
+    """By the same seed: the same planes, so the same keys and the same attention."""
+    how = tune_lsh.hashing(kind, 5, 12)
+    few, many = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
+    chosen = MagicPIG(5, 12, SINKS, WINDOW, zone=128, hash=kind)
+    wanted = heads.estimate(chosen, SPEC, layer, 3)
+    np.testing.assert_allclose(many.share, wanted.share, rtol=1e-5)
+    np.testing.assert_allclose(many.out, wanted.out, atol=1e-4)
+    assert (few.share < many.share).all()
+
+
+def test_the_first_tables_are_among_all_of_them(layer):
+    """In as many as the chance says: with K=1 and keys at any angle about half."""
+    asked = heads.ask(SPEC, layer, SINKS, WINDOW, 0)
+    keys, cosines = heads.centred(SPEC, layer, SINKS, WINDOW)
+    how = tune_lsh.hashing("simhash", 1, 200)
+    few, many = tune_lsh.agreements(asked, keys, how, (50, 200))
+    assert (few <= many).all() and many.max() <= 200
+    chance = 1 - np.arccos(np.clip(cosines, -1, 1)) / np.pi
+    assert np.abs(np.asarray(many) / 200 - chance).mean() < 0.04
+
+
+def points(*rows):
+    return [
+        {"hash": "simhash", "K": K, "L": L, "share": share, "table_bytes": L, "of_cache": L / 10,
+         "error": {"mean": error, "standard_error": 0.01}}
+        for K, L, share, error in rows
+    ]  # fmt: skip
+
+
+SOME = points((4, 10, 0.5, 0.05), (4, 20, 0.6, 0.06), (6, 10, 0.1, 0.3), (6, 40, 0.2, 0.07))
+
+
+def test_nothing_on_a_frontier_is_dominated():
+    random = np.random.default_rng(0)
+    many = points(*((4, i, *random.uniform(size=2)) for i in range(200)))
+    for each in (many, SOME):
+        best = tune_lsh.frontier(each)
+        for one in best:
+            assert not any(
+                (p["share"] <= one["share"] and p["error"]["mean"] < one["error"])
+                or (p["share"] < one["share"] and p["error"]["mean"] <= one["error"])
+                for p in each
+            )  # fmt: skip
+        errors = [one["error"] for one in best]
+        assert errors == sorted(errors, reverse=True)
+    assert [(p["K"], p["L"]) for p in best] == [(6, 10), (6, 40), (4, 10)]
+
+
+def test_the_smallest_tables_that_surely_meet_a_target():
+    assert tune_lsh.least(SOME, 0.1)["L"] == 10
+    assert tune_lsh.least(SOME, 0.1)["K"] == 4
+    assert tune_lsh.least(SOME, 0.32)["share"] == 0.1  # of equal tables what reads least
+    assert tune_lsh.least(SOME, 0.069) is None  # within two standard errors
+
+
+def test_what_is_recommended_is_a_policy():
+    chosen = parse_policy(tune_lsh.policy_of(SOME[0]))
+    assert chosen == replace(MagicPIG(), K=4, L=10, sinks=SINKS, window=WINDOW)
+
+
+def test_a_model_as_the_record_has_it(layer, capsys):
+    given = argparse.Namespace(
+        hash=["simhash"], bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0
+    )
+    found = plain(tune_lsh.of_model(SPEC, {0: layer}, given, "test"))
+    assert [(p["K"], p["L"]) for p in found["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
+    assert found["cache_bytes"] == 2 * 8 * 4 * 1000
+    assert found["points"][0]["table_bytes"] == tune_lsh.hash_tables.nbytes(1000, 2, 4)
+    assert found["least"]["simhash"] in found["points"]
+    axes = Figure().subplots()
+    figures.tune_lsh(axes, {"target": 0.1, "models": {"test": found}})
+    assert [line.get_label() for line in axes.lines[:1]] == ["test, simhash"]
+    tune_lsh.show("test", found, 10.0)
+    assert found["policy"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--bits", "0"], "K must be from 1"),
+        (["--tables", "1"], "L must be from 2"),
+        (["--target", "0"], "--target must be above 0"),
+        (["--keys", "0"], "--keys must be at least 1"),
+        (["--stretches", "1"], "--stretches 2 or more"),
+        (["--text", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune_lsh", "--text", ".", *words])
+    monkeypatch.setattr(tune_lsh, "Record", None)
+    with pytest.raises(SystemExit) as end:
+        tune_lsh.main()
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and "error: " in said and says in said

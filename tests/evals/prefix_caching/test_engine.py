@@ -1,0 +1,146 @@
+"""What the evals of prefixes and of serving send, and what they find wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.engine import Engine, Prefixes
+from jaxkv.evals.prefix_caching import agents, engine
+from jaxkv.evals.prefix_caching.traces import RecordedRequest
+from jaxkv.evals.speed import serving, soak
+from tests.engine.plain import VOCAB, plain
+from tests.server.conftest import serving as serve
+from tests.server.fake import FakeEngine
+
+TEXTS = [list(range(serving.LONG + 50)), list(range(5000, 2 * serving.LONG + 5000))]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return models.load()
+
+
+def test_mooncake_becomes_prompts_that_share_what_its_ids_share(llm, tmp_path):
+    rows = [{"input_length": 1300, "output_length": 80, "hash_ids": [1, 2, 3]},
+            {"input_length": 1025, "output_length": 3, "hash_ids": [1, 2, 9]}]  # fmt: skip
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
+    (one, two), chunk = engine.mooncake(llm, tmp_path / "trace", 5, 8)
+    assert (len(one.tokens), len(two.tokens), chunk) == (162, 128, 64)
+    assert (one.max_new_tokens, two.max_new_tokens) == (10, 1)
+    assert one.tokens[:128] == two.tokens and one.tokens[128:160] != one.tokens[:32]
+
+
+def test_azure_becomes_prompts_that_share_nothing(llm, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,800,80\n1,800,4\n")
+    (one, two), _ = engine.azure(llm, path, 9, 8)
+    assert len(one.tokens) == len(two.tokens) == 100 and one.tokens[:4] != two.tokens[:4]
+    assert (one.max_new_tokens, two.max_new_tokens) == (10, 1)
+
+
+def test_the_report_draws_from_ten_prompts(llm):
+    load = engine.report_load(llm, 1.0, 200)
+    assert len({one.tokens for one in load.requests}) == 10
+    assert len({one.tokens for one in engine.report_load(llm, 0.0, 50).requests}) == 50
+    assert {len(one.tokens) for one in load.requests} == {15}
+    assert 100 < np.mean([one.max_new_tokens for one in load.requests]) < 124
+
+
+@pytest.mark.slow
+def test_equal_prompts_are_found_but_for_the_first(llm):
+    load = engine.report_load(llm, 1.0, 6)
+    load = load._replace(requests=[replace(one, max_new_tokens=2) for one in load.requests])
+    found = engine.run(llm, load, "full", 2, 64, 1, "title")
+    assert (found["requests"], found["prompt_tokens"], found["new_tokens"]) == (6, 90, 12)
+    assert 0 < found["hit_rate_tokens"] < 8 / 15 and found["times_faster"]["n"] == 1
+
+
+def test_answers_that_differ_end_the_run(llm, monkeypatch):
+    load = engine.report_load(llm, 1.0, 4)
+    reported = iter(range(100))
+    made = types.SimpleNamespace(forget=lambda: True, bytes_of_prefixes=0)
+    monkeypatch.setattr(engine, "engine_of", lambda *_, **__: made)
+    monkeypatch.setattr(
+        engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
+    )
+    with pytest.raises(RuntimeError, match="answers differ"):
+        engine.run(llm, load, "full", 2, 4, 1, "title")
+
+
+def test_passages_are_stretches_of_the_texts():
+    for passage in itertools.islice(serving.passages(TEXTS, 3), 20):
+        assert len(passage) == serving.LONG
+        assert list(passage) == list(range(passage[0], passage[0] + serving.LONG))
+    again = itertools.islice(serving.passages(TEXTS, 3), 5)
+    assert list(again) == list(itertools.islice(serving.passages(TEXTS, 3), 5))
+
+
+def test_a_time_counts_only_for_what_was_said_to_be_cached():
+    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(8))
+    prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 50).tolist())
+    assert serving.to_first(engine, prompt, 0) > 0
+    assert serving.to_first(engine, prompt, 48) > 0
+    with pytest.raises(RuntimeError, match="0 tokens were to be cached, 48 were"):
+        serving.to_first(engine, prompt, 0)
+
+
+def test_what_agents_save_is_what_was_said_before(llm):
+    """A recount with neither index: of each turn the longest beginning that an earlier one had."""
+    rng = np.random.default_rng(4)
+    said = rng.integers(3, 4000, 2000).tolist()
+    turns = [said[:n] + rng.integers(3, 4000, 40).tolist() for n in (300, 600, 900, 500, 1990)]
+    found = agents.measure(llm, [RecordedRequest(tuple(turn), len(turn)) for turn in turns])
+    saved = 0
+    for n, turn in enumerate(turns):
+        alike = [sum(itertools.takewhile(bool, map(lambda a, b: a == b, turn, old)))
+                 for old in turns[:n]]  # fmt: skip
+        saved += min(max(alike, default=0), len(turn) - 1) // agents.CHUNK * agents.CHUNK
+    assert found["full"]["saved"] == saved > 0
+    for policy in found["policies"].values():
+        shares = [point["of_full"] for point in policy["slots"].values()]
+        assert all(0 < share <= 1 for share in shares)
+        assert all(point["distinct"] <= point["bytes"] for point in policy["slots"].values())
+
+
+def test_a_soak_reads_answers_streamed_and_whole():
+    body = {"model": "bytes", "prompt": "|some words", "max_tokens": 20}
+    with serve(FakeEngine()) as served:
+
+        async def ask(*hows):
+            return [await soak.asked(served.port, body, soak.SoakRequest(0, *how)) for how in hows]
+
+        reported = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
+        assert reported == ["some words", "some words", "", ""]
+        figures = asyncio.run(soak.metrics(served.port))
+        assert figures["jaxkv:num_requests_waiting"] == 0
+        body["model"] = "nobody"
+        with pytest.raises(RuntimeError, match="404"):
+            asyncio.run(ask((False, "")))
+
+
+@pytest.mark.parametrize(
+    "wrong, changed, missed",
+    [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
+     (0, {"compilations": 8}, 1), (0, {"held": 1}, 1), (0, {"resident": 80}, 0)],
+)  # fmt: skip
+def test_what_a_soak_holds_against_a_server(wrong, changed, missed):
+    rest = {"resident": 100, "files": 8, "compilations": 7, "held": 0}
+    found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
+    assert sum(not line["met"] for line in soak.bars("full", found)) == missed
+
+
+def test_clients_leave_as_often_as_was_said():
+    rng = np.random.default_rng(0)
+    how = [soak.some(rng) for _ in range(3000)]
+    for when, share in soak.LEAVES.items():
+        assert abs(np.mean([one.leaves == when for one in how]) - share) < 0.03
+    assert all(one.stream for one in how if one.leaves == "amid")
+    assert {one.kind for one in how} == set(range(soak.KINDS))

@@ -1,0 +1,140 @@
+"""Verdicts on samples of the past follow the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxkv.evals.balancekv import claims as balance
+from jaxkv.evals.lib.claim import HOLDS, NOT, PART
+from jaxkv.evals.reservoir import claims
+
+METHODS = (*balance.PAPERS, *balance.OTHERS)
+
+
+def chi_squares(uniform, geometric):
+    reported = {"uniform": uniform, "geometric": geometric}
+    return {
+        "reservoir": {"test": reported | {"tokens": 64, "sample": 8, "seeds": 4000}, "other": {}}
+    }
+
+
+def costs(ratio):
+    line = {"median": ratio, "min": 1.0, "max": 2.0}
+    read = {name: {"tokens_per_second": 5.0} for name in ("streaming", "reservoir", "stratified")}
+    return {"token": {"slots": 256, "ratio": {"reservoir": line, "stratified": line}},
+            "worth": {"chunk": 200, "caches": read}}  # fmt: skip
+
+
+def books(over, error):
+    """The loss of a reservoir over that of streaming."""
+    caches = {name: {"blocks": [4.0, 5.0], "over_streaming": {"mean": x, "standard_error": error}}
+              for name, x in (("streaming", 0.0), ("reservoir", over))}  # fmt: skip
+    return {"worth": {"tokens": 1000, "caches": caches}}
+
+
+def answers(*models, near=1.0):
+    """Of each trained model right answers beyond the window by policy; within it all are right."""
+    found = {
+        str(seed): {"within": {
+            name: {"right": {"16": near, "200": share - 0.1, "300": share + 0.1}}
+            for name, share in far.items()
+        }}
+        for seed, far in enumerate(models)
+    }  # fmt: skip
+    return {"slots": 128, "left": 141, "context": 512, "seeds": found,
+            "thinned": ["balance", "uniform", "snapkv", "pyramidkv"]}  # fmt: skip
+
+
+def memory(*shares, listing=0.5, streaming=0.1):
+    """Of each model that of the reservoir."""
+    names = ("full", "reservoir, weighted", "stratified", "balance-stream", "h2o")
+    others = dict.fromkeys(names, 0.5) | {"streaming": streaming, "reservoir, geometric": listing}
+    return answers(*(others | {"reservoir": share} for share in shares))
+
+
+def samples(*shares):
+    names = ("sample 16", "sample 64", "sample 256")
+    found = {}
+    for kind in ("reservoir", "stratified"):
+        of = [kind if name == "sample 64" else f"{kind}, {name}" for name in names]
+        found |= dict(zip(of, shares, strict=True))
+    return answers(found)
+
+
+def compressed(balance, *others):
+    names = ("uniform", "snapkv", "pyramidkv", "streaming")
+    return answers(dict(zip(names, others, strict=True)) | {"balance": balance}, near=0.5)
+
+
+def errors(*rows, spread=0.0, other_layer=None):
+    """Of each T the error of each method in the order of METHODS, of two seeds so far apart."""
+    layer = {
+        name: {str(t + 1): [row[i], row[i] + spread] for t, row in enumerate(rows)}
+        for i, name in enumerate(METHODS)
+    }  # fmt: skip
+    layers = {"0": layer} | ({"1": errors(*other_layer)["layers"]["0"]} if other_layer else {})
+    summary = {
+        name: {t: {"median": x[0]} for t, x in found.items()} for name, found in layer.items()
+    }
+    return {"tokens": 1000, "stretches": 8, "rounds": [*range(1, len(rows) + 1)], "layers": layers,
+            "summary": summary, "saturated": {"walk": 0.5, "pairs": 0.5}}  # fmt: skip
+
+
+NEAREST = (0.1, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
+NO_NEARER = (0.4, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
+BEHIND_STRATIFIED = (0.25, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def halves(**ratio):
+    return {"halving": {f"test[{name}-ordered]": {"ratio": x} for name, x in ratio.items()}}
+
+
+def slopes(walk, theory):
+    lines = {"walk": walk, "theory": theory}
+    reported = {f"test[{name}]": {"slope": x, "slope_of_uniform": -0.5, "tokens": 8192}
+            for name, x in lines.items()}  # fmt: skip
+    return {"levels": reported | {"lost": {"denominator_lost": 0.5, "tokens": 512}}}
+
+
+CASES = {
+    "both as the paper says": (claims.equally_likely, chi_squares(60.0, 70.0), HOLDS),
+    "the equations, not the listing": (claims.equally_likely, chi_squares(60.0, 9000.0), PART),
+    "not even the equations": (claims.equally_likely, chi_squares(130.0, 9000.0), NOT),
+    "no slower": (claims.as_fast, costs(1.04), HOLDS),
+    "slower": (claims.as_fast, costs(1.2), NOT),
+    "lower loss": (claims.loses_nothing, books(-0.02, 0.005), HOLDS),
+    "lower by chance": (claims.loses_nothing, books(-0.02, 0.02), NOT),
+    "higher loss": (claims.loses_nothing, books(0.02, 0.001), NOT),
+    "remembers": (claims.remembers, memory(0.4, 0.3), HOLDS),
+    "remembers by the equations": (claims.remembers, memory(0.4, listing=0.1), PART),
+    "remembers in one model of two": (claims.remembers, memory(0.4, 0.1, listing=0.1), NOT),
+    "remembers too little to be felt": (claims.remembers, memory(0.14, listing=0.1), NOT),
+    "each sample better": (claims.larger_is_better, samples(0.2, 0.4, 0.7), HOLDS),
+    "the largest alone": (claims.larger_is_better, samples(0.2, 0.22, 0.6), PART),
+    "none better": (claims.larger_is_better, samples(0.2, 0.2, 0.2), NOT),
+    "best in small": (balance.in_small, compressed(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
+    "better than some": (balance.in_small, compressed(0.8, 0.8, 0.4, 0.4, 0.4), PART),
+    "better than none": (balance.in_small, compressed(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
+    "nearest of all": (balance.nearer_than_uniform, errors(NEAREST), HOLDS),
+    "seeds overlap": (balance.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
+    "in one layer of two": (
+        balance.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), PART),
+    "no nearer than stratified": (balance.nearer_than_uniform, errors(BEHIND_STRATIFIED), PART),
+    "than stratified at one T of two": (
+        balance.nearer_than_uniform, errors(NEAREST, BEHIND_STRATIFIED), PART),
+    "at one T of two": (balance.nearer_than_uniform, errors(NEAREST, NO_NEARER), PART),
+    "no nearer than uniform": (balance.nearer_than_uniform, errors(NO_NEARER), NOT),
+    "by every constant": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=0.5), HOLDS),
+    "not by theory": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
+    "by none": (balance.nearer_on_paper, halves(walk=1.0, pairs=0.5, theory=1.0), NOT),
+    "both steep": (balance.falls_faster, slopes(-0.9, -0.9), HOLDS),
+    "the practical one": (balance.falls_faster, slopes(-0.9, -0.5), PART),
+    "neither": (balance.falls_faster, slopes(-0.5, -0.5), NOT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdicts_follow_the_numbers(case):
+    find, record, verdict = CASES[case]
+    text, found = find(record)
+    assert found == verdict, text

@@ -1,0 +1,125 @@
+"""Streams of facts and questions: what they promise, and that a whole cache answers alike."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib import facts as streams
+from jaxkv.evals.lib.facts import FIRST_LETTER, FIRST_NAME
+from jaxkv.evals.reservoir import recall
+from jaxkv.models import data, training
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
+
+STREAM = streams.stream(60_000, 3)
+SEEDS = [(0, row) for row in range(24)]
+
+
+def test_a_name_is_asked_before_it_has_another_value():
+    said, distances = {}, []
+    for at, (before, fact) in enumerate(pairwise(STREAM)):
+        if fact >= FIRST_NAME:
+            continue
+        name = fact // streams.VALUES
+        if name in said:
+            asked, known, left = said.pop(name)
+            assert before == FIRST_NAME + name and known == fact
+            distances.append(at - asked)
+        else:
+            assert not FIRST_NAME <= before < FIRST_LETTER
+            left = streams.TIMES
+        if left > 1:
+            said[name] = at + 1, fact, left - 1
+    assert len(distances) > 10_000
+    assert min(distances) < 6 and streams.FARTHEST <= max(distances) < recall.CONTEXT
+    assert 0.1 < np.mean(np.array(distances) > 256) < 0.5
+
+
+@pytest.mark.parametrize("facts", [True, False])
+def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
+    distances = (1, 16, 129, 384)
+    for row in range(20):
+        prompt, known = streams.question(500, distances, (1, row), facts)
+        assert len(prompt) == 500 and len({fact // streams.VALUES for fact in known}) == 4
+        for distance, fact in zip(distances, known, strict=True):
+            name = fact // streams.VALUES
+            of_name = [
+                x in (FIRST_NAME + name, fact) or x // streams.VALUES == name for x in prompt
+            ]
+            assert [i for i, x in enumerate(of_name) if x] == [500 - distance]
+            assert prompt[500 - distance] == fact
+        assert (sum(x < FIRST_LETTER for x in prompt) == 4) != facts
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """Fresh weights, made large enough for attention to matter."""
+    folder = tmp_path_factory.mktemp("recall")
+    tokens = streams.write(folder / "data", documents=4, length=3_000)
+    setting = setting_of(recall.recipe_of(seed=0, steps=1), tokens)
+    weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.begin(setting).weights.items()}
+    tokenizer = tokens.folder / data.TOKENIZER
+    export(folder / "hf", setting.config, weights, tokenizer, setting.front, "float32")
+    return models.load(folder / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*all its tokens stay in the cache")
+def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
+    """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
+    asked = [streams.question(60, (16, 5), (0, row)) for row in range(24)]
+    prompts, known = zip(*asked, strict=True)
+    wanted, _ = recall.answers(llm, "full", prompts, known, SEEDS)
+    assert len(set(wanted.flatten().tolist())) > 3
+    # Each question is asked as if it alone were.
+    later, _ = recall.answers(llm, "full", prompts, [facts[1:] for facts in known], SEEDS)
+    np.testing.assert_array_equal(later[:, 0], wanted[:, 1])
+    # Of those that compress, snapkv alone keeps more than the ends of so short a prompt.
+    all_of = recall.POLICIES | recall.THINNED
+    for name in ("streaming", "balance-stream", "snapkv"):
+        said, _ = recall.answers(llm, all_of[name], prompts, known, SEEDS)
+        np.testing.assert_array_equal(said, wanted, err_msg=name)
+
+
+@pytest.mark.slow
+def test_prompts_are_thinned_to_as_many_tokens(llm):
+    prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
+    for name, text in recall.THINNED.items():
+        stream = models.Stream(llm, text)
+        stream.prefill([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
+        stream.finish_prefill()
+        held = zip(stream.policies, stream.decoding.states, strict=True)
+        kept = [np.asarray(one.kept(llm.spec, state).log_weight) > -np.inf for one, state in held]
+        assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name
+
+
+def test_a_fact_beyond_the_window_changes_no_answer_of_it(llm):
+    """And does change that of full attention: the question is asked of the cache alone."""
+    asked = [streams.question(90, (70,), (0, row)) for row in range(24)]
+    prompts, known = zip(*asked, strict=True)
+    other = [[*p[:20], *streams.letters(np.random.default_rng(1), 1), *p[21:]] for p in prompts]
+    assert all(
+        p[20] == facts[0] != o[20] for p, o, facts in zip(prompts, other, known, strict=True)
+    )
+    for text, same in (("window:window=24", True), ("full", False)):
+        found = [recall.answers(llm, text, some, known, SEEDS)[0] for some in (prompts, other)]
+        assert np.array_equal(*found) == same
+
+
+def test_accuracy_is_the_share_of_right_answers(llm, monkeypatch):
+    def answers(llm, text, prompts, known, seeds):
+        wrong = np.array([[row % 4 == 0, row % 2 == 0] for _, row in seeds])
+        return np.array(known) + wrong, 7
+
+    monkeypatch.setattr(recall, "answers", answers)
+    found = recall.accuracy(llm, {"full": "full"}, [16, 32], 60, rows=40, seed=5)
+    right = {"16": 0.75, "32": 0.5}
+    assert found["full"] == {"policy": "full", "right": right, "state_bytes": 7}
+
+
+def test_only_caches_that_stay_within_the_trained_context_go_beyond_it(llm):
+    assert set(recall.POLICIES) - set(recall.endless(llm)) == {"full", "h2o"}

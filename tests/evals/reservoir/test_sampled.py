@@ -1,0 +1,68 @@
+"""The experiment on samples, at a size that says nothing but that it runs and measures."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.reservoir import sampled
+from jaxkv.evals.streaming.endless import tokens_of
+
+CACHES = {
+    "reservoir": "reservoir:sinks=1,window=6,sample=8",
+    "balance-stream": "balance-stream:sinks=1,window=6,levels=2,block=4",
+}
+GIVEN = Namespace(tokens=1_200, block=400, written=20, prompt=640, rounds=2, quick=True)
+
+
+@pytest.fixture(scope="module")
+def compress(shared):
+    """One layer: quick to compile."""
+    llm = models.load(shared / "models" / "stories260K")
+    return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(sampled, "CACHES", CACHES)
+    monkeypatch.setattr(sampled, "SLOTS", 15)
+    monkeypatch.setattr(sampled, "STREAMING", "streaming:sinks=1,window=14")
+
+
+@pytest.mark.slow
+def test_streaming_is_given_no_fewer_bytes(compress, few, shared):
+    ids, _ = tokens_of(compress, shared / "text" / "tinystories" / "valid.txt", GIVEN.tokens + 1)
+    found = sampled.worth(compress, ids, GIVEN)
+    caches = found["caches"]
+    assert set(caches) == {"streaming", *CACHES}
+    sizes = {name: line["state_bytes"][0] for name, line in caches.items()}
+    assert sizes["streaming"] >= max(sizes.values())
+    for line in caches.values():
+        assert len(line["blocks"]) == 3 and line["not_finite"] == 0
+    blocks = zip(caches["reservoir"]["blocks"], caches["streaming"]["blocks"], strict=True)
+    ratio = sum(a / b for a, b in blocks) / 3
+    assert found["bars"][0]["value"] == pytest.approx(ratio)
+    assert found["bars"][0]["met"] == (ratio <= sampled.WORSE)
+
+
+def test_a_loss_that_is_no_number_is_told():
+    assert sampled.over([1.0, sampled.finite(float("nan"))], [1.0, 1.0]) is None
+
+
+@pytest.mark.slow
+def test_a_token_of_each_is_timed_beside_streaming(compress, few):
+    found = sampled.token(compress, [], GIVEN)
+    assert set(found["ratio"]) == set(CACHES) and set(found["microseconds"]) > set(CACHES)
+    assert found["bars"][0]["value"] == found["ratio"]["balance-stream"]
+
+
+@pytest.mark.slow
+def test_a_prompt_is_thinned_anew_each_time(compress):
+    pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
+    found = sampled.thinning(compress, [], GIVEN)
+    assert found["share"]["median"] > 0
+    whole, left = found["state_bytes"]  # of one size each time
+    assert left < whole / 2

@@ -1,0 +1,110 @@
+"""The experiments themselves, at a size that says nothing but that they run and measure."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib import timing
+from jaxkv.evals.speed import profile
+from jaxkv.evals.streaming import endless, sinks
+from jaxkv.models import streams
+
+
+@pytest.fixture(scope="module")
+def llm(shared):
+    return models.load(shared / "models" / "stories260K")
+
+
+@pytest.fixture(scope="module")
+def compress(llm):
+    """Its first layer alone, for tests of what does not depend on depth: quick to compile."""
+    return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
+
+
+@pytest.fixture(scope="module")
+def ids(llm, shared):
+    text = shared / "text" / "tinystories" / "valid.txt"
+    return endless.tokens_of(llm, text, 513)[0]
+
+
+def test_a_long_stream_and_its_blocks_read_afresh(compress, ids):
+    found = endless.run(compress, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
+    assert [block["tokens"] for block in found["endless"]] == [128, 256, 384, 512]
+    # The first block of the stream is a fresh one, whatever its first position.
+    assert found["endless"][0]["loss"] == found["fresh"][0]["loss"]
+    assert found["summary"]["worst_change_wrapped_to_endless"] < 1e-5
+    assert [block["position"] for block in found["endless"]] == [128, 256, 384, 512]
+    wrapped = [block["position"] for block in found["wrapped"]]
+    assert wrapped == [(endless.BEFORE_WRAP + n) % 2**32 for n in (128, 256, 384, 512)]
+    assert found["summary"]["not_finite"] == 0
+    assert found["compilations_later"] == Counter()
+    assert len(found["summary"]["state_bytes"]) == 1
+
+
+def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
+    names = [("b.txt", "train"), ("a.txt", "train"), ("c.txt", "valid")]
+    books = [{"file": name, "split": split} for name, split in names]
+    (tmp_path / "manifest.json").write_text(json.dumps({"books": books}))
+    for name, _ in names:
+        (tmp_path / name).write_text(name * 9)
+    ids, files = endless.tokens_of(llm, tmp_path, 20)
+    assert (len(ids), [file.name for file in files]) == (20, ["b.txt"])
+    ids, files = endless.tokens_of(llm, tmp_path, 10_000)
+    assert [file.name for file in files] == ["b.txt", "a.txt"]
+
+
+def test_attention_on_the_first_token(llm, shared):
+    reported = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
+    found = sinks.first_token(llm, reported["first4096_ids"][:512])
+    np.testing.assert_allclose(
+        found, reported["first_token_attention"]["per_layer_mean"], rtol=1e-3
+    )
+
+
+def test_full_attention_is_checked_before_anything_is_scored(llm):
+    sinks.check(llm)
+
+
+def test_losses_are_compared_prediction_by_prediction():
+    base = np.full(3_000, 2.0)
+    found = sinks.line(base[4:] + 0.5, base)
+    assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
+
+
+def test_the_decoder_without_nnx_is_the_same_program(compress):
+    plain = profile.PLAIN
+    texts = {
+        profile.lowered(module, module.Stream(compress, profile.POLICY)).as_text()
+        for module in (plain, streams)
+    }
+    assert len(texts) == 1
+
+
+def test_a_ring_far_out_is_exact():
+    assert profile.far_error(chunk=64) < 2e-6
+
+
+def test_every_state_of_a_stream_is_measured_from_its_own_start(compress):
+    stream = profile.started(models.Stream(compress, profile.POLICY))
+    before = int(stream.decoding.position[0])
+    variant = timing.decoding(stream, 10)
+    assert variant() > 0
+    assert variant() > 0
+    assert int(stream.decoding.position[0]) == before + 10
+
+
+def test_variants_take_turns():
+    order = []
+    variants = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
+    seconds = timing.rounds(variants, 2, "trial")
+    assert "".join(order) == "baabba"
+    assert seconds == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+
+
+def test_the_median_decides_whether_a_bar_is_met():
+    assert timing.bar("x", timing.ratio([1, 2, 9], [1, 1, 1]), ">=", 2)["met"]
+    assert not timing.bar("x", 1.06, "<=", 1.05)["met"]

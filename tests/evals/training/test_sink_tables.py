@@ -1,0 +1,122 @@
+"""Tables of trained variants: scores of choices against one by one, and what a record must be."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.training import sink_tables
+from jaxkv.models import data, training, uncached
+from jaxkv.models.hf.export import export
+from jaxkv.models.pretrain import setting_of
+from tests.models.training_data import TEXT, small, write_tokens
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A model with a sink token and weights large enough for attention to matter."""
+    tokens = write_tokens(tmp_path_factory.mktemp("data"))
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    setting = setting_of(small("layers=2", "sinks=token", "context=48"), tokens)
+    weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.begin(setting).weights.items()}
+    tokenizer = tokens.folder / data.TOKENIZER
+    export(folder, setting.config, weights, tokenizer, setting.front)
+    return models.load(folder)
+
+
+@partial(jax.jit, static_argnums=0)
+def predicted(config, weights, inputs):
+    decoder, hidden, _ = uncached.forward(config, weights, inputs, uncached.look)
+    return decoder.logits(hidden)
+
+
+def alone(llm, context, choice):
+    """Mean log-likelihood of a choice, and whether greedy decoding writes it, of one pair."""
+    front, ids = list(llm.tokenizer.front), llm.tokenizer.encode(choice, bos=False)
+    before = llm.tokenizer.encode(context, bos=False) or [llm.eos[0]]
+    keep = max(1, llm.config.context + 1 - len(front) - len(ids))
+    whole = np.array([front + before[max(0, len(before) - keep) :] + ids], np.int32)
+    inputs = np.pad(whole[:, :-1], ((0, 0), (0, max(0, llm.config.context + 1 - whole.shape[1]))))
+    first = whole.shape[1] - 1 - len(ids)
+    logits = np.asarray(predicted(llm.config, llm.weights, inputs), np.float64)
+    logits = logits[:, 0, first : first + len(ids)]
+    likely = logits - np.log(np.exp(logits).sum(0))
+    return likely[ids, range(len(ids))].mean(), list(logits.argmax(0)) == ids
+
+
+def test_scores_are_those_of_one_pair_alone(llm):
+    """Short and long, without a context, one that must lose its beginning, all but one token."""
+    pairs = [
+        ("the cat", " sat on a mat"),
+        ("", "dog"),
+        (TEXT, " over the hill"),
+        (TEXT * 4, " sun"),
+        ("the cat sat", " " + TEXT * 4),
+        ("the dog run over", " the hill to see what was there"),
+    ]
+    found = sink_tables.score(llm, pairs * 9)  # more than are scored at a time
+    for (mean, greedy), pair in zip(found, pairs * 9, strict=True):
+        wanted, writes = alone(llm, *pair)
+        assert mean == pytest.approx(wanted, rel=1e-4) and greedy == writes
+
+
+def test_greedy_choices_are_known(llm):
+    """What decoding writes is found to be so."""
+    context = "the cat sat"
+    text = models.generate(llm, context, "full", 3, ignore_eos=True).text
+    # What is written must be what is read, or another text would be scored.
+    assert llm.tokenizer.encode(context + text) == [
+        *llm.tokenizer.encode(context), *llm.tokenizer.encode(text, bos=False)
+    ]  # fmt: skip
+    assert sink_tables.score(llm, [(context, text)])[0][1]
+    assert not sink_tables.score(llm, [(context, " zzz")])[0][1]
+
+
+def test_accuracy_takes_the_likeliest_choice(llm):
+    choices = [" sat on a mat", " over the hill", " dog"]
+    means = [alone(llm, "the", choice)[0] for choice in choices]
+    rows = [{"context": "the", "choices": choices, "answer": answer} for answer in range(3)]
+    one = {"context": "the cat", "choices": [" zzz"], "answer": 0}
+    found = sink_tables.accuracy(llm, [*rows, one])
+    assert found["accuracy"] == 0.25 and found["chance"] == 0.25 and found["rows"] == 4
+    assert sink_tables.accuracy(llm, [rows[int(np.argmax(means))]])["accuracy"] == 1
+
+
+@pytest.mark.slow
+def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
+    text = llm.tokenizer.encode(TEXT * 3, bos=False)
+    found = sink_tables.table_3(llm, text, cache=12)
+    assert list(found) == ["0+12", "1+11", "2+10", "4+8"]
+    ids = [*llm.tokenizer.front, *text]
+    losses = np.concatenate(list(models.losses(llm, ids, "streaming:sinks=2,window=10")))
+    # The token after the sink is the first that no variant need predict.
+    assert found["2+10"]["loss"] == pytest.approx(losses[1:].mean(), rel=1e-5)
+    assert found["0+12"]["loss"] != found["2+10"]["loss"]
+    assert found["4+8"]["loss_over_base"] == 0
+
+
+def test_the_first_token_is_the_sink(llm):
+    ids = np.array(llm.tokenizer.encode(TEXT * 30, bos=False))
+    mass = sink_tables.first_token(llm, {"text": ids}, skip=16)
+    runs = sink_tables.samples(llm, {"text": ids}, llm.config.context)
+    assert runs.shape == (sink_tables.SAMPLES, 48) and set(runs[:, 0]) == {llm.tokenizer.front[0]}
+    seen = sink_tables.maps(llm.config, llm.weights, runs)
+    wanted = [np.asarray(layer)[:, 16:, 0].mean(1) for layer in seen]
+    np.testing.assert_allclose(mass, wanted, rtol=1e-5)
+    assert sink_tables.draw(llm, {"text": ids}, "token").startswith(b"\x89PNG")
+
+
+def test_runs_must_be_alike():
+    one = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
+    other = one | {"recipe": one["recipe"] | {"sinks": "token", "seed": 1}}
+    sink_tables.check(["none-0", "token-1"], [one, other])
+    with pytest.raises(SystemExit, match=r"differ: \['lr'\]"):
+        sink_tables.check(["a", "b"], [one, one | {"recipe": one["recipe"] | {"lr": 2.0}}])
+    with pytest.raises(SystemExit, match=r"differ: \['data'\]"):
+        sink_tables.check(["a", "b"], [one, one | {"data": "e"}])
+    with pytest.raises(SystemExit, match="of its own"):
+        sink_tables.check(["a", "a"], [one, one])
