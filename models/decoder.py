@@ -21,7 +21,7 @@ from jaxkv.driver import step
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
 from jaxkv.models.xla_cpu import dot, has_head_last_product
-from jaxkv.sharding import sharded_step
+from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 Weights = Mapping[str, Array]

@@ -70,7 +70,7 @@ def prefill_chunk(
     """Process one chunk of the prompts; a sequence without a valid token stays unchanged."""
     offset = jnp.cumsum(valid.astype(jnp.uint32), axis=1) - valid.astype(jnp.uint32)
     positions = decoding.position[:, None] + offset
-    states = share(static.policies, decoding.states)
+    states = deduplicate_shared(static.policies, decoding.states)
     decoder, hidden, states = _run_decoder(static, weights, tokens, positions, valid, states)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # The output head is applied to the last valid token of each sequence only.
@@ -114,10 +114,10 @@ def decode_block(
     batch = decoding.logits.shape[0]
 
     def flattened(d: Decoding) -> Decoding:
-        return d._replace(states=fold(static.policies, d.states, static.mesh is not None))
+        return d._replace(states=flatten_heads(static.policies, d.states, static.mesh is not None))
 
     def restored(d: Decoding) -> Decoding:
-        return d._replace(states=unfold(static.policies, d.states, decoding.states))
+        return d._replace(states=restore_heads(static.policies, d.states, decoding.states))
 
     def unfinished(carry: tuple) -> Array:
         done, count = carry[0].done, carry[1]

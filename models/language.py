@@ -55,6 +55,6 @@ class Language:
         table = self.llm.tokenizer.table
         return table[token] if token < len(table) else b""
 
-    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> Row:
+    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> OutputText:
         """The text of a new answer."""
-        return Row(self.llm, eos, stops, keep=False)
+        return OutputText(self.llm, eos, stops, keep=False)

@@ -32,7 +32,7 @@ VARIANTS = {  # of training; plain softmax is the baseline
     "token": "#0072b2",
     "two_tokens": "#56b4e9",
 }
-THINNED = {  # what is made of a prompt, in evals.balancekv.single_layer
+COMPRESSION = {  # what is made of a prompt, in evals.balancekv.single_layer
     "balance, walk": {"color": COLOURS["balance"]},
     "balance, pairs": {"color": COLOURS["balance"], "linestyle": "dashed"},
     "balance, walk at temperature 1": {"color": "#000000"},

@@ -163,21 +163,21 @@ class Stream:
 
     def finish_prefill(self) -> None:
         """Let policies compress or index the prompt, which is complete; later calls do nothing."""
-        sealing = [policy for policy in self.policies if hasattr(policy, "seal")]
+        sealing = [policy for policy in self.policies if policy.min_prompt is not None]
         if self.prefill_finished or not sealing:
             return
         # Layers may differ. Warn only if no layer compresses or indexes the prompt.
-        least = min(getattr(policy, "least", 0) for policy in sealing)
+        least = min(policy.min_prompt for policy in sealing)
         if self.lengths.min() < least:
             warnings.warn(
-                f"{spell(self.policies)} wants prompts of {least} tokens or more, and one has "
-                f"{self.lengths.min()}: all its tokens stay in the cache",
+                f"{format_policy(self.policies)} wants prompts of {least} tokens or more, and one "
+                f"has {self.lengths.min()}: all its tokens stay in the cache",
                 stacklevel=2,
             )
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
         self._replace_states({
             layer: lambda state, policy=policy: finish_prefill_layer(policy, **fixed, state=state)
-            for layer, policy in enumerate(self.policies) if hasattr(policy, "seal")
+            for layer, policy in enumerate(self.policies) if policy.min_prompt is not None
         })  # fmt: skip
         self.prefill_finished, self._prompt_lengths = True, self.lengths
 
@@ -235,8 +235,9 @@ class Stream:
             self._replace_states({
                 layer: partial(
                     self.policies[layer].reserve, self.llm.spec,
-                    tokens=int((new_tokens if hasattr(self.policies[layer], "seal") else lengths)
-                               .max()),
+                    tokens=int(
+                        (lengths if self.policies[layer].min_prompt is None else new_tokens).max()
+                    ),
                 ) for layer in grows
             })  # fmt: skip
         self.lengths = lengths  # only now: a refused request leaves the stream as it was
@@ -256,7 +257,7 @@ class Stream:
                 host = host_bytes(policy, later)
                 sizes[policy] = _nbytes([later]) - host, host
             size, host = sizes[policy]
-            old_host = on_host(policy, states[layer]) if self.prefill_finished else 0
+            old_host = host_bytes(policy, states[layer]) if self.prefill_finished else 0
             most, on_host_more = max(most, more + size), on_host_more + host - old_host
             more += size - (_nbytes([states[layer]]) - old_host)
         if more > 0 or on_host_more > 0:

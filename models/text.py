@@ -324,10 +324,8 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
     tokens: the length of the text; None for unbounded generation.
     """
     for policy in dict.fromkeys(policies):
-        if not hasattr(policy, "reach"):
-            continue
         # The lookback of a growing cache is the length of the text; others reach theirs in time.
-        furthest = reach(policy, tokens if hasattr(policy, "reserve") else None)
+        furthest = max_lookback(policy, tokens if policy.grows else None)
         if furthest > llm.config.context:
             far = "without limit" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(

@@ -155,8 +155,7 @@ def after(config: Config, policy: Policy, seen: int, chunk: int = 500) -> State:
     """The state once so many tokens have been read, by the policy's own functions."""
     spec = spec_of(config, "bfloat16")
     state = policy.init(spec, 1, jax.random.key(0))
-    if hasattr(policy, "reserve"):
-        state = policy.reserve(spec, state, seen)
+    state = policy.reserve(spec, state, seen)
     q, k, v = (
         jnp.zeros((1, chunk, heads, config.head_dim), jnp.bfloat16)
         for heads in (config.heads, config.kv_heads, config.kv_heads)

@@ -17,19 +17,18 @@ import numpy as np
 from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.contract import Spec
-from jaxkv.evals import pictures
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.magicpig import heads
-from jaxkv.evals.palette import THINNED
-from jaxkv.halving import Halving, walk
 from jaxkv.models import pictures
 from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import COMPRESSION
+from jaxkv.policies.discrepancy import Halving, walk
+from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
@@ -290,7 +289,7 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
         return jax.block_until_ready(stream.decoding).states
 
     def compress(name: str) -> tuple[Any, ...]:
-        chosen = policy(setting(name, rounds, len(ids), sinks=32, window=32))
+        chosen = parse_policy(setting(name, rounds, len(ids), sinks=32, window=32))
         made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.evals import pictures
-from jaxkv.memory import show
 from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces

@@ -16,18 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.colab import runtime
-from jaxkv.engine import Collected, Engine, Prefixes, Request, answer
-from jaxkv.evals import pictures
+from jaxkv.engine import Collected, Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.palette import COLOURS
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.plots import MODES
-from jaxkv.memory import show
 from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
+from jaxkv.models.palette import COLOURS
 from jaxkv.models.serving import make_engine
 from jaxkv.prefix import Chain, root_hash
+from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
 ANEW, KEPT = "read anew", "kept"

@@ -96,7 +96,7 @@ def chosen(kind: str, share: float, sinks: int = 0) -> Policy:
         "topk": lambda: TopK(share, **ends),
         "oracle": lambda: Oracle(share, **ends),
         "uniform": lambda: VAttention(0.0, share, **evenly, **ends),
-        "magicpig": lambda: MagicPIG(*DRAWN, **ends, zone=matched_budgets.ROOM),
+        "magicpig": lambda: MagicPIG(*DRAWN, **ends, tail=matched_budgets.ROOM),
     }
     return make[kind]()
 
@@ -213,7 +213,7 @@ def tables(
     found = {}
     for bits, count in pairs:
         for center in (True, False):
-            policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, zone=matched_budgets.ROOM)
+            policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, tail=matched_budgets.ROOM)
             each = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
             found[bits, count, center] = Read(*np.mean(each, axis=0).tolist())
     return found

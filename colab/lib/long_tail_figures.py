@@ -10,10 +10,10 @@ import numpy as np
 from jaxkv.colab import long_tail, runtime
 from jaxkv.colab.long_tail import FIFTH, Heads, Read, World
 from jaxkv.contract import Spec
-from jaxkv.evals import pictures
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.evals.magicpig.heads import Layer
-from jaxkv.evals.palette import COLOURS, LINES
+from jaxkv.models import pictures
+from jaxkv.models.palette import COLOURS, LINES
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.evals import pictures
-from jaxkv.evals.palette import styles
+from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import styles
 from jaxkv.typing import Float32

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxkv.errors import UserError
-from jaxkv.evals import pictures
 from jaxkv.evals.lib.record import RESULTS
 from jaxkv.evals.lib.text import passage as passage  # notebooks call runtime.passage
+from jaxkv.models import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

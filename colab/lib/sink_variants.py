@@ -18,11 +18,9 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.evals import pictures
-from jaxkv.evals.palette import ARMS
 from jaxkv.evals.training import backcopy
 from jaxkv.evals.training.sink_tables import logged
-from jaxkv.models import uncached
+from jaxkv.models import pictures, uncached
 from jaxkv.models.data import Tokens
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import VARIANTS
@@ -187,7 +185,7 @@ def draw_losses(
         for number, (variant, loss) in enumerate(variants.items()):
             at = np.arange(len(loss)) + 0.16 * (number - (len(variants) - 1) / 2)
             label = None if seed else variant
-            axes.plot(at, list(loss.values()), "o", ms=5, color=ARMS[variant], label=label)
+            axes.plot(at, list(loss.values()), "o", ms=5, color=VARIANTS[variant], label=label)
     caches = list(next(iter(found[0].values())))
     axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="the least there can be")
     axes.set_xticks(range(len(caches)), caches)

@@ -25,7 +25,6 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
-from jaxkv.halving import Halving, halve, sure
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies.discrepancy import Halving, certain, halve

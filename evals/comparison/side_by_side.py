@@ -29,7 +29,6 @@ from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets, sparse
 from jaxkv.evals.magicpig.sparse import Text
-from jaxkv.met import Chooses
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
@@ -185,10 +184,10 @@ def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
     """The tokens attended to after the prompt of the first stretch, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
-    stream.read([tokens[:prompt]])
-    stream.seal()
+    stream.prefill([tokens[:prompt]])
+    stream.finish_prefill()
     first = attended(stream)
-    stream.read([tokens[prompt:]])
+    stream.prefill([tokens[prompt:]])
     return {"first": first, "last": attended(stream)}
 
 
@@ -204,7 +203,7 @@ def costs(
         stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
         stream.prefill([ids])
         reading = stream.state_bytes
-        stream.seal()
+        stream.finish_prefill()
         tokens = attended(stream)
         variants[name] = timing.decoding(stream, WRITTEN)
         found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,

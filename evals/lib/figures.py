@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals import pictures
 from jaxkv.evals.lib.facts import VALUES
 from jaxkv.evals.lib.record import RESULTS, ROOT, read
-from jaxkv.evals.palette import ARMS, COLOURS, LINES, OTHERS, THINNED, styles
 from jaxkv.evals.prefix_caching import plots
+from jaxkv.models import pictures
+from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
     *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
@@ -140,7 +140,7 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
         steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
         sinks = variant["recipe"]["sinks"]
-        axes.plot([million * step for step in steps], losses, color=ARMS[sinks], label=sinks)
+        axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
     axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
 
 
@@ -157,7 +157,7 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
     for number, (variant, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
-        draw_spreads(axes, at, over, fmt="o", color=ARMS[variant], label=variant)
+        draw_spreads(axes, at, over, fmt="o", color=VARIANTS[variant], label=variant)
     axes.set_xticks(range(len(over)), over)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
 
@@ -165,7 +165,7 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     """Whether a sink grows: attention on the first token while each model was trained."""
     runs = [
-        (variant, found["seeds"][0], ARMS[variant], "solid")
+        (variant, found["seeds"][0], VARIANTS[variant], "solid")
         for variant, found in results["arms"].items()
     ]
     tries = zip(results["tries"].items(), OTHERS, strict=True)

@@ -7,8 +7,8 @@ import inspect
 import re
 from typing import Any
 
+from jaxkv.contract import Policy
 from jaxkv.evals.lib.record import RESULTS, read
-from jaxkv.memory import show
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 

@@ -17,7 +17,6 @@ import numpy as np
 from jaxkv import files
 from jaxkv.models.run_metadata import ROOT, load, run_metadata
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs: for trying things out, never for a claim
 CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")

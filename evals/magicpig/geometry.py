@@ -92,7 +92,7 @@ def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
 def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
     scores = ask(spec, layer, chosen.sinks, chosen.window)
-    bias = chosen.choose(scores)
-    top = met.log_sum(scores.logits, scores.between & (bias == 0))
-    weight = jnp.exp(top - met.log_sum(scores.logits, scores.between))
+    bias = chosen.select(scores)
+    top = sparse_attention.log_sum(scores.logits, scores.between & (bias == 0))
+    weight = jnp.exp(top - sparse_attention.log_sum(scores.logits, scores.between))
     return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(scores, bias, layer.v).out

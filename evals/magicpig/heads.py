@@ -20,7 +20,6 @@ from jaxkv.attention import blend, scores
 from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES, capture
-from jaxkv.met import Asked
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
 from jaxkv.policies.magicpig import index
@@ -86,10 +85,10 @@ def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
     queries = ask(spec, layer, chosen.sinks, chosen.window, seed)
-    return attend(queries, chosen.choose(queries), layer.v)
+    return attend(queries, chosen.select(queries), layer.v)
 
 
-def attend(queries: Asked, weights: jax.Array, v: jax.Array) -> Estimate:
+def attend(queries: Candidates, weights: jax.Array, v: jax.Array) -> Estimate:
     """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
     bias = jnp.where(queries.exact, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
@@ -115,7 +114,7 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     out = chosen.attend(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     attended = jax.lax.map(
-        lambda one: hashed.find(state, chosen.indexing, chosen.budget, *one).count, tuple(each)
+        lambda one: magicpig.find(state, chosen.settings, chosen.budget, *one).count, tuple(each)
     )
     read = jnp.sum(attended, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)

@@ -21,7 +21,6 @@ import numpy as np
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
-from jaxkv.hashed import Hashed
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig import policy as magicpig

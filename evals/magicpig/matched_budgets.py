@@ -21,8 +21,6 @@ import numpy as np
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
 from jaxkv.evals.magicpig.inclusion import u
-from jaxkv.lsh import MOST_TABLES
-from jaxkv.met import Asked, MetState
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
 from jaxkv.policies.magicpig import index
@@ -61,9 +59,9 @@ class Ends(Policy):
     reserve = staticmethod(sparse_attention.reserve)
     finish_prefill = staticmethod(sparse_attention.finish_prefill)
 
-    def choose(self, scores: Asked) -> Float32[Array, "B K G T S"]:
+    def select(self, scores: Candidates) -> Float32[Array, "B K G T S"]:
         """The log weight of each key between: none is attended to."""
-        return met.only(jnp.zeros_like(scores.logits, bool))
+        return sparse_attention.unweighted(jnp.zeros_like(scores.logits, bool))
 
 
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream
@@ -156,7 +154,7 @@ def _read(
     state = chosen.update(spec, chosen.reserve(spec, state, prompt), before)[1]
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), len(q) - prompt)
     if last > prompt:
-        state = chosen.extend(spec, state, middle)
+        state = chosen.update(spec, state, middle)[1]
     return attended_share(chosen, spec, state, asking, last)
 
 
@@ -168,8 +166,8 @@ def attended_share(
         return jnp.mean(attended_by_tables(chosen, spec, state, asking, last))
     shares = []
 
-    def choose(scores: Asked) -> Array:
-        weight = chosen.choose(scores)
+    def choose(scores: Candidates) -> Array:
+        weight = chosen.select(scores)
         there = jnp.sum(scores.between, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
@@ -179,16 +177,16 @@ def attended_share(
 
 
 def attended_by_tables(
-    chosen: MagicPIG, spec: Spec, state: hashed.Hashed, asking: Chunk, last: int | Array
+    chosen: MagicPIG, spec: Spec, state: index.IndexState, asking: Chunk, last: int | Array
 ) -> Float32[Array, "T 1 N"]:
     """The share of the keys between that is attended to; last: number of the first query."""
-    state = chosen.extend(spec, state, asking)
+    state = index.append(spec, state, asking, chosen.settings)
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)
 
     def one(query: Any) -> Array:
         q, position, number = query
-        found = hashed.find(state, chosen.indexing, chosen.budget, q, number[None], position)
+        found = magicpig.find(state, chosen.settings, chosen.budget, q, number[None], position)
         return found.count / (number + 1 - chosen.sinks - chosen.window)
 
     return jax.lax.map(one, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))

@@ -41,7 +41,6 @@ from jaxkv.evals.magicpig.heads import (
 )
 from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
 from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
-from jaxkv.lsh import Hashing
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Oracle, TopK
 from jaxkv.policies.magicpig import lsh

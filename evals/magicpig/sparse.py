@@ -280,8 +280,8 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     layers = text.llm.config.layers
     base = losses(text, Full(max=text.llm.config.context), 1, "full")
     for share, (bits, tables) in text.tables(given.shares[:2]).items():
-        chosen = MagicPIG(bits, tables, SINKS, WINDOW, zone=matched_budgets.ROOM)
-        first = by_layer(f"0=full:max={text.llm.config.context};*={spell(chosen)}", layers)
+        chosen = MagicPIG(bits, tables, SINKS, WINDOW, tail=matched_budgets.ROOM)
+        first = by_layer(f"0=full:max={text.llm.config.context};*={format_policy(chosen)}", layers)
         variants = {f"question {read}, {of}": (policies, question)
                 for of, policies in (("all layers sampled", (chosen,) * layers),
                                      ("first layer dense", first))
@@ -305,7 +305,7 @@ def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     dim = LARGE["width"] // heads
     spec = Spec(heads, dim, dim**-0.5, NoPosition(), group=1)
     for size in LONG:
-        long = {"magicpig": MagicPIG(start=size, zone=1), **compressed(size)}
+        long = {"magicpig": MagicPIG(start=size, tail=1), **compressed(size)}
         found[str(size)] = of_prompt(long, spec, LARGE["layers"], size)
     return found
 

@@ -19,7 +19,6 @@ from jaxkv.evals.lib.record import spread
 from jaxkv.evals.magicpig.heads import Layer, attend, progress
 from jaxkv.evals.magicpig.inclusion import isotropic
 from jaxkv.evals.magicpig.matched_budgets import methods
-from jaxkv.met import Asked
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.sparse_attention import base as sparse_attention
@@ -78,7 +77,7 @@ def cone(flat: Layer, sigma: float) -> Layer:
     return Layer(*map(jnp.asarray, (q, k, v)))
 
 
-def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Asked:
+def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:
     """One query for these keys, none of which it sees of itself."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
@@ -94,8 +93,8 @@ def error(
 ) -> tuple[jax.Array, jax.Array]:
     """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
     of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
-    exact = attend(of, met.only(of.between), v).out
-    found = attend(of, chosen.choose(of), v)
+    exact = attend(of, sparse_attention.unweighted(of.between), v).out
+    found = attend(of, chosen.select(of), v)
     return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
 
 
@@ -112,10 +111,10 @@ def error_of_tables(
     state = chosen.reserve(SPEC, chosen.init(SPEC, 1, jax.random.key(seed)), count)
     state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
-    out = chosen.ask(SPEC, state, q[:, None], number, last).out
-    met_by = hashed.find(state, chosen.indexing, chosen.budget, q, number[:, 0], last[:, 0])
+    out = chosen.attend(SPEC, state, q[:, None], number, last).out
+    met_by = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = queries(drawing.logits, seed)
-    exact = attend(of, met.only(of.between), v).out
+    exact = attend(of, sparse_attention.unweighted(of.between), v).out
     share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 

@@ -36,8 +36,6 @@ from jaxkv.evals.magicpig.heads import (
     progress,
 )
 from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, some, tokens_for
-from jaxkv.lsh import Hashing
-from jaxkv.met import Asked
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
@@ -166,7 +164,7 @@ def by_tables(
 
 
 def agreements(
-    scores: Asked, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
+    scores: Candidates, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
 ) -> list[jax.Array]:
     """In how many of the first L tables a query and a key have one code [B,K,G,Q,T], of each L."""
     rows, kv_heads, group, queries, length = scores.logits.shape

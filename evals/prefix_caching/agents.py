@@ -19,13 +19,14 @@ import jax
 import jaxkv
 from jaxkv import models
 from jaxkv.engine import pool
-from jaxkv.engine.store import page_names
+from jaxkv.engine.store import page_ids
 from jaxkv.evals.lib.record import ROOT, Record
 from jaxkv.evals.prefix_caching import traces
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
+from jaxkv.policy_spec import by_layer, state_bytes
 from jaxkv.prefix import BlockPool, Snapshots, root_hash
-from jaxkv.stack import by_layer, state_bytes
+from jaxkv.state import batch
 
 TRACE = (ROOT.parent / "shared" / "data" / "traces"
          / "sweagent_trajectories.jsonl")  # fmt: skip
@@ -95,7 +96,7 @@ def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
-    settles = layers[0] if pool.snapshot_layout(layers).max_pages else None
+    rewritten = pool.pages_of(layers[0]) if pool.snapshot_layout(layers).max_pages else None
     named: dict[int, set] = {}
     most = saved = pages = 0
     for turn in turns:
@@ -105,7 +106,7 @@ def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -
         for boundary in plan.save:
             snapshot = index.claim(plan.prompt, boundary)
             index.publish(snapshot)
-            named[snapshot.index] = set(page_ids(settles, CHUNK, plan.prompt, boundary))
+            named[snapshot.index] = set(page_ids(rewritten, CHUNK, plan.prompt, boundary))
         held = len(set().union(*named.values()))
         if index.taken * record + held * page > most:
             most, pages = index.taken * record + held * page, held
@@ -119,7 +120,7 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )
     kept = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
-    return rows.nbytes(kept.records), rows.nbytes(kept.pages)
+    return batch.nbytes(kept.records), batch.nbytes(kept.pages)
 
 
 if __name__ == "__main__":

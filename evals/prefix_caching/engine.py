@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
 from jaxkv.evals.lib.timing import ratio, rounds
 from jaxkv.evals.prefix_caching import report, traces

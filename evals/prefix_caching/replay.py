@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching import report, traces
-from jaxkv.prefix import Chain, root
+from jaxkv.prefix import Chain
+from jaxkv.prefix.block_hash import root_hash
 from jaxkv.prefix.blocks import MODES
 from jaxkv.prefix.eviction import ORDERS
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.errors import UserError, is_whole
-from jaxkv.prefix import BlockPool, Snapshots, root_hash
+from jaxkv.prefix import BlockPool, Snapshots
+from jaxkv.prefix.block_hash import root_hash
 
 MOONCAKE_BLOCK = 512  # tokens that an id of its traces stands for
 IDS = 2**32 // MOONCAKE_BLOCK  # of which the tokens have room in 32 bits
@@ -188,7 +189,7 @@ def replay(
     block: keys in one. prepare: what is done to a request before it is looked up, and not timed.
     """
     pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
-    name, seconds, hit_tokens = root(), 0.0, 0
+    name, seconds, hit_tokens = root_hash(), 0.0, 0
     for one in trace.requests:
         one = prepare(one)
         begun = perf_counter()
@@ -212,7 +213,7 @@ def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
     ones afterwards, so that what was used may make room for them.
     """
     index = Snapshots(slots, 1, where)
-    name, hit = root(), 0
+    name, hit = root_hash(), 0
     for one in trace.requests:
         visit = index.visit(index.read(one.keys, name))
         index.leave(visit)

@@ -183,7 +183,7 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
         same_tokens(llm, other, prompts, new)
         stream = models.Stream(llm, POLICY, rows=batch)
-        stream.read(prompts)
+        stream.prefill(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),

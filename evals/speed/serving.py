@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes, Request, answer
+from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
 from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
 from jaxkv.models import Llm

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import recompute
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.streaming.endless import tokens_of
-from jaxkv.models import uncached
+from jaxkv.models import recompute, uncached
 from jaxkv.models.llm import Llm
 
 BASE = "streaming:sinks=4,window=252"

@@ -28,7 +28,7 @@ from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import PRESETS, Recipe
 from jaxkv.typing import Float
 
-ARMS = ("none", "zero", "logit", "token", "two_tokens")
+VARIANTS = ("none", "zero", "logit", "token", "two_tokens")
 TRIES = {  # of plain softmax
     "two layers": {"layers": 2},
     "three layers": {"layers": 3},
@@ -46,7 +46,7 @@ def main() -> None:
         prog="python -m jaxkv.evals.training.backcopy", description=__doc__
     )
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    ask.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    ask.add_argument("--arms", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
     ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
     ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")

@@ -18,7 +18,7 @@ from jaxkv.evals.lib.claim import (
     over_base,
     pick,
 )
-from jaxkv.evals.palette import ARMS
+from jaxkv.models.palette import VARIANTS
 
 FELT = 0.02  # nats a token: a difference of losses that counts as one
 NOBODY_LEANS = f"{UNSEEN}: no model of this size leans on its first tokens"
@@ -100,7 +100,7 @@ def one_enough(r: Results) -> Finding:
 
 def loss_unharmed(r: Results) -> Finding:
     """At no seed is the sink token's loss larger by FELT; one seed alone decides nothing."""
-    by_kind = {sinks: trained(r, sinks).values() for sinks in ARMS if trained(r, sinks)}
+    by_kind = {sinks: trained(r, sinks).values() for sinks in VARIANTS if trained(r, sinks)}
     shown = ", ".join(f"{sinks} " + " ".join(f"{x['valid_loss']:.4f}" for x in models)
                       for sinks, models in by_kind.items())  # fmt: skip
     harm = [token["valid_loss"] - plain["valid_loss"] for plain, token in pairs(r)]

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cli.progress import Progress
-from jaxkv.evals.lib.record import TRIALS, Record, plain, read, sha256
+from jaxkv.evals.lib.record import TRIALS, Record, plain, read
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.sink_tables import logged

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals import pictures
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record
 from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.evals.streaming.sinks import gather, line
-from jaxkv.models import uncached
+from jaxkv.models import pictures, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.llm import Llm

@@ -15,6 +15,7 @@ from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 from jaxkv.files import decode
+from jaxkv.policy_spec import format_policy
 
 if TYPE_CHECKING:
     from jaxkv.models import Conversation, Sampling
@@ -38,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     sampling = flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
     from jaxkv.models import Conversation
-    from jaxkv.policy_spec import format_policy
 
     if llm.chat.template is None:
         print("jaxkv: this model has no chat template: it gets plain lines", file=sys.stderr)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         _end_line(silent=args.json)
     if args.json:
         result = {"turns": turns, "state_bytes": talk.stream.state_bytes}
-        settings = {"policy": spell(talk.stream.policies), "seed": args.seed}
+        settings = {"policy": format_policy(talk.stream.policies), "seed": args.seed}
         print_json(result | settings | {"versions": flags.versions()})
     return code
 

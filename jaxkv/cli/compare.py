@@ -14,6 +14,7 @@ from jaxkv.cli.files import check_folder, finite, print_json, read_text, write
 from jaxkv.cli.perplexity import add_text
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
+from jaxkv.models.run_metadata import run_metadata
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50
@@ -39,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
-    from jaxkv.evals import compare
-    from jaxkv.evals.lib.record import Record
+    from jaxkv.models import compare
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)

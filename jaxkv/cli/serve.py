@@ -78,13 +78,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
-    keys, kept = read_keys(args.api_key_file), prefixes_of(args)
+    keys, prefixes = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.parse_api_keys(*keys) if keys else ()
     if args.name is not None:
         check_name(args.name)
     if args.per_key is not None and not tenants:
-        raise UserError("--per-key tells callers apart by their keys; give --api-key-file")
-    # At once: a port in use is not found out after minutes of loading.
+        raise UserError("--per-key limits each API key; give --api-key-file")
+    # Bind before minutes of loading, so that a port in use is reported at once.
     listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
     with listener:
         if not (tenants or is_loopback(listener)):
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
         app = server.application(engine, language, tenants, server_config(args, llm))
-        server.begin_listening(listener)  # not before: a probe is to hear that nothing is there yet
+        server.begin_listening(listener)  # only now: before, a probe must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
@@ -157,7 +157,7 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
 
 
 def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
-    """What is kept of prompts; checked before a model is loaded."""
+    """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import PrefixConfig
 
     if not args.prefix_slots:
@@ -169,19 +169,19 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         return None
     fields = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
     try:
-        return PrefixConfig(*how)
+        return PrefixConfig(*fields)
     except UserError as error:  # it begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, kept: PrefixConfig | None) -> Engine:
+def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> Engine:
     """The engine, compiled and ready."""
     with Progress("compiling"):
         from jaxkv.models.serving import make_engine
 
         return make_engine(
             llm, args.policy, max_batch=args.slots, max_len=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=kept, seed=args.seed,
+            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
         )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
         llm.folder.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
         flags.versions(),
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.ServerConfig(
         max_in_flight=args.slots + args.queue,
         max_per_key=args.per_key,

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxkv import memory
 from jaxkv.prefix.tier import Transfer
+from jaxkv.state import memory
 
 
 class HostTier:

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 def block_layout(policies: tuple[Policy, ...], states: States, page_size: int) -> Layout:
     """The layout of append-only caches: pages of `page_size` slots of their append-only leaves."""
-    axes = _axes(policies, [policy.appends for policy in policies])
+    axes = _axes(policies, lambda leaf: leaf.append_only)
     sizes = [
         leaf.shape[axis]
         for leaf, axis in zip(jax.tree.leaves(states), axes, strict=True) if axis is not None
@@ -57,11 +57,24 @@ def block_layout(policies: tuple[Policy, ...], states: States, page_size: int) -
 
 def snapshot_layout(policies: tuple[Policy, ...]) -> Layout:
     """The layout of snapshots: pages of rarely rewritten leaves; none if the layers differ."""
-    first = getattr(policies[0], "settling", None)
-    if first is None or len(set(policies)) > 1 or not policies[0].settled(0):
-        return Layout(_axes(policies, [()] * len(policies)), 0, 0, 0)
-    axes = _axes(policies, [first.leaves] * len(policies))
-    return Layout(axes, first.first, first.page, len(policies[0].settled(0)))
+    pages = pages_of(policies[0])
+    if pages is None or len(set(policies)) > 1:
+        return Layout(_axes(policies, lambda leaf: False), 0, 0, 0)
+    axes = _axes(policies, lambda leaf: leaf.page is not None)
+    return Layout(axes, pages.first, pages.size, len(pages.last_write(0)))
+
+
+def pages_of(policy: Policy) -> Pages | None:
+    """The pages in which a policy rewrites slots seldom, None where it has none."""
+    leaves = jax.tree.leaves(policy.leaves)
+    return next((leaf.page for leaf in leaves if leaf.page is not None), None)
+
+
+def appends(policies: tuple[Policy, ...]) -> bool:
+    """Whether every policy only appends to some of its arrays during prefill."""
+    return all(
+        any(leaf.append_only for leaf in jax.tree.leaves(policy.leaves)) for policy in policies
+    )
 
 
 def empty(layout: Layout, states: States, pages: int, records: int) -> Pool:
@@ -145,15 +158,12 @@ def put(pool: Pool, taken: Pool, page: Int32[Array, ""], record: Int32[Array, ""
     return Pool(pages, [leaf.at[record].set(one) for leaf, one in pairs])
 
 
-def _axes(policies: tuple[Policy, ...], names: list[tuple[str, ...]]) -> tuple[int | None, ...]:
-    """For each leaf of all layers its axis S if its layer names it, else None."""
-    axes: list[int | None] = []
-    for policy, paged in zip(policies, names, strict=True):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(policy.axes, is_leaf=is_letters)
-        for path, letters in leaves:
-            name = ".".join(key.name for key in path)
-            axes.append(letters.index("S") if name in paged else None)
-    return tuple(axes)
+def _axes(
+    policies: tuple[Policy, ...], paged: Callable[[ContractLeaf], bool]
+) -> tuple[int | None, ...]:
+    """For each leaf of all layers its axis S if it is paged, else None."""
+    leaves = jax.tree.leaves([policy.leaves for policy in policies])
+    return tuple(leaf.letters.index("S") if paged(leaf) else None for leaf in leaves)
 
 
 def _leaves(layout: Layout, states: States) -> list[tuple[Leaf, int | None]]:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.sampling import Knobs, draw_each
-from jaxkv.state import batch, memory
+from jaxkv.sampling import OFF, Knobs, draw_each
+from jaxkv.state import memory
+from jaxkv.state.batch import nbytes
 from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
@@ -97,7 +98,7 @@ def init_prefill(model: Model, max_len: int, seed: UInt32[Array, ""]) -> Prefill
 
     def state(layer: int, policy: Policy) -> State:
         one = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
-        return policy.reserve(model.spec, one, max_len) if hasattr(policy, "reserve") else one
+        return policy.reserve(model.spec, one, max_len)
 
     states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
     return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
@@ -201,15 +202,14 @@ def _each(model: Model, states: Sequence[State]) -> Sequence[tuple[Policy, State
 
 
 def _finish_prefill(model: Model, max_len: int, policy: Policy, state: State) -> State:
-    if hasattr(policy, "seal"):
-        state = policy.seal(model.spec, state)
-        if hasattr(policy, "reserve"):  # which counts tokens from the end of prefill on
-            state = policy.reserve(model.spec, state, max_len)
-    return state
+    if policy.min_prompt is None:
+        return state
+    state = policy.finish_prefill(model.spec, state)
+    return policy.reserve(model.spec, state, max_len)  # counts tokens from the end of prefill on
 
 
 def _shared(model: Model, of: PrefillState | DecodeBatch) -> tuple[State, ...]:
-    return share(model.policies, of.states)
+    return deduplicate_shared(model.policies, of.states)
 
 
 def _sample(
@@ -222,8 +222,10 @@ def _sample(
     presence, frequency = batch.penalties[:, :1], batch.penalties[:, 1:]
     counts = batch.counts.astype(jnp.float32)
     penalized = logits + batch.bias - jnp.where(counts > 0, presence, 0) - frequency * counts
+    # An entry of the batch keeps the knobs of its last sequence, which would choose the branch.
+    knobs = jax.tree.map(lambda knob, off: jnp.where(active, knob, off), batch.knobs, OFF)
     # The draw depends on `position`, at which the token will be fed.
-    token, _ = draw_each(batch.knobs, penalized, batch.seen, batch.rng, batch.position)
+    token, _ = draw_each(knobs, penalized, batch.seen, batch.rng, batch.position)
     entries = jnp.arange(token.shape[0])
     sampled = batch._replace(
         token=jnp.where(active, token, batch.token),
@@ -283,9 +285,9 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.prefill_shapes, self.num_compiled = state, 0
-        self.prefill_bytes = rows.nbytes(state)
+        self.prefill_bytes = nbytes(state)
         memory.check(  # before minutes of compilation
-            rows.nbytes(batch) + self.prefill_bytes,
+            nbytes(batch) + self.prefill_bytes,
             f"{max_batch} sequences and a prefill of {max_len} tokens",
         )
         self.empty_batch = self.compile(lambda: empty_batch(model, max_batch, max_len))

@@ -24,12 +24,13 @@ from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.pool import SKIP, Layout, Pool
 from jaxkv.engine.programs import Model, PrefillState, Programs
 from jaxkv.errors import one_of, whole
+from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.eviction import ORDERS
 from jaxkv.prefix.lease import Lease
 from jaxkv.prefix.snapshots import PrefillPlan, Snapshots, parse_rules
-from jaxkv.stack import spell
+from jaxkv.state import batch, memory
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,15 @@ def make_store(
     config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
 ) -> PrefixStore:
     """The store for a model's policies. Raises UserError if it does not fit into memory."""
-    paged = all(hasattr(policy, "appends") for policy in model.policies)
+    paged = pool.appends(model.policies)
     return (BlockStore if paged else SnapshotStore)(config, model, programs, chunk, seed)
 
 
 def model_root(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
     """The root hash of all settings that a cache depends on besides its tokens."""
     return root_hash(
-        policy=spell(model.policies), model=model.identity, spec=repr(model.spec), chunk=chunk,
-        seed=seed, salt=salt,
+        policy=format_policy(model.policies), model=model.identity, spec=repr(model.spec),
+        chunk=chunk, seed=seed, salt=salt,
     )  # fmt: skip
 
 
@@ -171,7 +172,8 @@ class SnapshotStore:
         self.index = Snapshots(capacity, chunk, config.where, config.host_blocks)
         self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
         layout = pool.snapshot_layout(model.policies)
-        self._page_ids = partial(page_ids, model.policies[0] if layout.max_pages else None, chunk)
+        rewritten = pool.pages_of(model.policies[0]) if layout.max_pages else None
+        self._page_ids = partial(page_ids, rewritten, chunk)
         pages = layout.max_pages * capacity
         self._device = DevicePool(layout, programs, model.vocab, pages, capacity)
         self._pages = SharedPages(pages)
@@ -228,14 +230,14 @@ class SnapshotStore:
         self._save(PrefillState(states, None), index, ids)
 
 
-def page_ids(policy: Policy | None, chunk: int, prompt: HashedPrompt, at: int) -> list[Hashable]:
+def page_ids(pages: SlotPages | None, chunk: int, prompt: HashedPrompt, at: int) -> list[Hashable]:
     """The identity of each page of a state after `at` tokens: equal ids mean equal content.
 
     An id is the root and tokens up to the boundary after the page's last write, the token of that
-    write, and the page number. policy: None has no pages.
+    write, and the page number. pages: None where there are none.
     """
     ids: list[Hashable] = []
-    for number, last in enumerate(policy.settled(at) if policy is not None else ()):
+    for number, last in enumerate(pages.last_write(at) if pages is not None else ()):
         boundary = -(-last // chunk)
         # The tokens and not their hash, which may collide.
         ids.append((prompt.root + prompt.data[: boundary * chunk * TOKEN], last, number))
@@ -300,7 +302,7 @@ class DevicePool:
     ) -> None:  # fmt: skip
         states, zero = programs.prefill_shapes.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
-        self.bytes = rows.nbytes(shape)
+        self.bytes = batch.nbytes(shape)
         memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="num_blocks")
 
         def load(

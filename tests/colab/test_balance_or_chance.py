@@ -10,6 +10,7 @@ import pytest
 from jaxkv.colab import balance_or_chance as thinning
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
+from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=NoPosition(), group=1)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.colab import conversations
-from jaxkv.engine import Prefixes
+from jaxkv.engine import PrefixConfig
 from jaxkv.evals.prefix_caching import report, traces
 
 

@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError
 from jaxkv.colab import notebooks, runtime
 from jaxkv.colab.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
-from jaxkv.evals import pictures
+from jaxkv.models import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'

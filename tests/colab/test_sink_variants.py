@@ -8,8 +8,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.colab import runtime, sink_variants
-from jaxkv.evals import compare
 from jaxkv.evals.training import backcopy
+from jaxkv.models import compare
 
 
 @pytest.fixture(scope="module")

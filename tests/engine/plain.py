@@ -7,6 +7,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.engine import Engine, Model, Outcome, Request, ScoredToken
+from jaxkv.policy_spec import by_layer
 from jaxkv.rotary import rotary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 4, 2, 8, 48

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer
+from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer, programs
 from jaxkv.errors import UserError
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampling, draw_each
 from tests.engine.plain import VOCAB, Recorder, ask, finish, plain, prompts
 
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
@@ -29,6 +29,25 @@ KINDS = (
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(plain(), max_batch=4, chunk=16, step_tokens=32)
+
+
+def test_a_finished_sequence_does_not_choose_how_others_are_sampled(monkeypatch):
+    """Its entry keeps temperature and filters, and a greedy batch must skip noise and sort."""
+    temperatures = []
+
+    def watched(knobs, *args):
+        jax.debug.callback(lambda t: temperatures.append(np.asarray(t).tolist()), knobs.temperature)
+        return draw_each(knobs, *args)
+
+    monkeypatch.setattr(programs, "draw_each", watched)
+    engine = Engine(plain(), max_batch=2, chunk=16)
+    ask(engine, Request((1, 2, 3), 4, WARM), Request((1, 2, 3), 4, WARM))
+    jax.effects_barrier()
+    assert any(max(each) > 0 for each in temperatures)
+    temperatures.clear()
+    ask(engine, Request((1, 2, 3), 4))
+    jax.effects_barrier()
+    assert temperatures and all(max(each) == 0 for each in temperatures)
 
 
 def requests(count: int, seed: int = 0, **fields) -> list[Request]:

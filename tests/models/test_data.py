@@ -190,7 +190,8 @@ DAMAGE = {
         "manifest.json must be as it was written, and is not; create the folder again",
     ),
     "half a manifest": (
-        change("manifest.json", lambda raw: raw[:-10]), "not valid JSON: .*; create the folder again",
+        change("manifest.json", lambda raw: raw[:-10]),
+        "not valid JSON: .*; create the folder again",
     ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),

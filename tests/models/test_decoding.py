@@ -67,9 +67,7 @@ def lowered(config: Config, policy: str, rows: int):
 def begun(policy, spec, rows):
     """A state that is written into: where prompts are sealed, behind one of 5,000 tokens."""
     state = policy.init(spec, rows, jax.random.key(0))
-    if not hasattr(policy, "seal"):
-        return state
-    return policy.seal(spec, policy.reserve(spec, state, 5000))
+    return policy.finish_prefill(spec, policy.reserve(spec, state, 5000))
 
 
 PLAIN = ("streaming", "window", "full")

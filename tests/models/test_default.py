@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import read, sha256
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.training import default_model
 from jaxkv.models.llm import DEFAULT
 from jaxkv.models.pretrain import pretrain

@@ -16,7 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.evals.magicpig import inclusion
-from jaxkv.lsh import Hashing
 from jaxkv.pallas_kernels import host
 from jaxkv.pallas_kernels.sampled_attention import (
     Angles,

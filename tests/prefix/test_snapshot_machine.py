@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxkv
 from jaxkv.engine.host_tier import HostTier, transfer
+from jaxkv.engine.pool import pages_of
 from jaxkv.engine.store import SharedPages, page_ids
 from jaxkv.prefix import Snapshots, encode
 from jaxkv.prefix.block_hash import sha256
@@ -21,8 +22,8 @@ from tests.prefix.prompts import drop_snapshot
 from tests.prefix.test_machine import PICK, ROOTS, run
 
 WHERE = ("last+branch", "last", "every=1", "every=2+last", "branch")
-SETTLES = jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2")
-PAGES = len(SETTLES.settled(0))
+REWRITTEN = pages_of(jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2"))
+PAGES = len(REWRITTEN.last_write(0))
 
 
 class Memory(HostTier):
@@ -72,7 +73,7 @@ class Machine(RuleBasedStateMachine):
         """As the engine does: pages that nobody has are written, the others are not."""
         self.pages.release(slot)
         salt, tokens = content
-        last = SETTLES.settled(len(tokens))
+        last = REWRITTEN.last_write(len(tokens))
         for number, page in self.pages.take(slot, ids):
             self.written[page] = (salt, tokens[: last[number]], number)
         self.device[slot] = content
@@ -81,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         """What is in a slot and in its pages is what its tokens make."""
         salt, tokens = self.device[slot]
         for number, (page, last) in enumerate(
-            zip(self.pages.of(slot), PAGES_OF.last_write(len(tokens)), strict=True)
+            zip(self.pages.of(slot), REWRITTEN.last_write(len(tokens)), strict=True)
         ):
             assert self.written[page] == (salt, tokens[:last], number)
 
@@ -138,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def publish(self, pick):
         snapshot, prompt, salt, tokens = self.claims.pop(pick % len(self.claims))
-        ids = page_ids(SETTLES, self.chunk, prompt, len(tokens))
+        ids = page_ids(REWRITTEN, self.chunk, prompt, len(tokens))
         self.save(snapshot.index, (salt, tokens), ids)
         self.index.publish(snapshot)
 

@@ -32,7 +32,7 @@ def attended(llm, name, prompt, more=0):
     stream.prefill([ids[:prompt]])
     stream.finish_prefill()
     if more:
-        stream.read([ids[prompt:]])
+        stream.prefill([ids[prompt:]])
     return side_by_side.attended(stream)
 
 

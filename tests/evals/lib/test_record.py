@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import Record, plain, portable, spread
+from jaxkv.models.run_metadata import run_metadata
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -18,7 +18,6 @@ from jaxkv.evals.lib import figures
 from jaxkv.evals.lib.record import plain
 from jaxkv.evals.magicpig import geometry, heads, inclusion, matched_budgets, sampling, synthetic
 from jaxkv.evals.magicpig.published_tables import DIMS
-from jaxkv.lsh import Hashing
 from jaxkv.policies import MagicPIG, Oracle, TopK
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policy_spec import parse_policy
@@ -78,7 +77,7 @@ def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
 def test_tables_read_the_share_that_their_chances_have(layer):
     angles = sampling.angles_of(SPEC, layer)
     bits, tables = matched_budgets.tables(angles, 0.1)
-    chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, zone=128)
+    chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, tail=128)
     read = np.mean([heads.estimate(chosen, SPEC, layer, seed).share for seed in range(4)])
     assert abs(angles.attended(bits, tables) / 0.1 - 1) < 0.05
     assert abs(read / 0.1 - 1) < 0.3

@@ -147,7 +147,7 @@ def test_errors_over_stretches_and_over_seeds():
 @pytest.mark.slow
 def test_tables_are_held_beside_every_key(text):
     spec = text.llm.spec
-    policies = {"magicpig": MagicPIG(4, 20, **ENDS, start=72, zone=1)} | sparse.compressed(72)
+    policies = {"magicpig": MagicPIG(4, 20, **ENDS, start=72, tail=1)} | sparse.compressed(72)
     found = sparse.of_prompt(policies, spec, 2, 72)
     assert found["full"]["tokens_of_full"] == 72
     assert found["magicpig"]["over_full"] > 1 > found["snapkv, 1/2"]["over_full"]

@@ -38,7 +38,7 @@ def test_the_most_tables_are_those_of_the_policy(layer, kind):
     """By the same seed: the same planes, so the same keys and the same attention."""
     how = tune_lsh.hashing(kind, 5, 12)
     few, many = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
-    chosen = MagicPIG(5, 12, SINKS, WINDOW, zone=128, hash=kind)
+    chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128, hash=kind)
     wanted = heads.estimate(chosen, SPEC, layer, 3)
     np.testing.assert_allclose(many.share, wanted.share, rtol=1e-5)
     np.testing.assert_allclose(many.out, wanted.out, atol=1e-4)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.engine import Engine, Prefixes
+from jaxkv.engine import Engine, PrefixConfig
 from jaxkv.evals.prefix_caching import agents, engine
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.evals.speed import serving, soak

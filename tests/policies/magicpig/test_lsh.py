@@ -8,7 +8,8 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.evals.magicpig import inclusion
-from jaxkv.lsh import Hashing
+from jaxkv.policies.magicpig import lsh
+from jaxkv.policies.magicpig.lsh import Hashing
 from tests.seldom import seldom
 
 COSINES = np.concatenate(
