@@ -91,7 +91,7 @@ def test_every_combination_as_transformers(rng):
         )
     )
     for sampling in SETTINGS:
-        logits, _ = example(rng, batch=1)
+        logits, _ = example(rng, rows=1)
         ids = rng.integers(0, V, (1, 9))
         seen = np.isin(np.arange(V), ids)[None]
         processors = model._get_logits_processor(

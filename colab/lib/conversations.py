@@ -111,9 +111,9 @@ def serve(
         answer(engine, [Request((1, 2, 3), 2)])
     for number in range(rounds):
         for name in list(engines)[:: 1 if number % 2 else -1]:
-            engines[name].forget()
+            engines[name].reset_prefix_cache()
             reported[name].append(talk(engines[name]))
-    return {name: Served(reported[name], engines[name].bytes_of_prefixes) for name in engines}
+    return {name: Served(reported[name], engines[name].prefix_bytes) for name in engines}
 
 
 def room(said: Said) -> int:

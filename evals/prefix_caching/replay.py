@@ -154,7 +154,7 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     """One run of the report's experiment."""
     setting, seed = setting_of(given), given.seed or 0
     counts, seconds = report.simulate(setting, seed)
-    found = counts.first
+    found = counts.lookups
     rates = traces.Found(
         found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
         found.requests_hit, counts.evictions, found.missed, seconds,

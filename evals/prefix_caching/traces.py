@@ -215,11 +215,11 @@ def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
     index = Snapshots(slots, 1, where)
     name, hit = root_hash(), 0
     for one in trace.requests:
-        visit = index.visit(index.read(one.keys, name))
-        index.leave(visit)
-        hit += visit.at * one.piece
-        for boundary in visit.save:
-            snapshot = index.claim(visit.prompt, boundary)
+        plan = index.plan_prefill(index.hash_prompt(one.keys, name))
+        index.release(plan)
+        hit += plan.start * one.piece
+        for boundary in plan.save:
+            snapshot = index.claim(plan.prompt, boundary)
             if snapshot is not None:
                 index.publish(snapshot)
     return hit / sum(one.tokens for one in trace.requests)

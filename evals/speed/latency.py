@@ -182,7 +182,7 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
         same_tokens(llm, other, prompts, new)
-        stream = models.Stream(llm, POLICY, rows=batch)
+        stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill(prompts)
 
         variants = {

@@ -66,8 +66,8 @@ def test_equal_prompts_are_found_but_for_the_first(llm):
 def test_answers_that_differ_end_the_run(llm, monkeypatch):
     load = engine.report_load(llm, 1.0, 4)
     reported = iter(range(100))
-    made = types.SimpleNamespace(forget=lambda: True, bytes_of_prefixes=0)
-    monkeypatch.setattr(engine, "engine_of", lambda *_, **__: made)
+    made = types.SimpleNamespace(reset_prefix_cache=lambda: True, prefix_bytes=0)
+    monkeypatch.setattr(engine, "make_engine", lambda *_, **__: made)
     monkeypatch.setattr(
         engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
     )

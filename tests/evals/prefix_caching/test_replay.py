@@ -134,7 +134,7 @@ def test_orders_of_eviction_on_a_part_of_a_trace(mooncake, order):
     part = traces.Trace("mooncake", mooncake.requests[:1500])
     linked = traces.replay(part, 2_000)
     other = traces.replay(part, 2_000, order=order)
-    assert (other.blocks_hit == linked.blocks_hit) == (order == "nested")
+    assert (other.blocks_hit == linked.blocks_hit) == (order == "lru-deepest-first")
     assert other.blocks_hit > 0
 
 
