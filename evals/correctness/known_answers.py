@@ -15,8 +15,8 @@ from jaxkv.evals.lib.record import Record
 
 TESTS = {
     "reservoir": "tests/policies/test_reservoir.py",
-    "halving": "tests/test_halving.py",
-    "levels": "tests/test_merge_reduce.py",
+    "halving": "tests/policies/test_discrepancy.py",
+    "levels": "tests/policies/merge_reduce/test_tree.py",
 }
 
 
