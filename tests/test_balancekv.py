@@ -102,7 +102,7 @@ def theorem(n, **how):
 
 
 def test_every_halving_gets_the_radii_and_the_delta_of_the_proof(monkeypatch):
-    """delta is n^-3 over the values' dimension for the n = 79 tokens that fit; Algorithm 2 gets t."""
+    """delta is n^-3 over the values' dimension for the n = 79 tokens that fit; Algorithm 2 has t."""
     calls = []
 
     def watched(*given):
