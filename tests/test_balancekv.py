@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import balancekv
-from jaxkv.balancekv import BalanceKV, softmax_balance
 from jaxkv.errors import UserError
+from tests import balancekv
+from tests.balancekv import BalanceKV, softmax_balance
 
 DIM, QUERIES = 8, 32
 
@@ -102,7 +102,7 @@ def theorem(n, **how):
 
 
 def test_every_halving_gets_the_radii_and_the_delta_of_the_proof(monkeypatch):
-    """delta is n^-3 over the values' dimension for the n = 79 tokens that fit; Algorithm 2 has t."""
+    """delta is n^-3 over the values' dimension for the 79 tokens that fit; Algorithm 2 has t."""
     calls = []
 
     def watched(*given):
