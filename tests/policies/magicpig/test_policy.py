@@ -280,7 +280,7 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
 def test_tokens_without_room_are_refused():
     policy = MagicPIG(K=2, L=4, tail=16, start=64)
     state = after(policy, chunk(60))
-    with pytest.raises(UserError, match=r"slots a row and \d+ are needed"):
+    with pytest.raises(UserError, match=r"slots and \d+ are needed"):
         policy.update(SPEC, state, chunk(117, 60))
     out, _ = jitted_step(policy, SPEC, state, *chunk(117, 60))
     assert np.isnan(out).all()
