@@ -163,11 +163,11 @@ class Stream:
 
     def finish_prefill(self) -> None:
         """Let policies compress or index the prompt, which is complete; later calls do nothing."""
-        sealing = [policy for policy in self.policies if policy.min_prompt is not None]
-        if self.prefill_finished or not sealing:
+        compressing = [policy for policy in self.policies if policy.min_prompt is not None]
+        if self.prefill_finished or not compressing:
             return
         # Layers may differ. Warn only if no layer compresses or indexes the prompt.
-        least = min(policy.min_prompt for policy in sealing)
+        least = min(policy.min_prompt for policy in compressing)
         if self.lengths.min() < least:
             warnings.warn(
                 f"{format_policy(self.policies)} wants prompts of {least} tokens or more, and one "

@@ -1,7 +1,7 @@
-"""`step` says what is wrong with what it is given, and not from the depth of a product."""
+"""`step` checks its arguments and explains what is wrong in one line."""
 
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.cache import ring
 from jaxkv.driver import step
 from jaxkv.policies import Window
 from jaxkv.rotary import NoPosition
@@ -22,7 +23,37 @@ class Other(tuple):
     """The state of another policy."""
 
 
-def given(batch=1, tokens=3, heads=4):
+@dataclass(frozen=True)
+class OfOldContract:
+    """A policy with `attend` and `extend`, as the contract was before `update`."""
+
+    formula = "nothing"
+    axes = ring.LEAVES
+
+    def init(self, spec, batch, rng):
+        return POLICY.init(spec, batch, rng)
+
+    def attend(self, spec, state, chunk):
+        return ring.attend(spec, state, chunk, 0, 4)
+
+    def extend(self, spec, state, chunk):
+        return ring.write(spec, state, chunk, 0)
+
+    def kept(self, spec, state):
+        return ring.cached(state)
+
+
+@dataclass(frozen=True)
+class WithoutBase:
+    """A policy with `update` that does not subclass jaxkv.Policy."""
+
+    leaves = ring.LEAVES
+
+    def update(self, spec, state, chunk):
+        return ring.update(spec, state, chunk, 0, 4)
+
+
+def arguments(batch=1, tokens=3, heads=4):
     """Arguments that agree."""
     q, kv = jnp.ones((batch, tokens, heads, 8)), jnp.ones((batch, tokens, 2, 8))
     positions = jnp.zeros((batch, tokens), jnp.uint32)
@@ -42,33 +73,58 @@ BAD = {
     ),
     "other kv heads": ({"v": jnp.ones((1, 3, 4, 8))}, r"v must be \(1, 3, 2, 8\)"),
     "one position": ({"positions": jnp.zeros((1, 1), jnp.uint32)}, r"positions must be \(1, 3\)"),
-    "valid of a row": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
+    "valid of one token": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
     "another state": ({"state": Other()}, "a Ring, got a Other; begin with policy.init"),
-    "other rows": ({"state": POLICY.init(SPEC, 2, jax.random.key(0))}, "B=1, got B=2; begin with"),
+    "another batch": (
+        {"state": POLICY.init(SPEC, 2, jax.random.key(0))},
+        "B=1, got B=2; begin with",
+    ),
     "another head dim of the state": (
         {"state": POLICY.init(replace(SPEC, head_dim=4), 1, jax.random.key(0))},
         "H=8, got H=4",
     ),
-    "positions as numbers": (
+    "positions as floats": (
         {"positions": jnp.zeros((1, 3))},
         "positions must be uint32, got float32",
     ),
-    "valid as numbers": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
-    "a sink for each kv head": ({"sink": jnp.zeros(2)}, r"sink must be \(4,\)"),
-    "the class of a policy": ({"policy": Window}, "a policy is a value"),
+    "valid as floats": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
+    "one sink per kv head": ({"sink": jnp.zeros(2)}, r"sink must be \(4,\)"),
+    "the class of a policy": ({"policy": Window}, "a policy is a value such as .* got <class"),
+    "the class of an older policy": ({"policy": OfOldContract}, "a policy is a value"),
+    "a policy of the old contract": (
+        {"policy": OfOldContract()},
+        "OfOldContract follows an older contract: subclass jaxkv.Policy and rename attend to "
+        "update, extend to update, kept to cached, axes to leaves, formula to bytes_per_sequence",
+    ),
+    "a policy without the base class": (
+        {"policy": WithoutBase()},
+        r"subclasses jaxkv.Policy, got WithoutBase\(\); write class WithoutBase\(jaxkv.Policy\)",
+    ),
 }
 
 
-def test_what_agrees_is_taken():
-    out, _ = step(**given())
+def test_arguments_that_agree_are_accepted():
+    out, _ = step(**arguments())
     assert out.shape == (1, 3, 4, 8)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_is_refused(name):
+def test_bad_arguments_are_refused(name):
     changed, words = BAD[name]
-    # Underneath the checks of types that the tests put around every function of jaxkv.
+    # Unwrapped, because the shape checks that tests put around every function would come first.
     on_a_mesh = partial(inspect.unwrap(sharded_step), mesh_of("model=2"))
     for call in (inspect.unwrap(step), on_a_mesh):
-        with pytest.raises(jaxkv.UserError, match=words):
-            call(**(given() | changed))
+        with pytest.raises(jaxkv.UserError, match=words) as caught:
+            call(**(arguments() | changed))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_subclass_with_the_old_members_is_refused_where_it_is_defined():
+    with pytest.raises(jaxkv.UserError, match="rename attend to update, seal to finish_prefill"):
+
+        class Old(jaxkv.Policy):
+            def attend(self, spec, state, chunk):
+                return None
+
+            def seal(self, spec, state):
+                return state

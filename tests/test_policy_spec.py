@@ -1,8 +1,9 @@
-"""Policies as text and back, one a layer, and their bytes before anything is allocated."""
+"""Policies as text and back, one policy per layer, and bytes before allocation."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -21,7 +22,7 @@ from jaxkv.policy_spec import (
     state_bytes,
 )
 from jaxkv.rotary import rotary
-from jaxkv.state import batch
+from jaxkv.state.batch import nbytes
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 10000.0))
 
@@ -36,8 +37,8 @@ class Odd(Window):
     kind: Literal["one", "two"] = "one"
 
 
-class Boundless(Policy):
-    """A policy that does not say how far it looks back."""
+class Unlimited(Policy):
+    """A policy that states no `max_lookback`."""
 
 
 @pytest.fixture
@@ -45,8 +46,8 @@ def odd(monkeypatch):
     monkeypatch.setitem(POLICIES, "odd", Odd)
 
 
-def drawn(rng) -> object:
-    """A policy with values of its own."""
+def random_policy(rng) -> Policy:
+    """A policy with random settings."""
     return [
         lambda: Full(max=int(rng.integers(1, 10**9)), start=int(rng.integers(1, 999))),
         lambda: Window(int(rng.integers(1, 10**9))),
@@ -64,25 +65,23 @@ def drawn(rng) -> object:
     ][rng.integers(4)]()
 
 
-def test_parsing_and_printing_are_inverse(rng, odd):
+def test_parse_and_format_are_inverse(rng, odd):
     for _ in range(300):
-        chosen = drawn(rng)
-        assert parse_policy(format_policy(chosen)) == chosen
-        assert (
-            parse_policy(f" {format_policy(chosen).replace(',', ' , ').replace(':', ' : ', 1)} ")
-            == chosen
-        )
+        chosen = random_policy(rng)
+        text = format_policy(chosen)
+        assert parse_policy(text) == chosen
+        assert parse_policy(f" {text.replace(',', ' , ').replace(':', ' : ', 1)} ") == chosen
 
 
-def test_layers_too(rng, odd):
+def test_parse_and_format_are_inverse_for_layers(rng, odd):
     for _ in range(300):
-        few = [drawn(rng) for _ in range(rng.integers(1, 4))]
+        few = [random_policy(rng) for _ in range(rng.integers(1, 4))]
         layers = tuple(few[i] for i in rng.integers(0, len(few), rng.integers(1, 12)))
         assert by_layer(format_policy(layers), len(layers)) == layers
         assert format_policy(by_layer(format_policy(layers), len(layers))) == format_policy(layers)
 
 
-def test_what_strings_say():
+def test_policies_that_strings_name():
     assert parse_policy("full") == Full() and parse_policy("window:window=7") == Window(7)
     assert parse_policy("streaming") == Streaming(4, 252, "cache")
     assert parse_policy("streaming:window=9,sinks=0") == Streaming(0, 9)
@@ -93,7 +92,7 @@ def test_what_strings_say():
     assert format_policy(Window(7)) == "window:window=7"
     assert format_policy((Window(7), Window(7))) == "window:window=7"
     assert format_policy((Window(7), Window(8), Window(7))) == "1=window:window=8;*=window:window=7"
-    # Full spellings: what is printed does not change its meaning with a default.
+    # Every field is written, so a string keeps its meaning when a default changes.
     assert format_policy(Streaming()) == "streaming:sinks=4,window=252,positions=cache"
 
 
@@ -125,16 +124,16 @@ def test_what_strings_say():
         ("0=full;0=window", "layer 0 is named twice"),
         ("0=full;00=window", "layer 0 is named twice"),
         ("0=full;2=full", "layer 1 has no policy .* add .*=POLICY"),
-        ("0=full;*=window", "names all other layers with .: give layers="),
+        ("0=full;*=window", "names all other layers with .*: give layers="),
         ("0=;1=full", "unknown policy ''"),
     ],
 )
-def test_what_is_refused(text, message, odd):
+def test_bad_strings_are_refused(text, message, odd):
     with pytest.raises(UserError, match=message):
         parse_policy(text)
 
 
-def test_layers_that_do_not_exist():
+def test_unknown_and_missing_layers_are_refused():
     with pytest.raises(UserError, match="layer 4 does not exist: the model has layers 0 to 3"):
         parse_policy("4=full;*=window", 4)
     with pytest.raises(UserError, match="layer 1 has no policy"):
@@ -143,7 +142,7 @@ def test_layers_that_do_not_exist():
         by_layer([Full(), Full()], 3)
 
 
-def test_numbers_may_have_zeros_in_front():
+def test_layer_numbers_may_have_leading_zeros():
     assert parse_policy("00=full;01=window") == (Full(), Window())
 
 
@@ -156,7 +155,7 @@ def test_the_models_own_windows():
     with pytest.warns(UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"):
         found = by_layer("streaming:sinks=4,window=21", 4, own)
     assert found == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
-    # Layers that are named, or given one by one, are as they are named.
+    # Named layers, and policies given one per layer, override the model's windows.
     assert by_layer("1=window:window=99;*=full", 4, own) == (Full(), Window(99), Full(), Full())
     assert by_layer([Full()] * 4, 4, own) == (Full(),) * 4
     assert by_layer("full", 3) == (Full(),) * 3
@@ -164,32 +163,32 @@ def test_the_models_own_windows():
 
 def test_max_lookback():
     assert max_lookback(Full(max=500)) == 500 and max_lookback(Full(max=500), 100) == 100
-    assert max_lookback(Boundless()) == float("inf") and max_lookback(Boundless(), 100) == 100
+    assert max_lookback(Unlimited()) == math.inf and max_lookback(Unlimited(), 100) == 100
     assert max_lookback(Window(9)) == 9 and max_lookback(Window(9), 4) == 4
     assert max_lookback(Streaming(4, 9)) == 13
-    # The sinks are ever further back.
-    assert max_lookback(Streaming(4, 9, "absolute")) == float("inf")
+    # With absolute positions the distance to the sinks grows without end.
+    assert max_lookback(Streaming(4, 9, "absolute")) == math.inf
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tokens", [0, 70, 300])
-def test_bytes_are_what_is_allocated(tokens, size, dtype):
+def test_bytes_equal_those_of_the_arrays(tokens, batch, dtype):
     spec = dataclasses.replace(SPEC, dtype=dtype)
     policies = (Full(start=32, max=400), Window(9), Streaming(2, 5), Window(9))
     before = len(jax.live_arrays())
-    promised = state_bytes(policies, spec, size, tokens)
-    assert len(jax.live_arrays()) == before, "nothing is allocated to find out"
+    computed = state_bytes(policies, spec, batch, tokens)
+    assert len(jax.live_arrays()) == before, "state_bytes must allocate nothing"
     real = 0
     for chosen in policies:
-        state = chosen.init(spec, size, jax.random.key(0))
+        state = chosen.init(spec, batch, jax.random.key(0))
         state = chosen.reserve(spec, state, tokens)
-        real += batch.nbytes(state)
-        assert batch.nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert promised == real
+        real += nbytes(state)
+        assert nbytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert computed == real
 
 
-def test_bytes_of_too_much():
+def test_bytes_beyond_a_maximum_are_refused():
     with pytest.raises(UserError, match="at most 10 tokens and 11 are needed"):
         state_bytes((Full(max=10),), SPEC, 1, 11)
     size = 10**12
@@ -213,6 +212,6 @@ def test_describe():
 
 def test_bytes_per_sequence():
     spec = dataclasses.replace(SPEC, dtype="bfloat16")
-    # 256 slots of keys and values of two heads in two bytes, their positions, and the count.
+    # 256 slots with the keys and values of two heads in two bytes each, the positions, the count.
     assert Streaming().bytes_per_sequence(spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
     assert Full(max=10, start=32).bytes_per_sequence(spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4

@@ -1,5 +1,8 @@
-"""Halving blocks of tokens: exactly half, better than chance where it should be, and no better with
-the constant of the theorem. The figures are those of an independent numpy implementation."""
+"""Halving blocks of tokens: exact sizes, and the error against uniform sampling.
+
+The practical walk is better than random. With the theorem's constant it is not. The bounds come
+from an independent numpy implementation.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from jaxkv.policies.discrepancy import MODES, Halving, certain, halve
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
 COLD = Halving("walk", 0.1)  # the practical walk
-# The theorem's c = 30 log(n / delta) with delta 1/n, on vectors no longer than 1: a coin, nearly.
+# The theorem's c = 30 log(n / delta) with delta 1/n, for vectors no longer than 1: almost a coin.
 THEORY = Halving("walk", 1.0, 457.0)
 
 
 def walks(tokens, order, seed):
-    """Keys, values of an AR(1) of 0.95, coordinates of unit variance, in order or mixed."""
+    """Keys and values of an AR(1) process of 0.95 with unit variance, in order or permuted."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=(2, tokens, HEAD_DIM))
     x = np.zeros_like(noise)
@@ -32,7 +35,7 @@ def walks(tokens, order, seed):
 
 @functools.cache
 def streams(order):
-    """k, v [seeds,n,d], queries, and exact attention."""
+    """k, v [seeds,n,d], queries, and full attention."""
     k, v = np.stack([walks(TOKENS, order, seed) for seed in range(SEEDS)], axis=1)
     q = np.random.default_rng(99).normal(size=(QUERIES, HEAD_DIM))
     return k, v, q, attention(q, k, v)
@@ -72,7 +75,7 @@ def halved(how, order, seed=0):
     return (np.asarray(done.chosen) + first).reshape(SEEDS, -1), np.asarray(done.inner)
 
 
-# Of each way the error over that of uniform sampling, at most and at least (reference, section 4 a)
+# The error of each halving over that of uniform sampling: lower and upper bounds (reference, 4 a).
 RATIOS = {
     "walk": (COLD, {"ordered": (0.0, 0.35), "permuted": (0.0, 0.80)}),
     "pairs": (Halving("pairs", 0.1), {"ordered": (0.0, 0.35), "permuted": (0.0, 0.80)}),
@@ -91,25 +94,25 @@ def test_error_beside_uniform(name, order, record_property):
     assert least <= ratio <= most
 
 
-def test_how_much_is_left_to_chance():
-    """The practical walk is half a greedy one; the theorem's never leans far."""
+def test_the_share_of_signs_without_randomness():
+    """Half of the practical walk is greedy; with the theorem's constant every sign is random."""
     saturated = lambda how: np.mean(certain(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
     assert 0.4 < saturated(COLD) < 0.8
     assert saturated(THEORY) == 0
 
 
-def test_a_step_that_met_no_number_was_sure():
-    """One key that is no number makes all of its block so; but for the first, which met nothing."""
+def test_a_step_with_a_nan_is_certain():
+    """One NaN key makes every inner product of its block NaN, except the first step's."""
     k = jnp.ones((1, 16, 8)).at[0, 9].set(jnp.nan)
-    met = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).inner
-    assert np.asarray(certain(met)).tolist() == [[False] + 15 * [True]]
+    inner = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).inner
+    assert np.asarray(certain(inner)).tolist() == [[False] + 15 * [True]]
     edges = jnp.asarray([0.0, 0.5, -0.5, 0.51, -0.51, jnp.inf])
     assert np.asarray(certain(edges)).tolist() == 3 * [False] + 3 * [True]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [0, 2, 14, 16])
-def test_exactly_half_of_those_that_are_there(mode, count):
+def test_exactly_half_of_the_tokens_stay(mode, count):
     random = np.random.default_rng(1)
     k, v = (jnp.asarray(random.normal(size=(50, 16, 8)), jnp.float32) for _ in range(2))
     k = k.at[:, count:].set(jnp.nan)  # padding may be anything
@@ -123,8 +126,8 @@ def test_exactly_half_of_those_that_are_there(mode, count):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_token_is_kept_half_of_the_time(mode):
-    """The law does not change when all signs do: four standard errors of 4,000 draws."""
+def test_each_token_stays_half_of_the_time(mode):
+    """The distribution is symmetric in the signs; within four standard errors of 4,000 draws."""
     random = np.random.default_rng(2)
     k, v = (jnp.asarray(random.normal(size=(1, 12, 8)), jnp.float32) for _ in range(2))
     uniforms = jnp.asarray(random.random((4000, 12)), jnp.float32)
@@ -140,8 +143,8 @@ def test_each_token_is_kept_half_of_the_time(mode):
     ids=["pairs-greedy", "pairs", "walk-greedy"],
 )
 def test_doubled_tokens_are_halved_exactly(how):
-    """Of x0,x0,x1,x1,... pairs have nothing to balance, and a walk without chance gives the second
-    of each the other sign: both keep one of each."""
+    """Of x0,x0,x1,x1,... one of each stays: pairs have nothing to balance, and a greedy walk gives
+    the second of two equal tokens the other sign."""
     random = np.random.default_rng(3)
     k, v = (np.repeat(random.normal(size=(1, 128, HEAD_DIM)), 2, axis=1) for _ in range(2))
     uniforms = jnp.asarray(random.random((1, 256)), jnp.float32)
@@ -155,12 +158,12 @@ def test_doubled_tokens_are_halved_exactly(how):
     assert np.abs(off - attention(q, k, v)).max() < 1e-12
 
 
-def test_settings_that_mean_nothing_are_refused():
-    for given, told in (
+def test_bad_settings_are_refused():
+    for given, message in (
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"c": -1.0}, "c must be 0 or more and finite, got -1.0"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             Halving(**given)
     odd = jnp.zeros((1, 5, 8))
     with pytest.raises(UserError, match="must be even to be halved, got 5"):

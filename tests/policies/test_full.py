@@ -1,4 +1,4 @@
-"""Full attention grows to its maximum, and never loses a token in silence."""
+"""Full attention grows to its maximum, and reports every token that it loses."""
 
 import functools
 
@@ -17,14 +17,13 @@ from jaxkv.state import batch
 SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
 POLICY = Full(max=12, start=4)
 
+jitted_step = jax.jit(functools.partial(step, POLICY, SPEC))
 
-read_chunk = jax.jit(functools.partial(step, POLICY, SPEC))
 
-
-def read(state, start, length):
+def feed(state, start, length):
     x = jnp.ones((1, length, 1, 8))
     positions = jnp.arange(start, start + length, dtype=jnp.uint32)[None]
-    return read_chunk(state, x, x, x, positions, jnp.ones((1, length), bool))
+    return jitted_step(state, x, x, x, positions, jnp.ones((1, length), bool))
 
 
 def test_it_doubles_up_to_its_maximum():
@@ -41,31 +40,31 @@ def test_it_doubles_up_to_its_maximum():
         POLICY.reserve(SPEC, state, 13)
 
 
-def test_growing_keeps_what_is_there():
+def test_growth_preserves_the_cached_tokens():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
-    _, state = read(state, 0, 3)
+    _, state = feed(state, 0, 3)
     grown = POLICY.reserve(SPEC, state, 9)
     np.testing.assert_array_equal(grown.k[:, :, :4], state.k)
     assert batch.nbytes(grown) > batch.nbytes(state)
-    one, other = (read(s, 3, 1)[0] for s in (state, grown))
+    one, other = (feed(s, 3, 1)[0] for s in (state, grown))
     np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_too_many_tokens_answer_nan_from_then_on(size):
+def test_overfull_sequences_output_nan_from_then_on(size):
     state = POLICY.init(SPEC, 1, jax.random.key(0))
-    out, state = read(state, 0, 4)
+    out, state = feed(state, 0, 4)
     assert np.isfinite(out).all()
     for start in range(4, 40, size):
-        out, state = read(state, start, size)
+        out, state = feed(state, start, size)
         assert np.isnan(out).all()
-    # Growing afterwards does not bring back what was lost.
-    out, _ = read(POLICY.reserve(SPEC, state, 12), 40, size)
+    # Later growth does not bring the lost tokens back.
+    out, _ = feed(POLICY.reserve(SPEC, state, 12), 40, size)
     assert np.isnan(out).all()
 
 
 @pytest.mark.parametrize("fields", [{"max": 0}, {"start": 0}])
-def test_settings_that_mean_nothing(fields):
+def test_bad_settings_are_refused(fields):
     with pytest.raises(UserError, match="at least 1"):
         Full(**fields)
 
@@ -75,7 +74,7 @@ def test_a_start_beyond_the_maximum_is_the_maximum():
     assert state.positions.shape == (1, 3)
 
 
-def test_tokens_without_room_are_refused_where_nothing_is_compiled():
+def test_tokens_without_room_are_refused_outside_compiled_calls():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     x, positions = jnp.ones((1, 5, 1, 8)), jnp.arange(5, dtype=jnp.uint32)[None]
     valid = jnp.ones((1, 5), bool)
@@ -84,7 +83,7 @@ def test_tokens_without_room_are_refused_where_nothing_is_compiled():
     out, state = step(POLICY, SPEC, POLICY.reserve(SPEC, state, 6), x, x, x, positions, valid)
     assert np.isfinite(out).all()
     one = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 5, valid[:, :1])
-    for _ in range(3):  # the slots are 8: the fourth more would be one too many
+    for _ in range(3):  # they fill the 8 slots
         _, state = step(POLICY, SPEC, state, *one)
     with pytest.raises(UserError, match="a sequence has 8 slots and 9 are needed"):
         step(POLICY, SPEC, state, *one)
@@ -98,19 +97,11 @@ def test_a_state_that_is_closed_over_compiles():
     assert np.isfinite(out).all()
 
 
-def test_tokens_lost_in_a_compiled_call_are_told_by_the_next_that_is_not():
+def test_tokens_lost_in_a_compiled_call_are_reported_by_the_next_uncompiled_call():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
-    _, state = read(state, 0, 5)
+    _, state = feed(state, 0, 5)
     x = jnp.ones((1, 1, 1, 8))
     for valid in (True, False):
         with pytest.raises(UserError, match="they are lost; begin again"):
-            step(
-                POLICY,
-                SPEC,
-                state,
-                x,
-                x,
-                x,
-                jnp.full((1, 1), 5, jnp.uint32),
-                jnp.full((1, 1), valid),
-            )
+            positions, there = jnp.full((1, 1), 5, jnp.uint32), jnp.full((1, 1), valid)
+            step(POLICY, SPEC, state, x, x, x, positions, there)

@@ -1,4 +1,4 @@
-"""The law of the sample: uniform where it should be, and told apart from what is not."""
+"""The distribution of the sample: uniform where claimed, and distinguished from a biased one."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ SPEC = Spec(kv_heads=1, head_dim=1, scale=1.0, encoding=NoPosition())
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def draw(policy, tokens, seeds, chunk):
-    """Positions in the sample [seeds,S] once so many tokens have come, a row a seed."""
+    """The sampled positions [seeds,S] after `tokens` tokens, one sequence per seed."""
     zeros = jnp.zeros((seeds, chunk, 1, 1))
 
     def one(state, first):
         positions = (first + jnp.arange(chunk))[None]
         valid = jnp.broadcast_to(positions < tokens, (seeds, chunk))
         positions = jnp.broadcast_to(positions.astype(jnp.uint32), (seeds, chunk))
-        return policy.update(SPEC, state, Chunk(zeros, zeros, zeros, positions, valid))[1], None
+        new = Chunk(zeros, zeros, zeros, positions, valid)
+        return policy.update(SPEC, state, new)[1], None
 
     state = policy.init(SPEC, seeds, jax.random.key(0))
     state, _ = jax.lax.scan(one, state, jnp.arange(0, tokens, chunk))
     return state.sample.positions[:, 0]
 
 
-def middle(scheme, sample, n, seeds, chunk=1):
-    """Numbers 0 .. n-1 of those in the sample when n tokens have left a window of one."""
+def sampled(scheme, sample, n, seeds, chunk=1):
+    """Which of the tokens 0 .. n-1 are in the sample when n tokens have left a window of one."""
     return np.asarray(draw(Reservoir(0, 1, sample, scheme), n + 1, seeds, chunk))
 
 
@@ -46,7 +47,7 @@ SCHEMES = ("uniform", "geometric")
 
 
 def chi_square(chosen, n):
-    """Of inclusion counts: with n - 1 degrees of freedom, as each sample has k different tokens."""
+    """Chi-square of inclusion counts, n - 1 degrees of freedom: no token is sampled twice."""
     seeds, k = chosen.shape
     counts, p = np.bincount(chosen.ravel(), minlength=n), k / n
     return (n - 1) / n * ((counts - seeds * p) ** 2).sum() / (seeds * p * (1 - p))
@@ -54,22 +55,22 @@ def chi_square(chosen, n):
 
 def test_uniform_is_accepted_and_the_listing_is_not(record_property):
     """Gate: p > 1e-4 of chi-square with 63 degrees of freedom, which is 119.9."""
-    asked = {"tokens": 64, "sample": 8, "seeds": 4000}
-    found = {name: float(chi_square(middle(name, 8, 64, 4000), 64)) for name in SCHEMES}
-    for name, value in (asked | found).items():
+    setting = {"tokens": 64, "sample": 8, "seeds": 4000}
+    found = {name: float(chi_square(sampled(name, 8, 64, 4000), 64)) for name in SCHEMES}
+    for name, value in (setting | found).items():
         record_property(name, value)
     assert found["uniform"] < 119.9 and found["geometric"] > 10_000
 
 
 def test_figure_4():
-    """Inclusion of the token that just left the window: 2/3, 1/2, 2/5, and the same of all."""
+    """Every token that left the window is included with probability 2/3, then 1/2, then 2/5."""
     for left, share in ((3, 2 / 3), (4, 1 / 2), (5, 2 / 5)):
-        chosen = middle("uniform", 2, left, 8000)
+        chosen = sampled("uniform", 2, left, 8000)
         of_each = np.bincount(chosen.ravel(), minlength=left) / len(chosen)
         assert np.abs(of_each - share).max() < 4 * np.sqrt(share * (1 - share) / 8000)
 
 
-SUBSETS = {  # of the samples of two out of five, each one's probability
+SUBSETS = {  # each sample of two out of five, and its probability
     "uniform": dict.fromkeys(itertools.combinations(range(5), 2), 1 / 10),
     "geometric": {
         **dict.fromkeys([(0, 1), (0, 2), (1, 2)], 1 / 27),
@@ -81,41 +82,41 @@ SUBSETS = {  # of the samples of two out of five, each one's probability
 
 
 @pytest.mark.parametrize("scheme", SUBSETS)
-def test_every_sample_of_two_out_of_five(scheme):
+def test_the_probability_of_every_sample_of_two_out_of_five(scheme):
     seeds = 20_000
-    found = Counter(tuple(sorted(row)) for row in middle(scheme, 2, 5, seeds).tolist())
+    found = Counter(tuple(sorted(row)) for row in sampled(scheme, 2, 5, seeds).tolist())
     assert set(found) == set(SUBSETS[scheme]) and abs(sum(SUBSETS[scheme].values()) - 1) < 1e-12
     for subset, p in SUBSETS[scheme].items():
         assert abs(found[subset] / seeds - p) < 4 * np.sqrt(p * (1 - p) / seeds), subset
 
 
 @pytest.mark.parametrize("scheme", ["uniform", "geometric"])
-def test_the_sample_does_not_depend_on_chunks(scheme):
-    one = middle(scheme, 8, 499, 4, chunk=1)
+def test_the_sample_does_not_depend_on_chunking(scheme):
+    one = sampled(scheme, 8, 499, 4, chunk=1)
     for chunk in (3, 64, 500):
-        np.testing.assert_array_equal(one, middle(scheme, 8, 499, 4, chunk))
+        np.testing.assert_array_equal(one, sampled(scheme, 8, 499, 4, chunk))
 
 
-def test_two_halves_merge_into_the_whole():
-    """The sample of a stream is the lowest draws of those of its parts."""
-    whole = middle("uniform", 16, 400, 1)[0]
-    left, key = Reservoir(0, 1, 16), jax.random.key(0)
-    draws = np.asarray(left.init(SPEC, 1, key).rng)[0, 0]
+def test_samples_of_two_parts_merge_into_that_of_the_whole():
+    """The sample of a stream has the lowest draws among the samples of its parts."""
+    whole = sampled("uniform", 16, 400, 1)[0]
+    policy, rng = Reservoir(0, 1, 16), jax.random.key(0)
+    seeds = np.asarray(policy.init(SPEC, 1, rng).rng)[0, 0]
 
     def lowest(numbers):
-        return sorted(numbers, key=lambda n: oracle.priority(n, draws))[:16]
+        return sorted(numbers, key=lambda n: oracle.priority(n, seeds))[:16]
 
     parts = lowest(range(150)), lowest(range(150, 400))
     assert sorted(lowest([*parts[0], *parts[1]])) == sorted(whole.tolist())
 
 
-def test_bad_settings():
-    for text, told in (
+def test_bad_settings_are_refused():
+    for text, message in (
         ("reservoir:sample=0", "sample must be at least 1, got 0"),
         ("reservoir:window=0", "window must be at least 1, got 0"),
         ("reservoir:sinks=-1", "sinks must be 0 or more"),
         ("reservoir:scheme=geometric,weighted=true", "weighted=true belongs to scheme=uniform"),
         ("reservoir:scheme=fair", "scheme must be uniform or geometric"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             parse_policy(text)

@@ -40,7 +40,7 @@ def test_mesh_of():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "batch=2", "data=2,data=2"]
+    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
 )
 def test_mesh_of_refuses(text):
     with pytest.raises(UserError, match="a mesh is written"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.lib import record
-from jaxkv.evals.lib.record import Record, plain, portable, spread
-from jaxkv.models.run_metadata import run_metadata
+from jaxkv.evals.lib.record import Record, plain, spread
+from jaxkv.models.run_metadata import portable, run_metadata
 
 ROOT = Path(__file__).resolve().parents[3]
 

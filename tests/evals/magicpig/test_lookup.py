@@ -25,7 +25,7 @@ def test_where_every_key_is_met_it_is_dense_attention(monkeypatch):
     prompt, queries = lookup.draw(300)
     state = lookup.POLICY.reserve(lookup.SPEC, lookup.begin(), 300)
     state = lookup.POLICY.extend(lookup.SPEC, state, prompt)
-    state = jax.jit(lookup.POLICY.seal, static_argnums=0)(lookup.SPEC, state)
+    state = jax.jit(lookup.POLICY.finish_prefill, static_argnums=0)(lookup.SPEC, state)
     found = lookup.attend(state, queries[0], 300)
     for name, form in lookup.dense_forms(prompt).items():
         wanted = form.attend(queries[0], *form.given)

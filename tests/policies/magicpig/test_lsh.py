@@ -1,5 +1,4 @@
-"""The chance that a key is sampled, against scipy and the paper's own tables, and over draws of
-planes."""
+"""The probability that a key is sampled: against scipy, the paper's tables, and random planes."""
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +26,20 @@ def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, least):
 
 
 @pytest.mark.parametrize("bits", [2, seldom(3), seldom(4), 5, seldom(8), seldom(10), seldom(15)])
-def test_the_chance_of_a_cross_polytope_is_its_integral(bits):
-    """Of one hash in one table of two it is P^2 that is left, and of two hashes their product."""
+def test_the_probability_of_a_cross_polytope_is_its_integral(bits):
+    """With two tables log u is 2 log P; with several hashes per table P is their product."""
     how = Hashing(bits, 2, hash="crosspolytope")
     cosines = np.cos(np.linspace(0.02, 3.1, 25)).astype(np.float32)
-    angles = np.arccos(cosines.astype(np.float64))  # of what float32 made of the cosines
-    chance = [
+    angles = np.arccos(cosines.astype(np.float64))  # of the cosines as float32 rounds them
+    log_p = [
         sum(np.log(inclusion.cross_polytope(angle, 1 << piece - 1)) for piece in how.pieces)
         for angle in angles
     ]
     found = lsh.log_inclusion(jnp.asarray(cosines), how)
-    np.testing.assert_allclose(found, 2 * np.array(chance), atol=5e-4, rtol=1e-6)
+    np.testing.assert_allclose(found, 2 * np.array(log_p), atol=5e-4, rtol=1e-6)
 
 
-def test_cross_polytopes_are_the_nearest_direction_and_its_side():
+def test_cross_polytope_codes_are_the_nearest_direction_and_its_side():
     rng = np.random.default_rng(0)
     how = Hashing(7, 3, hash="crosspolytope")
     assert how.pieces == (3, 4) and how.directions == 12
@@ -53,10 +52,10 @@ def test_cross_polytopes_are_the_nearest_direction_and_its_side():
         assert codes[at[0], at[2], at[1]] == wanted[0] + 8 * wanted[1]
 
 
-def test_at_the_ends_of_the_range():
+def test_log_inclusion_at_the_ends_of_the_range():
     ends = np.asarray(lsh.log_inclusion(jnp.asarray([-1.0, 1.0, -1.5, 1.5]), Hashing()))
     assert np.isfinite(ends).all() and ends[0] < -1000 and abs(ends[1]) < 1e-6
-    np.testing.assert_array_equal(ends[:2], ends[2:])  # rounding may leave -1 .. 1
+    np.testing.assert_array_equal(ends[:2], ends[2:])  # rounding may leave [-1, 1]
 
 
 def test_the_floor_of_the_published_code_caps_the_weight():
@@ -67,8 +66,8 @@ def test_the_floor_of_the_published_code_caps_the_weight():
 
 
 def test_planes_are_normal_and_differ_by_kv_head():
-    key = jax.random.bits(jax.random.key(0), (2, 3, 2), jnp.uint32)
-    planes = np.asarray(lsh.planes(key, 64, Hashing(8, 40)))
+    seeds = jax.random.bits(jax.random.key(0), (2, 3, 2), jnp.uint32)
+    planes = np.asarray(lsh.planes(seeds, 64, Hashing(8, 40)))
     assert planes.shape == (2, 3, 64, 320)
     count = planes[0, 0].size
     for one in planes.reshape(6, -1):
@@ -90,29 +89,29 @@ def test_codes_are_the_sides_of_the_planes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hash", ["simhash", "crosspolytope"])
-def test_keys_are_found_as_often_as_u_says(hash):
-    """d = 64, K = 8, L = 40, over draws of the planes: within 4 standard errors at every cosine."""
+def test_keys_are_found_with_probability_u(hash):
+    """d = 64, K = 8, L = 40, over random planes: within 4 standard errors at every cosine."""
     how, draws, some = Hashing(8, 40, hash=hash), 4000, 50
     cosines = np.array([0.0, 0.3, 0.5, 0.7, 0.85, 0.95])
     keys = np.zeros((len(cosines) + 1, 64), np.float32)
     keys[:-1, 0], keys[:-1, 1], keys[-1, 0] = cosines, np.sqrt(1 - cosines**2), 1  # the query last
 
     @jax.jit
-    def found(key):
-        planes = lsh.planes(key, 64, how)[:, 0]
+    def found(seeds):
+        planes = lsh.planes(seeds, 64, how)[:, 0]
         codes = lsh.codes(jnp.broadcast_to(keys, (some, *keys.shape)), planes, how)
         agree = jnp.sum(codes[:, :, :-1] == codes[:, :, -1:], axis=1)
         return jnp.sum(agree >= 2, axis=0)
 
     seeds = jax.random.bits(jax.random.key(3), (draws // some, some, 1, 2), jnp.uint32)
-    share = sum(np.asarray(found(key)) for key in seeds) / draws
+    share = sum(np.asarray(found(some_seeds)) for some_seeds in seeds) / draws
     u = np.exp(np.asarray(lsh.log_inclusion(jnp.asarray(cosines, jnp.float32), how)))
     assert (np.abs(share - u) <= 4 * np.sqrt(u * (1 - u) / draws) + 1e-6).all()
     assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"bits": 0}, r"K must be from 1 to 16, got 0; try K=10"),
         ({"bits": 17}, r"K must be from 1 to 16, got 17"),
@@ -122,6 +121,6 @@ def test_keys_are_found_as_often_as_u_says(hash):
         ({"floor": float("nan")}, r"u_floor must be from 0 to less than 1, got nan"),
     ],
 )
-def test_settings_that_cannot_be(settings, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
         Hashing(**settings)

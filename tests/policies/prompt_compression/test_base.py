@@ -1,4 +1,4 @@
-"""Methods that thin a finished prompt: published budgets and weights, and what is said of them."""
+"""Prompt compression: published budgets and weights, and bad settings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxkv.policies.prompt_compression.balance import _as_published
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 
 
-def test_budgets_fall_from_layer_to_layer():
-    """32 layers, capacity 2048 and window 32 of the published code: B = 2016, least 2016 // 20."""
+def test_pyramidkv_budgets_fall_from_layer_to_layer():
+    """32 layers, capacity 2048, window 32 of the published code: B = 2016, minimum 2016 // 20."""
     layers = by_layer("pyramidkv:capacity=2048", 32)
     budgets = [one._snap.capacity - 32 for one in layers]
     assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
@@ -23,7 +23,7 @@ def test_budgets_fall_from_layer_to_layer():
     assert len({type(one) for one in layers}) == 1 and layers[3].layer == 3
 
 
-def test_one_string_names_all_layers():
+def test_one_pyramidkv_string_names_all_layers():
     layers = by_layer("pyramidkv:capacity=512", 4)
     assert format_policy(layers).startswith(
         "pyramidkv:capacity=512,window=32"
@@ -33,8 +33,8 @@ def test_one_string_names_all_layers():
         parse_policy("pyramidkv:layer=2")
 
 
-def test_the_published_half():
-    """Worked by hand: +1 has half of ten first, at the seventh; the -1 before it count twice."""
+def test_the_half_that_the_published_code_keeps():
+    """Worked by hand: +1 reaches half of ten at the seventh token; the -1 before it count twice."""
     signs = jnp.asarray([[[1, 1, -1, 1, 1, -1, 1, -1, 1, -1, 0, 0]]], jnp.int32)
     chosen, times = _as_published(signs, jnp.asarray([10], jnp.int32))
     assert chosen[0, 0, :5].tolist() == [2, 5, 7, 8, 9]
@@ -42,7 +42,7 @@ def test_the_published_half():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("balance:rounds=0", "rounds must be from 1 to 10"),
         ("balance:rounds=-1", "rounds must be from 1 to 10, got -1; try rounds=2"),
@@ -62,12 +62,12 @@ def test_the_published_half():
         ("stratified:sample=100", "sample must be 2, 4, 8, ..., got 100"),
     ],
 )
-def test_settings_that_mean_nothing(text, told):
-    with pytest.raises(UserError, match=told):
+def test_bad_settings_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
         parse_policy(text)
 
 
-def test_queries_are_kept_only_where_the_group_is_known():
+def test_policies_that_store_queries_need_the_group():
     from jaxkv.contract import Spec
     from tests.laws.cases import NONE
 

@@ -1,4 +1,4 @@
-"""Yardsticks that choose among all keys: theorems, published figures, impossible settings."""
+"""Oracle baselines that select among all keys: theorems, published figures, bad settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from tests.seldom import seldom
 NAMES = ("topk", "topp", "oracle", "quest", "vattention")
 
 
-def asked(logits, times=1, *, seed=0, ends=0):
-    """The same logits for `times` queries that stand one behind another; of the keys the last
-    `ends` are seen exactly."""
+def candidates(logits, times=1, *, seed=0, ends=0):
+    """The same logits for `times` consecutive queries, which always see the last `ends` keys."""
     logits = jnp.asarray(logits, jnp.float32)
     shape = (1, 1, 1, times, logits.size)
     between = jnp.arange(logits.size) < logits.size - ends
@@ -44,7 +43,7 @@ def softmax(logits):
 
 def draws(share, logits, times):
     """How often each key is drawn by each query, [times,S], and how many draws a query has."""
-    counts, budget = jax.jit(Oracle(share).draw)(asked(logits, times))
+    counts, budget = jax.jit(Oracle(share).draw)(candidates(logits, times))
     return np.asarray(counts)[0, 0, 0], int(budget[0, 0, 0, 0, 0])
 
 
@@ -53,8 +52,8 @@ def test_theorem_3_2_the_variance_of_oracle_sampling(rng, budget):
     """tr Cov = (E|v|^2 - |o|^2) / B, and the mean is the attention."""
     logits, values, times = rng.normal(size=128), rng.normal(size=(128, 8)) + 1, 4000
     w = softmax(logits)
-    counts, made = draws(budget / 128, logits, times)
-    assert made == budget and (counts.sum(axis=1) == budget).all() and (counts >= 0).all()
+    counts, drawn = draws(budget / 128, logits, times)
+    assert drawn == budget and (counts.sum(axis=1) == budget).all() and (counts >= 0).all()
     outs = counts @ values / budget
     exact = w @ values
     trace = (w @ (values**2).sum(axis=1) - (exact**2).sum()) / budget
@@ -71,16 +70,16 @@ def test_theorem_3_3_the_number_of_keys_drawn(rng):
         expected, eps = (1 - (1 - w) ** budget).sum(), 1 - w.max()
         assert expected <= 1 + budget * eps - eps**budget + 1e-12 <= 1 + budget * eps + 2e-12
         if case % 6 == 0:
-            counts, made = draws(budget / 40, logits, 3000)
+            counts, drawn = draws(budget / 40, logits, 3000)
             unique = (counts > 0).sum(axis=1)
-            assert made == budget
+            assert drawn == budget
             assert abs(unique.mean() - expected) <= 4 * unique.std() / 3000**0.5 + 1e-9
 
 
-def test_equation_5_is_the_plain_mean(rng):
-    """What the bias gives between is the mean of the drawn values, weighing what is there."""
+def test_equation_5_is_the_mean_of_the_drawn_values(rng):
+    """The weighted keys give the mean of the drawn values, and the log-sum-exp of all keys."""
     logits, values, ends = rng.normal(size=50) * 2, rng.normal(size=(50, 4)), 5
-    queries = asked(logits, 20, ends=ends)
+    queries = candidates(logits, 20, ends=ends)
     counts, _ = (np.asarray(a) for a in Oracle(0.3).draw(queries))
     bias = np.asarray(Oracle(0.3).select(queries), np.float64)[0, 0, 0]
     lse = np.log(np.exp(logits[:-ends]).sum())
@@ -91,16 +90,18 @@ def test_equation_5_is_the_plain_mean(rng):
         assert abs(np.log(e.sum()) - lse) < 2e-6
 
 
-def chosen_by(rule, logits, **how):
-    return np.flatnonzero(np.asarray(rule.select(asked(logits, **how)))[0, 0, 0, 0] == 0).tolist()
+def selected_by(rule, logits, **how):
+    return np.flatnonzero(
+        np.asarray(rule.select(candidates(logits, **how)))[0, 0, 0, 0] == 0
+    ).tolist()
 
 
-def test_topk_takes_the_older_of_equals():
-    assert chosen_by(TopK(0.5), [1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 9.0], ends=1) == [1, 3, 5]
-    assert chosen_by(TopK(0.6), [0.0] * 5) == [0, 1, 2]
+def test_topk_selects_the_older_of_equal_keys():
+    assert selected_by(TopK(0.5), [1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 9.0], ends=1) == [1, 3, 5]
+    assert selected_by(TopK(0.6), [0.0] * 5) == [0, 1, 2]
 
 
-def test_shares_are_rounded_up_as_they_are_written():
+def test_decimal_shares_are_rounded_up_exactly():
     """A tenth of thirty is three, whatever 0.1 is in binary."""
     count = np.arange(1000)
     among = jnp.asarray(np.arange(1000) < count[:, None])
@@ -110,12 +111,12 @@ def test_shares_are_rounded_up_as_they_are_written():
 
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
-def test_topp_holds_its_mass_and_no_key_more(rng, mass):
-    choose = jax.jit(TopP(mass).select)
+def test_topp_selects_the_fewest_keys_that_reach_its_mass(rng, mass):
+    select = jax.jit(TopP(mass).select)
     for spread in (0, 1, 4):
         logits = rng.normal(size=300) * spread
         w = softmax(logits)
-        chosen = w[np.asarray(choose(asked(logits)))[0, 0, 0, 0] == 0]
+        chosen = w[np.asarray(select(candidates(logits)))[0, 0, 0, 0] == 0]
         assert chosen.sum() >= mass - 1e-6 and chosen.sum() - chosen.min() < mass + 1e-6
         assert spread == 0 or chosen.min() >= np.sort(w)[-chosen.size]
 
@@ -124,7 +125,7 @@ def test_quest_bounds_every_logit_of_a_page(rng):
     q, k = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(2, 2, 37, 8))
     products = np.einsum("btkgh,bksh->bkgts", q.reshape(2, 3, 2, 2, 8), k)
     between = np.broadcast_to((np.arange(37) >= 3) & (np.arange(37) < 34), (2, 1, 1, 3, 37))
-    a = asked(np.zeros(37))._replace(
+    a = candidates(np.zeros(37))._replace(
         logits=jnp.asarray(products, jnp.float32), between=jnp.asarray(between),
         q=jnp.asarray(q, jnp.float32), k=jnp.asarray(k, jnp.float32),
     )  # fmt: skip
@@ -135,7 +136,7 @@ def test_quest_bounds_every_logit_of_a_page(rng):
     for page in range(7):
         best = largest[..., 5 * page : 5 * page + 5].max(axis=-1)
         assert (best <= np.asarray(bound)[..., page] + 1e-5).all()
-    # In pages of one token the bound is the logit: then quest is top-k.
+    # With pages of one token the bound is the logit, so quest is top-k.
     one, _ = Quest(page=1).bound(a)
     np.testing.assert_allclose(one, np.where(between, products, 0), atol=1e-5)
     same = [np.asarray(p.select(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
@@ -143,19 +144,22 @@ def test_quest_bounds_every_logit_of_a_page(rng):
 
 
 def sums(rule, times):
-    """Of 4,096 lognormal weights (sigma 1.5): the sum as estimated over the true one, and how many
-    keys were met beside the largest."""
+    """Of 4,096 lognormal weights (sigma 1.5): the estimated sum over the true one, and the number
+    of sampled keys beside the largest."""
     logits = np.random.default_rng(5).normal(size=4096) * 1.5
-    choose = jax.jit(rule.select)
+    select = jax.jit(rule.select)
     bias = np.concatenate(
-        [np.asarray(choose(asked(logits, 20, seed=n)), np.float64)[0, 0, 0] for n in range(times)]
+        [
+            np.asarray(select(candidates(logits, 20, seed=n)), np.float64)[0, 0, 0]
+            for n in range(times)
+        ]
     )
     return np.exp(logits + bias).sum(axis=1) / np.exp(logits).sum(), (bias > 0).sum(axis=1)
 
 
 @pytest.mark.slow
-def test_vattention_fails_as_often_as_it_says():
-    """With the two-sided quantile; budgets are as the squares of the quantiles, 1.645 and 1.960."""
+def test_vattention_fails_with_probability_delta():
+    """With the two-sided quantile. Budgets go with the squared quantiles, 1.645 and 1.960."""
     two, one = (sums(VAttention(0.02, 0.02, 0.1, 0.05, sides), 20) for sides in ("two", "one"))
     fails = [(np.abs(ratio - 1) > 0.1).mean() for ratio, _ in (two, one)]
     assert fails[0] < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5 and fails[1] > max(0.065, fails[0])
@@ -163,13 +167,13 @@ def test_vattention_fails_as_often_as_it_says():
     assert abs(two[0].mean() - 1) < 0.01
 
 
-def test_vattention_keeps_its_first_sample_and_takes_all_where_it_must():
+def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_bound():
     logits = np.zeros(100)
-    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).select(asked(logits)))[0, 0, 0, 0]
-    assert (weights == 0).sum() == 10  # of equals the first
+    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).select(candidates(logits)))[0, 0, 0, 0]
+    assert (weights == 0).sum() == 10  # of equal keys the first
     np.testing.assert_allclose(weights[weights > 0], [np.log(90 / 18)] * 18, rtol=1e-6)
     spiky = np.random.default_rng(0).normal(size=100) * 3
-    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).select(asked(spiky)))
+    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).select(candidates(spiky)))
     assert (strict == 0).all()
 
 
@@ -183,8 +187,8 @@ def test_vattention_keeps_its_first_sample_and_takes_all_where_it_must():
         seldom(VAttention(0.0, 1.0, 0.1, 0.1, "two", 1, 3, 4), "float32"),
     ],
 )
-def test_what_takes_all_is_full_attention(chosen, dtype):
-    """In a chunk longer than a piece of queries, with rows of different lengths."""
+def test_selecting_all_keys_is_full_attention(chosen, dtype):
+    """With a chunk longer than the scan's, and sequences of different lengths."""
     spec, outs = Spec(2, 8, SCALE, ROTARY, dtype=dtype), []
     for each in (Full(start=4), chosen):
         random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
@@ -205,20 +209,20 @@ def test_what_takes_all_is_full_attention(chosen, dtype):
     np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
 
 
-def test_room_is_counted_from_where_the_prompt_ended():
+def test_reserve_counts_tokens_from_the_end_of_prefill():
     spec, chosen = Spec(2, 8, SCALE, ROTARY), TopK(start=4)
     state = chosen.reserve(spec, chosen.init(spec, 2, jax.random.key(0)), 12)
     assert state.dense.positions.shape[1] == 16
-    sealed = chosen.finish_prefill(spec, state)
+    finished = chosen.finish_prefill(spec, state)
     for tokens, slots in ((1, 32), (16, 32), (17, 64)):
         grow = functools.partial(chosen.reserve, spec, tokens=tokens)
-        assert jax.eval_shape(grow, sealed).dense.positions.shape[1] == slots
-        sealed = grow(sealed)
-    assert sealed.dense.positions.shape[1] == 64
+        assert jax.eval_shape(grow, finished).dense.positions.shape[1] == slots
+        finished = grow(finished)
+    assert finished.dense.positions.shape[1] == 64
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("topk:share=0", "share must be above 0 and at most 1, got 0.0; try share=0.1"),
         ("topk:share=1.01", "share must be above 0 and at most 1, got 1.01"),
@@ -248,12 +252,12 @@ def test_room_is_counted_from_where_the_prompt_ended():
         ("vattention:sides=three", "sides must be two or one, got 'three'"),
     ],
 )
-def test_settings_that_mean_nothing(text, told):
-    with pytest.raises(UserError, match=told):
+def test_bad_settings_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
         parse_policy(text)
 
 
-def test_strings_name_them():
+def test_policy_strings():
     assert parse_policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
     assert parse_policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
     for name in NAMES:

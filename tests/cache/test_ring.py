@@ -1,0 +1,31 @@
+"""The ring: masks too large to compute whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import attention
+from jaxkv.cache import ring
+from jaxkv.contract import Chunk, Spec
+from jaxkv.policies import Streaming
+from jaxkv.rotary import Alibi, rotary
+
+
+@pytest.mark.parametrize("encoding", [rotary(8, 100.0), Alibi.of(4)])
+def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encoding):
+    policy = Streaming(3, 30)
+    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=encoding)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 45, n, 8)), jnp.float32) for n in (4, 2, 2))
+    positions = jnp.broadcast_to(jnp.arange(45, dtype=jnp.uint32), (2, 45))
+    valid = jnp.asarray(rng.random((2, 45)) < 0.9)
+    tokens = Chunk(q, k, v, positions, valid)
+    first, then = (jax.tree.map(lambda a, s=s: a[:, s], tokens) for s in (slice(38), slice(38, 45)))
+    state = policy.init(spec, 2, jax.random.key(0))
+    _, state = jax.jit(lambda state: policy.update(spec, state, first))(state)
+    update = lambda: jax.jit(lambda state: policy.update(spec, state, then)[0])(state)  # noqa: E731
+    whole = update()
+    monkeypatch.setattr(ring, "_WHOLE_MASK", 0)
+    monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)
+    for one, other in zip(update(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
