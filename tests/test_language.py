@@ -34,7 +34,7 @@ TERMS = {
     r"\bbehind (a|the|every|each) prompt\b|\bbefore and behind\b": "after the prompt, in decode",
     r"\bsettl(ed|ing)\b": "Leaf.page",
     r"\bprefill lanes?\b|\b(in|of|to) (a|the|its) lane\b": "prefill",
-    r"\b(Told|Asked|Flight|Ticket)\b(?! of)": "step outputs, sequence parameters, in-flight step, handle",
+    r"\b(Told|Asked|Flight|Ticket)\b(?! of)": "step outputs, sequence parameters, handle",
     r"\bjunctions?\b": "branch point",
     r"\byardsticks?\b": "oracle baseline",
     r"\bno numbers?\b|\bwithout numbers\b": "NaN, not finite",
