@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
+from jaxkv.testing import check_policy
+
 ROOT = Path(__file__).resolve().parents[1]
 MAX_README_WORDS = 1200
+NOT_A_FILE = re.compile(r"^jaxkv/step\.py$")  # a decision says why there is none
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 
 
@@ -88,3 +92,51 @@ def test_the_repository_address_stands_in_one_place():
     for path in tracked("colab/*.py"):
         addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", path.read_text("utf-8")))
         assert {address for address in addresses if "/jaxkv/" in address} <= {URL}, path
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "ACCELERATOR.md", "docs", "evals"]
+)
+def test_named_files_and_modules_exist(page):
+    """Paths with a folder, from the root, and modules of `python -m`; capitals are placeholders."""
+    missing = []
+    for path in tracked(page if page.endswith(".md") else f"{page}/*.md"):
+        text = path.read_text("utf-8")
+        for name in set(re.findall(r"(?<![\w./*-])(?:\w+/)+\w+\.py\b", text)):
+            placeholder = re.search(r"\b(NAME|NN_name)\b", name)
+            if not placeholder and not (ROOT / name).is_file() and not NOT_A_FILE.search(name):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+        for name in set(re.findall(r"python -m (jaxkv[\w.]*\w)", text)):
+            if not name.endswith("NAME") and find_spec(name) is None:
+                missing.append(f"{path.relative_to(ROOT)}: python -m {name}")
+    assert not missing, "\n".join(missing)
+
+
+def integration_blocks():
+    text = (ROOT / "docs/integration.md").read_text("utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def namespace_of(class_name):
+    """What the block of docs/integration.md that defines the class defines, imports included."""
+    (block,) = [b for b in integration_blocks() if re.search(rf"^class {class_name}\b", b, re.M)]
+    names = {"__name__": "integration"}
+    exec(block, names)
+    return names
+
+
+def test_the_layer_of_the_page_runs():
+    names: dict = {}
+    exec(integration_blocks()[0], names)
+    jnp, shape = names["jnp"], (2, 3)
+    q, k = jnp.ones((*shape, 16, 64)), jnp.ones((*shape, 8, 64))
+    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.uint32), shape)
+    out, _ = names["attend"](names["state"], q, k, k, positions, jnp.ones(shape, bool))
+    assert out.shape == q.shape and bool((abs(out - 1) < 1e-5).all())
+
+
+@pytest.mark.slow
+def test_the_policies_of_the_page_keep_the_laws():
+    (check,) = [block for block in integration_blocks() if block.startswith("from jaxkv.testing")]
+    exec(check, namespace_of("Newest"))
+    check_policy(namespace_of("Strided")["Strided"](stride=3, slots=4))

@@ -14,9 +14,8 @@ def test_the_page_of_claims_is_in_step():
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_the_figures_of_a_page_are_in_step(page):
     text = page.read_text("utf-8")
-    assert figures.MARK.search(text) and figures.fill(text) == text, (
-        "run python -m jaxkv.evals.lib.figures"
-    )
+    assert figures.MARK.search(text) or figures.TABLE.search(text)
+    assert figures.fill(text) == text, "run python -m jaxkv.evals.lib.figures"
 
 
 def test_no_cell_of_a_table_has_a_bar():
