@@ -1,8 +1,7 @@
 """The algorithm that BalanceKV's theorem is about (Han et al. 2025, 2502.07861): Algorithms 1 to 3.
 
 The theorem bounds the error of this algorithm. The published code and the policies differ from it
-(jaxkv/policies/discrepancy.py, jaxkv/policies/merge_reduce). This code streams one sequence in fixed
-shapes.
+(jaxkv/policies/discrepancy.py, jaxkv/policies/merge_reduce). This code streams in fixed shapes.
 
 The paper's listing has misprints, read here as follows: a bucket contains 2^i <= |v| < 2^(i+1), a
 value of length 0 is in no bucket, and p of Algorithm 3 is the number of the batch.
@@ -66,7 +65,7 @@ def softmax_balance(
     walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
     count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
     chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
-    beyond = jnp.any(there & certain(walk.met), axis=-1)
+    beyond = jnp.any(there & certain(walk.inner), axis=-1)
     far = jnp.any(there & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
     return Class(chosen, beyond | far)
 
