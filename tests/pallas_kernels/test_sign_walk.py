@@ -122,9 +122,7 @@ def test_leading_axes_are_independent_walks():
 
 def test_unsupported_implementations_are_refused_by_name():
     wide = gram(shapes.Shape(2, 300, 1, 8))
-    with pytest.raises(
-        ValueError, match=r"300 steps .* by xla, pallas_gpu, got 'pallas_tpu'"
-    ):
+    with pytest.raises(ValueError, match=r"300 steps .* by xla, pallas_gpu, got 'pallas_tpu'"):
         api.sign_walk(*wide, implementation="pallas_tpu")
     with pytest.raises(ValueError, match=r"got 'cuda'; leave implementation out"):
         api.sign_walk(*wide, implementation="cuda")
