@@ -19,7 +19,7 @@ runtime.begin("07_write_your_own_policy")
 # %% [markdown]
 # ## The idea
 #
-# Near memory exact, far memory compressed: of every four tokens keep one for long and the others
+# Keep near tokens all and far tokens sparsely: of every four tokens, cache one for long and the others
 # briefly, as the strided heads of [Sparse Transformers](https://arxiv.org/abs/1904.10509) do. Far
 # tokens then cost a quarter, so as many slots reach further back. The state is two rings, and every
 # token goes to one of them.
@@ -48,8 +48,8 @@ class Rings(NamedTuple):
 
 # %%
 @dataclass(frozen=True)
-class Strided:
-    """Of every `stride` tokens the first is cached for `far` strides, the others for `near`."""
+class Strided(jaxkv.Policy):
+    """Of every `stride` tokens, cache the first for `far` strides and the others for `near`."""
 
     near: int = 4
     far: int = 20
@@ -116,11 +116,10 @@ verdicts = judge_laws(small, capacity, cached_tokens)
 runtime.Text(table(verdicts))
 
 # %% [markdown]
-# The others are about what this policy does not have: a faster way for one token (10), an estimate
-# (12), tokens that are never dropped (13), a prompt that is compressed when it ends (14), slots that are
-# written once (17).
+# In a test of your own, `check_policy(small)` raises where a law is broken. The other laws are about
+# what this policy does not have: an estimate (12), protected slots (13), the end of prefill (14).
 #
-# And where something is wrong? This one ignores that a token belongs to one ring alone:
+# And where something is wrong? This one forgets that a token belongs to one ring alone:
 
 
 # %%
@@ -136,9 +135,9 @@ runtime.Text(table(mistaken))
 # %% [markdown]
 # ## Its place beside the others
 #
-# It is compared with a `window` and a `streaming` cache of as many slots, and against a window of its
-# near part alone. The caches are small, for then it matters most what is in them. The text is one
-# that the model has not seen.
+# The comparison has a `window` and a `streaming` cache of as many slots, and a window of the near part
+# alone. The caches are small, because then the choice of tokens matters most. The model has not seen
+# the text.
 
 # %%
 from jaxkv import models
@@ -204,7 +203,7 @@ def norm(x):
 
 
 def decode(attend, states, tokens, positions):
-    """Logits of tokens [B,T], and the new states."""
+    """Logits of tokens [B,T], and the states after them."""
     x, after = embedding[tokens], []
     for w, state in zip(layers, states, strict=True):
         q, k, v = ((norm(x) @ w[n]).reshape(*tokens.shape, -1, DIM) for n in "qkv")
@@ -256,8 +255,8 @@ count = runtime.size(2_000, 500)
 print(f"{count:,} tokens, {batch.nbytes(states):,} bytes of cache, as many as at the beginning")
 
 # %% [markdown]
-# As far as the near part reaches all tokens are cached, so up to there the logits must be those of dense
-# attention. Behind it they are not: something is forgotten.
+# While the near part caches every token, the logits must equal those of dense attention. After that
+# they differ, because tokens are evicted.
 
 # %%
 most = policy.near * policy.stride
@@ -277,7 +276,7 @@ print(f"largest difference of logits: {apart[:most].max():.1e} up to token {most
 # `update`. One that grows overrides `reserve`, and one that compresses a finished prompt overrides
 # `finish_prefill`.
 #
-# The next cell checks these results and fails if one of them does not hold.
+# The cell below says what held, and fails where something did not.
 
 # %%
 import numpy as np

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from tests import balancekv
-from tests.balancekv import BalanceKV, softmax_balance
+from tests import balancekv_theorem
+from tests.balancekv_theorem import BalanceKV, softmax_balance
 
 DIM, QUERIES = 8, 32
 
@@ -102,14 +102,14 @@ def theorem(n, **how):
 
 
 def test_every_halving_gets_the_radii_and_the_delta_of_the_proof(monkeypatch):
-    """delta is n^-3 over the values' dimension for the 79 tokens that fit; Algorithm 2 has t."""
+    """delta is n^-3 over the values' dimension for the n = 79 that fit; Algorithm 2 gets t."""
     calls = []
 
     def watched(*given):
         calls.append(given[4:])
         return softmax_balance(*given)
 
-    monkeypatch.setattr(balancekv, "softmax_balance", watched)
+    monkeypatch.setattr(balancekv_theorem, "softmax_balance", watched)
     algorithm = BalanceKV(batch=8, rounds=2, r=1.5, lowest=-1, buckets=2)
     insert_all(algorithm, unit(13, 8), unit(14, 8))
     assert calls

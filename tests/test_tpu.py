@@ -164,7 +164,7 @@ def after(config: Config, policy: Policy, seen: int, chunk: int = 500) -> State:
     def read(i: jax.Array, state: State) -> State:
         positions = (i * chunk + jnp.arange(chunk)).astype(jnp.uint32)[None]
         valid = jnp.ones((1, chunk), bool)
-        return policy.extend(spec, state, Chunk(q, k, v, positions, valid))
+        return policy.update(spec, state, Chunk(q, k, v, positions, valid))[1]
 
     return jax.lax.fori_loop(0, seen // chunk, read, state)
 

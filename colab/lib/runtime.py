@@ -78,7 +78,7 @@ def powers() -> str:
     from jaxkv.state import memory
 
     free = memory.available()
-    of_gpu = "Triton's" if triton.runs() else "XLA's"
+    of_gpu = "Triton's" if triton.is_supported() else "XLA's"
     kernels = {"gpu": of_gpu, "tpu": "Mosaic's"}.get(jax.default_backend(), "XLA's")
     reported = "" if free is None else f"{memory.show(free)} free, "
     return f"{reported}computes in {native_dtype(jax.local_devices()[0])}, by {kernels} kernels"

@@ -142,7 +142,7 @@ def _walk(
         gain = gain / np.float32(2 * how.c)
     thresholds = jnp.where(there, thresholds, NO_STEP)
     done = balance_walk(keys, values, thresholds, shift, gain, how.tau)
-    return done.met, done.signs.astype(jnp.int32)
+    return done.inner, done.signs.astype(jnp.int32)
 
 
 def _lengths(how: Halving, keys: Array, values: Array, shift: Array) -> Float32[Array, "... W"]:

@@ -11,6 +11,7 @@ import math
 import os
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jaxkv.contract import State
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array
 
 FORMAT = "jaxkv state 2"
@@ -32,7 +33,8 @@ Shaped = Any  # an array of JAX or numpy, or its shape
 def take(state: State, indices: Indices) -> State:
     """The sequences at these indices, in this order. Raises UserError for an unknown index."""
     indices = _checked(indices, state)
-    return jax.tree.map(lambda leaf: host.kept(lambda leaf: leaf[indices], leaf), state)
+    take_leaf = partial(host_memory.map_on_device, lambda leaf: leaf[indices])
+    return jax.tree.map(take_leaf, state)
 
 
 def put(state: State, indices: Indices, other: State) -> State:
@@ -53,7 +55,7 @@ def put(state: State, indices: Indices, other: State) -> State:
                 f"{_describe(wanted, leaf.dtype)}, got {_describe(new.shape, new.dtype)}; "
                 "reserve the same room for both"
             )
-        return host.kept(lambda leaf, new: leaf.at[indices].set(new), leaf, new)
+        return host_memory.map_on_device(lambda leaf, new: leaf.at[indices].set(new), leaf, new)
 
     return jax.tree_util.tree_map_with_path(one, state, other)
 

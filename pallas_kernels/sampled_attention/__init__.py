@@ -1,5 +1,10 @@
-"""Attention over some rows of a cache, each with a weight (MagicPIG, Chen et al. 2024)."""
+"""Attention over sampled slots of a cache, each with a weight (MagicPIG, Chen et al. 2024)."""
 
-from jaxkv.pallas_kernels.sampled_attention.api import Angles, Attended, How, sampled_attention
+from jaxkv.pallas_kernels.sampled_attention.api import (
+    Angles,
+    AttentionOutput,
+    LogitSettings,
+    sampled_attention,
+)
 
-__all__ = ["Angles", "Attended", "How", "sampled_attention"]
+__all__ = ["Angles", "AttentionOutput", "LogitSettings", "sampled_attention"]

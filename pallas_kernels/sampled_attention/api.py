@@ -1,8 +1,8 @@
-"""Attention of one query a head over some rows of a cache, on what the arrays lie on.
+"""Attention of one query per head over sampled slots of a cache, on any platform.
 
-The rows are what a draw has chosen (MagicPIG, 2410.16179: keys that share the query's buckets), and
-each brings a log weight, less the logarithm of its chance, that makes the sample stand for all.
-Rows that were gathered are never written back to memory.
+In MagicPIG (2410.16179) a sample contains the keys that share hash buckets with the query. The log
+weight of a key is minus the log of its sampling probability, so the sample estimates attention over
+all keys. Gathered keys and values are never written back to memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.pallas_kernels import host, triton
+from jaxkv.pallas_kernels import host_memory, triton
 from jaxkv.pallas_kernels.sampled_attention import dense, gpu, reference, tpu
-from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Attended, How, Weight
+from jaxkv.pallas_kernels.sampled_attention.reference import (
+    Angles,
+    AttentionOutput,
+    LogitSettings,
+    Weight,
+)
 
 Array = jax.Array
 Implementation = Literal["xla", "dense", "pallas_tpu", "pallas_gpu"]
@@ -27,74 +32,81 @@ def sampled_attention(
     q: Array,
     k: Array,
     v: Array,
-    rows: Array,
+    slots: Array,
     count: Array,
     weight: Weight = None,
     *,
-    how: How,
+    settings: LogitSettings,
     implementation: Implementation | None = None,
-) -> Attended:
-    """Softmax attention of q [B,N,H] over the first count [B,N] of rows [B,N,M] of k, v [B,K,S,H].
+) -> AttentionOutput:
+    """Softmax attention of q [B,N,H] over sampled slots of k, v [B,K,S,H].
 
-    Query heads n*G .. n*G+G-1 share kv head n. A logit is softcap(scale x q.k) + weight, which is
-    log weights [B,N,M] float32; or Angles, with which `how.weigh` makes them of cosines; or None.
-    rows int32: those of a head differ, and what stands behind the first `count` may be anything.
-    k and v may be in half precision; the rest is in float32, though q is brought to their type
-    where a product is made by a matrix unit.
+    slots [B,N,M] int32: the sample is its first count [B,N] entries, distinct within a head. Later
+    entries are ignored. Query heads n*G .. n*G+G-1 share KV head n. A logit is
+    softcap(scale x q.k) + weight. weight: log weights [B,N,M] float32; Angles, from which
+    `settings.weight_fn` computes log weights; or None. k and v may be in half precision. The rest
+    is in float32, but matrix units convert q to the dtype of k.
 
-    implementation: None takes what the platform has for this shape: on a TPU `dense` where
-    `tpu.dense_is_cheaper` says so; a name raises ValueError where it has none. Gradients go to q,
-    k, v and log weights, by XLA and with all M rows gathered; none goes through `how.weigh`.
+    implementation: None chooses for the platform and shape, on a TPU `dense` where
+    `tpu.dense_is_cheaper` expects so. A name raises ValueError where it is unsupported. q, k, v and
+    log weights have gradients, computed by XLA with all M slots gathered. Through
+    `settings.weight_fn` there is no gradient.
     """
-    if isinstance(weight, Angles) != (how.weigh is not None):
-        raise ValueError("Angles and how.weigh go together: give both or neither")
-    rows = jnp.clip(rows.astype(jnp.int32), 0, np.int32(k.shape[2] - 1))
-    count = jnp.clip(count.astype(jnp.int32), 0, np.int32(rows.shape[-1]))
-    return _attend(how, implementation, q, k, v, rows, count, weight)
+    if isinstance(weight, Angles) != (settings.weight_fn is not None):
+        raise ValueError("Angles and settings.weight_fn go together: give both or neither")
+    slots = jnp.clip(slots.astype(jnp.int32), 0, np.int32(k.shape[2] - 1))
+    count = jnp.clip(count.astype(jnp.int32), 0, np.int32(slots.shape[-1]))
+    return _attend(settings, implementation, q, k, v, slots, count, weight)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(how: How, implementation: Implementation | None, *given) -> Attended:
-    q, k, _, rows = given[:4]
-    group, shape = q.shape[1] // k.shape[1], f"{rows.shape[-1]} of {k.shape[2]} rows"
+def _attend(
+    settings: LogitSettings, implementation: Implementation | None, *args
+) -> AttentionOutput:
+    q, k, _, slots = args[:4]
+    group, shape = q.shape[1] // k.shape[1], f"{slots.shape[-1]} of {k.shape[2]} slots"
     kernels: dict[str, Callable] = {"xla": reference.attend}
-    if host.is_there(k):  # of which only rows are brought to the device
+    if host_memory.on_host(k):  # only sampled slots move to the device
         implementation = implementation or "xla"
     else:
         kernels["dense"] = dense.attend
-        if tpu.takes(k, rows.shape[-1]):
+        if tpu.supports(k, slots.shape[-1]):
             kernels["pallas_tpu"] = tpu.attend
-        if gpu.takes(k):
+        if gpu.supports(k):
             kernels["pallas_gpu"] = gpu.attend
-    kernels = {name: partial(kernel, how) for name, kernel in kernels.items()}
+    kernels = {name: partial(kernel, settings) for name, kernel in kernels.items()}
     if implementation is None:
-        copies = rows.shape[-1], group
-        whole = tpu.dense_is_cheaper(*copies, *k.shape[2:], k.dtype.itemsize)
+        has_triton = triton.is_supported()
+        whole = tpu.dense_is_cheaper(slots.shape[-1], group, *k.shape[2:], k.dtype.itemsize)
         return jax.lax.platform_dependent(
-            *given,
+            *args,
             cpu=kernels["xla"],
             tpu=kernels["dense" if whole or "pallas_tpu" not in kernels else "pallas_tpu"],
-            cuda=kernels["pallas_gpu" if triton.runs() and "pallas_gpu" in kernels else "dense"],
+            cuda=kernels["pallas_gpu" if has_triton and "pallas_gpu" in kernels else "dense"],
             default=kernels["dense"],
         )
     if implementation in kernels:
-        return kernels[implementation](*given)
+        return kernels[implementation](*args)
     raise ValueError(
-        f"attention over {shape} of {k.shape[3]} numbers, {k.dtype}, is done by "
-        f"{', '.join(kernels)}, got {implementation!r}; leave it out for what the platform has"
+        f"attention over {shape} of head dim {k.shape[3]}, {k.dtype}, is supported by "
+        f"{', '.join(kernels)}, got {implementation!r}; leave it out to choose by platform"
     )
 
 
-def _forward(how: How, implementation: Implementation | None, *given) -> tuple[Attended, tuple]:
-    return _attend(how, implementation, *given), given
+def _forward(
+    settings: LogitSettings, implementation: Implementation | None, *args
+) -> tuple[AttentionOutput, tuple]:
+    return _attend(settings, implementation, *args), args
 
 
-def _backward(how: How, _: Implementation | None, given: tuple, cotangent: Attended) -> tuple:
-    q, k, v, rows, count, weight = given
-    again = lambda q, k, v, weight: reference.gathered(how, q, k, v, rows, count, weight)  # noqa: E731
+def _backward(
+    settings: LogitSettings, _: Implementation | None, args: tuple, cotangent: AttentionOutput
+) -> tuple:
+    q, k, v, slots, count, weight = args
+    again = lambda q, k, v, weight: reference.gathered(settings, q, k, v, slots, count, weight)  # noqa: E731
     _, pull = jax.vjp(again, q, k, v, weight)
-    of_q, of_k, of_v, of_weight = pull(cotangent)
-    return of_q, of_k, of_v, None, None, of_weight
+    dq, dk, dv, dweight = pull(cotangent)
+    return dq, dk, dv, None, None, dweight
 
 
 _attend.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The same by attention over all keys: what is fastest where rows are dear and bandwidth is not."""
+"""The same by attention over all keys: fastest where gathers cost more than bandwidth."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ import numpy as np
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    Attended,
-    How,
+    AttentionOutput,
+    LogitSettings,
     Weight,
-    absorb,
-    finish,
+    accumulate,
+    cache_index,
+    empty_sums,
+    in_sample,
     logits,
-    nothing,
-    places,
-    there,
+    normalize,
 )
 
 
 def attend(
-    how: How, q: Array, k: Array, v: Array, rows: Array, count: Array, weight: Weight
-) -> Attended:
+    settings: LogitSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    count: Array,
+    weight: Weight,
+) -> AttentionOutput:
     """`reference.attend`, with the weights scattered to a bias of every slot.
 
-    The rows of a head are meant to differ; one that stands c times counts c times, with the
+    The slots of a head should be distinct. A slot that occurs c times counts c times, with the
     largest of its weights.
     """
     batch, heads, head_dim = q.shape
-    kv_heads, slots = k.shape[1:3]
+    kv_heads, num_slots = k.shape[1:3]
     grouped = lambda a: a.reshape(batch * kv_heads, heads // kv_heads, *a.shape[2:])  # noqa: E731
     flat = lambda a: a.reshape(batch * kv_heads, *a.shape[2:])  # noqa: E731
-    at = places(jnp.where(there(rows, count), rows, np.int32(slots)), heads)
-    each = jnp.zeros((batch, heads, slots), jnp.float32)
+    at = cache_index(jnp.where(in_sample(slots, count), slots, np.int32(num_slots)), heads)
+    each = jnp.zeros((batch, heads, num_slots), jnp.float32)
     bias = jnp.log(each.at[at].add(np.float32(1), mode="drop"))
     if isinstance(weight, Angles):
         weight = Angles(
@@ -47,15 +53,17 @@ def attend(
     keys, values = flat(k), flat(v)
     product = dot(grouped(q), keys, contract=(2, 2))
     bias = grouped(bias)
-    # Where a row is not of the sample its weight, whatever it came to, does not matter.
-    found = jnp.where(bias == -jnp.inf, -jnp.inf, logits(how, product, weight) + bias)
-    none = nothing((*found.shape[:2], head_dim))
-    out, lse = finish(absorb(none, found, lambda share: dot(share, values, contract=(2, 1))))
-    return Attended(out.reshape(q.shape), lse.reshape(q.shape[:2]))
+    # The weight of a slot outside the sample may be anything.
+    biased = jnp.where(bias == -jnp.inf, -jnp.inf, logits(settings, product, weight) + bias)
+    none = empty_sums((*biased.shape[:2], head_dim))
+    out, lse = normalize(
+        accumulate(none, biased, lambda share: dot(share, values, contract=(2, 1)))
+    )
+    return AttentionOutput(out.reshape(q.shape), lse.reshape(q.shape[:2]))
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched product over the first axis, in the type of b, accumulated in float32."""
+    """Batched product over the first axis, in the dtype of b, accumulated in float32."""
     return jax.lax.dot_general(
         a.astype(b.dtype), b, (((contract[0],), (contract[1],)), ((0,), (0,))),
         precision=jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None,

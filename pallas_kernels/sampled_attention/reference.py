@@ -1,6 +1,6 @@
-"""What the kernels compute, in XLA, and the arithmetic that all implementations share.
+"""The definition of the kernels, in XLA, and the arithmetic that all implementations share.
 
-Axis letters: B rows of a batch, N query heads, K kv heads, S slots, H head dim, M rows of a sample.
+Axis letters: B batch entries, N query heads, K KV heads, S slots, H head dim, M sampled slots.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import xla_cpu
 
 Array = jax.Array
-BLOCK = 256  # rows that are gathered at a time: on a CPU 192 to 640 are as fast, 128 slower
 
 
-class How(NamedTuple):
-    """What is the same in every call. A logit is softcap(scale x q.k) + log weight.
+class LogitSettings(NamedTuple):
+    """Static settings of a logit, softcap(scale x q.k) + log weight.
 
-    weigh: the log weight as a function of the cosine of q with the centred key, elementwise on
-    float32, hashable, of operations that kernels have: a frozen dataclass with __call__. A TPU's
-    have exp, log, log1p, sqrt and tanh, and no expm1, sign or inverse cosine.
+    weight_fn: the log weight as a function of the cosine of q and the centred key, elementwise on
+    float32. It is hashable, so a frozen dataclass with __call__, and uses operations that kernels
+    support. TPU kernels support exp, log, log1p, sqrt and tanh, but not expm1, sign or acos.
     """
 
     scale: float
     softcap: float | None = None
-    weigh: Callable[[Array], Array] | None = None
+    weight_fn: Callable[[Array], Array] | None = None
 
 
 class Angles(NamedTuple):
-    """What turns q.k into the cosine of q with k - m: (q.k - q.m) / (|q| |k - m|).
+    """The terms of the cosine of q and k - m, where m is the mean key: (q.k - q.m) / (|q| |k - m|).
 
     norms [B,K,S]: |k - m|. shift [B,N]: q.m. length [B,N]: |q|. All float32.
     """
@@ -43,18 +42,18 @@ class Angles(NamedTuple):
     length: Array
 
 
-class Attended(NamedTuple):
-    """out [B,N,H] float32, lse [B,N] float32. Over no rows at all: out 0, lse -inf."""
+class AttentionOutput(NamedTuple):
+    """out [B,N,H] float32, lse [B,N] float32. For an empty sample: out 0, lse -inf."""
 
     out: Array
     lse: Array
 
 
-Weight = Array | Angles | None  # log weights of the rows, or what gives them, or none
+Weight = Array | Angles | None  # log weights [B,N,M], their terms, or none
 
 
 class Sums(NamedTuple):
-    """An online softmax under way: the largest logit, and sums of exponentials less that."""
+    """An online softmax: the largest logit, and sums of exponentials relative to it."""
 
     top: Array
     total: Array
@@ -62,151 +61,161 @@ class Sums(NamedTuple):
 
 
 def attend(
-    how: How, q: Array, k: Array, v: Array, rows: Array, count: Array, weight: Weight
-) -> Attended:
-    """A head at a time, in blocks of rows, as many of them as its count asks for.
+    settings: LogitSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    count: Array,
+    weight: Weight,
+) -> AttentionOutput:
+    """One head after another, in blocks of slots; a head with a smaller count has fewer blocks.
 
-    The arguments are those of `sampled_attention`, rows within 0 .. S-1 and counts within 0 .. M.
-    A head's bits depend on nothing but its own numbers.
+    The arguments are those of `sampled_attention`, slots within 0 .. S-1 and counts within 0 .. M.
+    The bits of a head depend on its own inputs only.
     """
-    kv_heads, slots, head_dim = k.shape[1:]
+    kv_heads, num_slots, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
-    block = min(BLOCK, rows.shape[-1])
-    rows = by_head(pad(rows, block))
+    block = min(xla_cpu.GATHERED_SLOTS, slots.shape[-1])
+    slots = flatten_heads(pad_sample(slots, block))
     keys, values = k.reshape(-1, head_dim), v.reshape(-1, head_dim)
     angles = isinstance(weight, Angles)
     norms = weight.norms.reshape(-1) if angles else None
     if weight is not None:
-        weight = weight._replace(norms=None) if angles else pad(weight, block)
-        weight = jax.tree.map(by_head, weight)
+        weight = weight._replace(norms=None) if angles else pad_sample(weight, block)
+        weight = jax.tree.map(flatten_heads, weight)
 
-    def attend_head(given: tuple[Array, Array, Array, Array, Weight]) -> tuple[Array, Array]:
-        head, q, rows, count, weight = given
-        first = head // group * slots
+    def attend_head(args: tuple[Array, Array, Array, Array, Weight]) -> tuple[Array, Array]:
+        head, q, slots, count, weight = args
+        first = head // group * num_slots
 
         def attend_block(i: Array, so_far: Sums) -> Sums:
             cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block)  # noqa: E731
             within = i * block + jnp.arange(block) < count
-            at = first + jnp.where(within, cut(rows), 0)  # one row again and again is soon read
-            take = partial(take_rows, at=at)
+            at = first + jnp.where(within, cut(slots), 0)  # a repeated slot is in the cache
+            take = partial(xla_cpu.gather, at=at)
             product = dot(take(keys), q)
             here = weight
             if weight is not None:
                 here = weight._replace(norms=take(norms)) if angles else cut(weight)
-            found = logits(how, product, here)
-            found = jnp.where(within, found, -jnp.inf)
-            return absorb(so_far, found, lambda share: dot(share, take(values)))
+            block_logits = logits(settings, product, here)
+            block_logits = jnp.where(within, block_logits, -jnp.inf)
+            return accumulate(so_far, block_logits, lambda share: dot(share, take(values)))
 
         blocks = -(-count // block)
-        sums = jax.lax.fori_loop(0, blocks, attend_block, nothing((head_dim,)))
-        out, lse = finish(sums)
+        sums = jax.lax.fori_loop(0, blocks, attend_block, empty_sums((head_dim,)))
+        out, lse = normalize(sums)
         return out, lse[0]
 
-    # Heads side by side (vmap) would go on in step until the fullest is done, copying all sums.
+    # vmap over heads would run all heads until the last one is done, and copy all sums per block.
     heads = q.shape[0] * q.shape[1]
-    given = jnp.arange(heads), by_head(q.astype(jnp.float32)), rows, by_head(count), weight
-    out, lse = jax.lax.map(attend_head, given)
-    return Attended(out.reshape(q.shape), lse.reshape(q.shape[:2]))
+    args = (
+        jnp.arange(heads),
+        flatten_heads(q.astype(jnp.float32)),
+        slots,
+        flatten_heads(count),
+        weight,
+    )
+    out, lse = jax.lax.map(attend_head, args)
+    return AttentionOutput(out.reshape(q.shape), lse.reshape(q.shape[:2]))
 
 
 def gathered(
-    how: How, q: Array, k: Array, v: Array, rows: Array, count: Array, weight: Weight
-) -> Attended:
-    """The same with all rows gathered at once, M x H numbers a head: what gradients are taken of.
+    settings: LogitSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    count: Array,
+    weight: Weight,
+) -> AttentionOutput:
+    """The same with all slots gathered at once, M x H numbers per head; gradients use this form.
 
-    A weight that `how.weigh` makes is the chance of a draw that was made; it has no gradient.
+    A weight from `settings.weight_fn` is the probability of a draw, so it has no gradient.
     """
-    at = places(rows, k.shape[1])
+    at = cache_index(slots, k.shape[1])
     product = jnp.einsum(
         "bnh,bnmh->bnm", q.astype(jnp.float32), k[at].astype(jnp.float32), precision="highest"
     )
     if isinstance(weight, Angles):
-        numbers = Angles(weight.norms[at], weight.shift[..., None], weight.length[..., None])
-        weight = jax.lax.stop_gradient(how.weigh(cosine(product, numbers)))
-    found = logits(how, product, weight)
-    found = jnp.where(there(rows, count), found, -jnp.inf)
+        angles = Angles(weight.norms[at], weight.shift[..., None], weight.length[..., None])
+        weight = jax.lax.stop_gradient(settings.weight_fn(cosine(product, angles)))
+    sample_logits = logits(settings, product, weight)
+    sample_logits = jnp.where(in_sample(slots, count), sample_logits, -jnp.inf)
     values = v[at].astype(jnp.float32)
     apply = lambda share: jnp.einsum("bnm,bnmh->bnh", share, values, precision="highest")  # noqa: E731
-    out, lse = finish(absorb(nothing(q.shape), found, apply))
-    return Attended(out, lse[..., 0])
+    out, lse = normalize(accumulate(empty_sums(q.shape), sample_logits, apply))
+    return AttentionOutput(out, lse[..., 0])
 
 
-def logits(how: How, product: Array, weight: Weight) -> Array:
-    """softcap(scale x product) + weight; Angles have the numbers of these products."""
-    found = product * np.float32(how.scale)
-    if how.softcap is not None:
-        found = np.float32(how.softcap) * jnp.tanh(found / np.float32(how.softcap))
+def logits(settings: LogitSettings, product: Array, weight: Weight) -> Array:
+    """softcap(scale x product) + weight; Angles have the shapes of these products."""
+    capped = product * np.float32(settings.scale)
+    if settings.softcap is not None:
+        capped = np.float32(settings.softcap) * jnp.tanh(capped / np.float32(settings.softcap))
     if weight is None:
-        return found
+        return capped
     if isinstance(weight, Angles):
-        weight = how.weigh(cosine(product, weight))
-    return found + weight
+        weight = settings.weight_fn(cosine(product, weight))
+    return capped + weight
 
 
 def cosine(product: Array, angles: Angles) -> Array:
-    """Within -1 .. 1, and 0 where the query or the centred key has no direction."""
+    """The cosine within -1 .. 1; 0 where the query or the centred key is zero."""
     size = angles.norms * angles.length
-    none = size <= 0
-    found = (product - angles.shift) / jnp.where(none, np.float32(1), size)
-    return jnp.where(none, np.float32(0), jnp.clip(found, np.float32(-1), np.float32(1)))
+    zero = size <= 0
+    ratio = (product - angles.shift) / jnp.where(zero, np.float32(1), size)
+    return jnp.where(zero, np.float32(0), jnp.clip(ratio, np.float32(-1), np.float32(1)))
 
 
-def absorb(so_far: Sums, found: Array, apply: Callable[[Array], Array]) -> Sums:
-    """More logits [...,rows]. apply: the product of their exponentials with the values."""
-    # Any top gives the same result, so gradients need not pass through it.
-    here = jax.lax.stop_gradient(jnp.max(found, axis=-1, keepdims=True))
+def accumulate(so_far: Sums, new: Array, apply: Callable[[Array], Array]) -> Sums:
+    """The sums with new logits [...,M]. apply: multiplies their exponentials with the values."""
+    # Any maximum gives the same result, so it needs no gradient.
+    here = jax.lax.stop_gradient(jnp.max(new, axis=-1, keepdims=True))
     top = jnp.maximum(so_far.top, here)
-    # With nothing in view top is -inf; a finite stand-in keeps the exponentials at 0, not NaN.
+    # Without a key in view it is -inf; a finite value keeps the exponentials at 0, not NaN.
     safe = jnp.where(top == -jnp.inf, np.float32(0), top)
-    old, share = jnp.exp(so_far.top - safe), jnp.exp(found - safe)
+    old, share = jnp.exp(so_far.top - safe), jnp.exp(new - safe)
     total = so_far.total * old + jnp.sum(share, axis=-1, keepdims=True)
     return Sums(top, total, so_far.out * old + apply(share))
 
 
-def nothing(shape: tuple[int, ...]) -> Sums:
-    """Of no logits yet, for an out of this shape."""
+def empty_sums(shape: tuple[int, ...]) -> Sums:
+    """Sums of no logits, for outputs of this shape."""
     number = jnp.zeros((*shape[:-1], 1), jnp.float32)
     return Sums(jnp.full_like(number, -np.inf), number, jnp.zeros(shape, jnp.float32))
 
 
-def finish(sums: Sums) -> tuple[Array, Array]:
-    """out and lse, one number where the sums have one."""
-    none = sums.total == 0
-    safe = jnp.where(none, np.float32(1), sums.total)
-    return sums.out / safe, jnp.where(none, np.float32(-np.inf), sums.top + jnp.log(safe))
-
-
-def take_rows(array: Array, at: Array) -> Array:
-    """array[at], all of which are there: to see to others would cost a tenth of the time."""
-    if array.dtype != jnp.float32:
-        # XLA:CPU gathers half precision as float32, and would convert the whole cache beforehand.
-        array, at = jax.lax.optimization_barrier((array, at))
-    return host.take(array, at)
+def normalize(sums: Sums) -> tuple[Array, Array]:
+    """out and lse; the last axis of lse has one element."""
+    empty = sums.total == 0
+    safe = jnp.where(empty, np.float32(1), sums.total)
+    return sums.out / safe, jnp.where(empty, np.float32(-np.inf), sums.top + jnp.log(safe))
 
 
 def dot(x: Array, y: Array) -> Array:
-    """Over the last axis of x and the first of y, in float32."""
+    """The product over the last axis of x and the first of y, in float32."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.dot(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-def there(rows: Array, count: Array) -> Array:
-    """[B,N,M]: which rows are of the sample."""
-    return jax.lax.broadcasted_iota(jnp.int32, rows.shape, 2) < count[..., None]
+def in_sample(slots: Array, count: Array) -> Array:
+    """[B,N,M]: whether each entry is among the first `count`."""
+    return jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2) < count[..., None]
 
 
-def places(rows: Array, kv_heads: int) -> tuple[np.ndarray, np.ndarray, Array]:
-    """The index by which the rows [B,N,M] of an array [B,K,S,...] are taken."""
-    batch, heads = rows.shape[:2]
-    row, head, _ = np.ogrid[:batch, :heads, :1]
-    return row, head // (heads // kv_heads), rows
+def cache_index(slots: Array, kv_heads: int) -> tuple[np.ndarray, np.ndarray, Array]:
+    """The index of slots [B,N,M] into an array [B,K,S,...]."""
+    batch, heads = slots.shape[:2]
+    entry, head, _ = np.ogrid[:batch, :heads, :1]
+    return entry, head // (heads // kv_heads), slots
 
 
-def by_head(array: Array) -> Array:
+def flatten_heads(array: Array) -> Array:
     """[B,N,...] as [B*N,...]."""
     return array.reshape(-1, *array.shape[2:])
 
 
-def pad(array: Array, to: int) -> Array:
-    """[B,N,M] with zeros behind, M a multiple of `to`."""
-    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[-1] % to)))
+def pad_sample(array: Array, multiple: int) -> Array:
+    """[B,N,M], padded with zeros until M is a multiple."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[-1] % multiple)))

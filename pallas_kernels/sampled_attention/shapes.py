@@ -1,4 +1,4 @@
-"""The shapes that tests and `bench.py` share."""
+"""Shapes for the tests and `bench.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Weight
 
 Array = jax.Array
-SHARE = 0.02  # of the keys that a sample holds, in MagicPIG at K = 10, L = 150
+SAMPLED = 0.02  # the fraction of keys in a sample, in MagicPIG at K = 10, L = 150
 
 
 class Shape(NamedTuple):
-    """sample: rows there is room for, of `slots`, a query head."""
+    """sample: the capacity of a sample per query head."""
 
     batch: int
     heads: int
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 LARGEST = Shape(1, 32, 8, 131_072, 128, 4096)
 LENGTHS = 32_768, 98_304, 131_072, 262_144
-SMALL = {  # for interpreters: nothing is a multiple of anything but what a TPU asks for in "tiles"
+SMALL = {  # for interpreters: odd sizes; "tiles" has the multiples that a TPU needs
     "alone": Shape(1, 2, 2, 65, 16, 33),
     "threes": Shape(2, 6, 2, 301, 64, 157),
     "wide": Shape(1, 4, 1, 1165, 128, 700),
@@ -37,12 +37,13 @@ SMALL = {  # for interpreters: nothing is a multiple of anything but what a TPU 
 
 
 def inputs(
-    shape: Shape, weight: str = "none", seed: int = 0, share: float | None = None
+    shape: Shape, weight: str = "none", seed: int = 0, fraction: float | None = None
 ) -> tuple[Array, Array, Array, Array, Array, Weight]:
-    """q, k, v, rows, count and weight of `sampled_attention`, of random numbers.
+    """Random q, k, v, slots, count and weight of `sampled_attention`.
 
-    weight: none, log or angles. Counts are 0, 1, all and anything between; share: of the slots,
-    about so many each. Values have a mean, for an attention of size zero has no relative error.
+    weight: none, log or angles. fraction: about this fraction of slots is in each sample; None:
+    counts of 0, 1, all, and random ones. Values have a mean, because outputs near zero would have
+    no meaningful relative error.
     """
     random = np.random.default_rng(seed)
     batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
@@ -51,28 +52,28 @@ def inputs(
     q = normal(batch, heads, head_dim) / np.float32(np.sqrt(head_dim))
     k = normal(batch, kv_heads, slots, head_dim) + centre
     v = 1 + normal(batch, kv_heads, slots, head_dim)
-    rows = [np.sort(random.permutation(slots)[:sample]) for _ in range(batch * heads)]
+    chosen = [np.sort(random.permutation(slots)[:sample]) for _ in range(batch * heads)]
     count = random.integers(0, sample + 1, batch * heads)
     count[: min(3, len(count) - 1)] = [0, 1, sample][: min(3, len(count) - 1)]
-    if share is not None:
-        count = random.binomial(slots, share, batch * heads).clip(0, sample)
+    if fraction is not None:
+        count = random.binomial(slots, fraction, batch * heads).clip(0, sample)
     q, k, v = (jnp.asarray(a, dtype) for a in (q, k, v))
-    given: Weight = None
+    weights: Weight = None
     if weight == "log":
-        given = jnp.asarray(3 * normal(batch, heads, sample))
+        weights = jnp.asarray(3 * normal(batch, heads, sample))
     elif weight == "angles":
         group = heads // kv_heads
         shift = jnp.sum(jnp.float32(q) * np.repeat(centre[:, 0], group, 0)[None], -1)
         norms = jnp.linalg.norm(jnp.float32(k) - centre[None], axis=-1)
-        given = Angles(norms, shift, jnp.linalg.norm(jnp.float32(q), axis=-1))
-    rows = jnp.asarray(np.reshape(rows, (batch, heads, sample)), jnp.int32)
-    return q, k, v, rows, jnp.asarray(count.reshape(batch, heads), jnp.int32), given
+        weights = Angles(norms, shift, jnp.linalg.norm(jnp.float32(q), axis=-1))
+    chosen = jnp.asarray(np.reshape(chosen, (batch, heads, sample)), jnp.int32)
+    return q, k, v, chosen, jnp.asarray(count.reshape(batch, heads), jnp.int32), weights
 
 
 def structs(
     shape: Shape, weight: str = "none", sharding: jax.sharding.Sharding | None = None
 ) -> tuple:
-    """Of what shapes and types `inputs` are."""
+    """The shapes and dtypes of `inputs`."""
     batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
 
     def struct(*size: int, of: str = "float32") -> jax.ShapeDtypeStruct:
@@ -80,10 +81,10 @@ def structs(
 
     cache = struct(batch, kv_heads, slots, head_dim, of=dtype)
     each = struct(batch, heads)
-    given = {
+    weights = {
         "none": None,
         "log": struct(batch, heads, sample),
         "angles": Angles(struct(batch, kv_heads, slots), each, each),
     }
-    rows, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
-    return struct(batch, heads, head_dim, of=dtype), cache, cache, rows, count, given[weight]
+    chosen, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
+    return struct(batch, heads, head_dim, of=dtype), cache, cache, chosen, count, weights[weight]

@@ -1,8 +1,8 @@
-"""Sampled attention on a TPU, one program a query head. Never run on a TPU yet.
+"""Sampled attention on a TPU, one program per query head. No TPU has run it yet.
 
-The caches stay in HBM and each row of the sample is copied by itself to the chip, those of the next
-block while this one is attended to. Float32 is copied row by row; of a type of 16 bits the least
-that can be copied is a tile of eight rows, and its other rows get a bias of -inf.
+The caches stay in HBM. Each sampled slot is copied to the chip by itself; the slots of the next
+block are copied during the computation of this one. Float32 is copied slot by slot. For a dtype of
+16 bits the smallest copy is a tile of eight slots, and the other slots get a bias of -inf.
 """
 
 from __future__ import annotations
@@ -18,85 +18,95 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    Attended,
-    How,
+    AttentionOutput,
+    LogitSettings,
     Sums,
     Weight,
-    absorb,
-    by_head,
+    accumulate,
+    cache_index,
     cosine,
-    finish,
+    empty_sums,
+    flatten_heads,
+    in_sample,
     logits,
-    nothing,
-    pad,
-    places,
-    there,
+    normalize,
+    pad_sample,
 )
 
 LANES = 128
-BLOCK = 128  # rows that are attended to at a time
+BLOCK = 128  # slots per iteration
 UNROLL = 8  # of the loop that starts their copies
-MOST = 16_384  # rows of a sample: what a program may hold of scalar memory
+MAX_SAMPLE = 16_384  # slots of a sample: limited by the scalar memory of a program
 
-# What `dense_is_cheaper` counts with. No TPU has confirmed any of it.
-ISSUE = 20e-9  # seconds that the scalar core takes to start a copy: 15e-9 to 30e-9
-BANDWIDTH = 819e9  # bytes a second of a v5e
-SCATTER = 10e-9  # seconds that XLA takes to scatter one number
+# Constants of `dense_is_cheaper`. No TPU has confirmed them.
+ISSUE = 20e-9  # seconds for the scalar core to start a copy: 15e-9 to 30e-9
+BANDWIDTH = 819e9  # bytes per second of a v5e
+SCATTER = 10e-9  # seconds for XLA to scatter one number
 
 
 def tile(dtype: jnp.dtype) -> int:
-    """Rows that are copied for one."""
+    """Slots in the smallest copy."""
     return 1 if dtype == jnp.float32 else 8
 
 
-def takes(k: Array, sample: int) -> bool:
-    """Whether the kernel takes samples of so many rows of this cache [B,K,S,H]."""
-    slots, head_dim = k.shape[2:]
-    kind = k.dtype in (jnp.float32, jnp.bfloat16)
-    return kind and head_dim % LANES == 0 and slots % 8 == 0 and sample <= MOST
+def supports(k: Array, sample: int) -> bool:
+    """Whether the kernel supports samples of this many slots of this cache [B,K,S,H]."""
+    num_slots, head_dim = k.shape[2:]
+    dtype = k.dtype in (jnp.float32, jnp.bfloat16)
+    return dtype and head_dim % LANES == 0 and num_slots % 8 == 0 and sample <= MAX_SAMPLE
 
 
 def dense_is_cheaper(sample: int, group: int, slots: int, head_dim: int, itemsize: int) -> bool:
-    """Whether a TPU is expected to attend sooner to all slots than to `sample` rows a query head.
+    """Whether a TPU should attend to all slots faster than to `sample` slots per query head.
 
-    Copies a kv head: 2 x group x sample, which take the scalar core ISSUE each however short they
-    are; dense reads every key and value once for the group. So dense wins at G = 4 and a share of
-    2 %, in half precision by far, and rows win at G = 1. The constants are estimates that no TPU
-    has confirmed, and `sample` is the room for a sample, of which a draw fills a part.
+    The kernel makes 2 x group x sample copies per KV head, each at least ISSUE seconds of the
+    scalar core. Dense reads every key and value once per group. So dense wins at G = 4 and a sample
+    of 2 %, in half precision by far, and the kernel wins at G = 1. No TPU has confirmed the
+    constants. `sample` is the capacity of a sample; a draw fills a part of it.
     """
-    row = head_dim * itemsize
-    copied = (1 if itemsize == 4 else 8) * row
-    rows = 2 * group * sample * max(ISSUE, copied / BANDWIDTH)
-    return 2 * slots * row / BANDWIDTH + group * sample * SCATTER < rows
+    slot = head_dim * itemsize
+    copied = (1 if itemsize == 4 else 8) * slot
+    copies = 2 * group * sample * max(ISSUE, copied / BANDWIDTH)
+    return 2 * slots * slot / BANDWIDTH + group * sample * SCATTER < copies
 
 
 def attend(
-    how: How, q: Array, k: Array, v: Array, rows: Array, count: Array, weight: Weight,
+    settings: LogitSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    count: Array,
+    weight: Weight,
     interpret: object = False,
-) -> Attended:  # fmt: skip
+) -> AttentionOutput:
     """`reference.attend`."""
     batch, heads, head_dim = q.shape
     group, size = heads // k.shape[1], tile(k.dtype)
-    # Of each row a number, for every row of the tile that is copied for it.
+    # Repeat a number per sampled slot for every slot of its tile.
     in_tiles = partial(jnp.repeat, repeats=size, axis=-1)
-    rows = pad(rows, BLOCK)
-    bias, numbers, norms = jnp.zeros_like(rows, jnp.float32), (by_head(-(-count // BLOCK)),), ()
+    slots = pad_sample(slots, BLOCK)
+    bias, numbers, norms = (
+        jnp.zeros_like(slots, jnp.float32),
+        (flatten_heads(-(-count // BLOCK)),),
+        (),
+    )
     if isinstance(weight, Angles):
-        norms = (in_tiles(weight.norms[places(rows, k.shape[1])]),)
-        numbers += (by_head(weight.shift), by_head(weight.length))
+        norms = (in_tiles(weight.norms[cache_index(slots, k.shape[1])]),)
+        numbers += (flatten_heads(weight.shift), flatten_heads(weight.length))
     elif weight is not None:
-        bias = pad(weight, BLOCK)
-    bias = in_tiles(jnp.where(there(rows, count), bias, -jnp.inf))
+        bias = pad_sample(weight, BLOCK)
+    bias = in_tiles(jnp.where(in_sample(slots, count), bias, -jnp.inf))
     place = jax.lax.broadcasted_iota(jnp.int32, bias.shape, 2) % size
-    bias = jnp.where(place == in_tiles(rows % size), bias, -jnp.inf)
+    bias = jnp.where(place == in_tiles(slots % size), bias, -jnp.inf)
     one = lambda a: pl.BlockSpec((None, 1, a.shape[-1]), lambda i, *_: (i, 0, 0))  # noqa: E731
-    query, *weights = (by_head(a)[:, None] for a in (q.astype(k.dtype), bias, *norms))
-    indices = by_head(rows // size * size)[:, None]
+    query, *weights = (flatten_heads(a)[:, None] for a in (q.astype(k.dtype), bias, *norms))
+    indices = flatten_heads(slots // size * size)[:, None]
     sums = [(batch * heads, 1, head_dim), (batch * heads, 1, LANES)]
     sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     out, lse = pl.pallas_call(
-        partial(_attend_head, how=how, group=group, size=size, angles=bool(norms)),
+        partial(_attend_head, settings=settings, group=group, size=size, angles=bool(norms)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch * heads,),
@@ -121,13 +131,13 @@ def attend(
         out_shape=sums,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
-    )(*numbers, indices, query, by_head(k), by_head(v), *weights)
-    return Attended(out.reshape(q.shape), lse[:, 0, 0].reshape(q.shape[:2]))
+    )(*numbers, indices, query, flatten_heads(k), flatten_heads(v), *weights)
+    return AttentionOutput(out.reshape(q.shape), lse[:, 0, 0].reshape(q.shape[:2]))
 
 
-def _attend_head(*refs, how: How, group: int, size: int, angles: bool) -> None:
+def _attend_head(*refs, settings: LogitSettings, group: int, size: int, angles: bool) -> None:
     numbers, refs = refs[: 1 + 2 * angles], refs[1 + 2 * angles :]
-    rows_ref, q_ref, k_ref, v_ref, bias_ref, *norms = refs[:-5]
+    slots_ref, q_ref, k_ref, v_ref, bias_ref, *norms = refs[:-5]
     out_ref, lse_ref, keys_ref, values_ref, arrived = refs[-5:]
     head = pl.program_id(0)
     cache = jax.lax.div(head, np.int32(group))
@@ -137,16 +147,16 @@ def _attend_head(*refs, how: How, group: int, size: int, angles: bool) -> None:
         side = jax.lax.rem(block, np.int32(2))
 
         def copy(i: Array, _: None) -> None:
-            row = rows_ref[0, block * BLOCK + i]
-            from_, to = (pl.ds(pl.multiple_of(at, size), size) for at in (row, i * size))
+            slot = slots_ref[0, block * BLOCK + i]
+            source, target = (pl.ds(pl.multiple_of(at, size), size) for at in (slot, i * size))
             for whole, buffer in ((k_ref, keys_ref), (v_ref, values_ref)):
-                rows = whole.at[cache, from_]
-                pltpu.make_async_copy(rows, buffer.at[side, to], arrived.at[side]).start()
+                tile_ref = whole.at[cache, source]
+                pltpu.make_async_copy(tile_ref, buffer.at[side, target], arrived.at[side]).start()
 
         jax.lax.fori_loop(0, BLOCK, copy, None, unroll=UNROLL)
 
     def wait(side: Array) -> None:
-        for buffer in (keys_ref, values_ref):  # for as many bytes as all of its copies bring
+        for buffer in (keys_ref, values_ref):  # for the bytes of all copies of the block
             whole = buffer.at[side]
             pltpu.make_async_copy(whole, whole, arrived.at[side]).wait()
 
@@ -159,13 +169,13 @@ def _attend_head(*refs, how: How, group: int, size: int, angles: bool) -> None:
         weight = bias_ref[:, here]
         if angles:
             shift, length = (ref[head] for ref in numbers[1:])
-            weight += how.weigh(cosine(product, Angles(norms[0][:, here], shift, length)))
+            weight += settings.weight_fn(cosine(product, Angles(norms[0][:, here], shift, length)))
         values = values_ref[side]
-        return absorb(so_far, logits(how, product, weight), lambda p: _dot(p, values, 0))
+        return accumulate(so_far, logits(settings, product, weight), lambda p: _dot(p, values, 0))
 
     pl.when(blocks > 0)(lambda: start(jnp.int32(0)))
-    sums = jax.lax.fori_loop(0, blocks, attend_block, nothing(out_ref.shape))
-    out, lse = finish(sums)
+    sums = jax.lax.fori_loop(0, blocks, attend_block, empty_sums(out_ref.shape))
+    out, lse = normalize(sums)
     out_ref[...] = out
     lse_ref[...] = jnp.broadcast_to(lse, lse_ref.shape)
 

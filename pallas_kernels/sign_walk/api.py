@@ -1,9 +1,9 @@
-"""Signs of self-balancing walks (Alweiss, Liu, Sawhney 2021), on what the arrays lie on.
+"""Signs of self-balancing walks (Alweiss, Liu, Sawhney 2021), on any platform.
 
-A walk decides step by step between +1 and -1, and leans to what keeps the signed sum of its vectors
-small: P(+1) = 1/2 - s/(2c), s being the inner product of the vector with the sum so far. Here the
-vectors are those of BalanceKV (2502.07861, section 3): their inner products are those of values
-times the exponential of those of keys.
+A walk chooses +1 or -1 per step, with a bias that keeps the signed sum of its vectors short:
+P(+1) = 1/2 - s/(2c), where s is the inner product of the vector with the sum so far. Here the
+vectors are those of BalanceKV (2502.07861, section 3): an inner product is that of the values times
+the exponential of that of the keys.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 
 class Walk(NamedTuple):
-    """signs [...,b] int8: +1, -1, or 0 where there is no step. met [...,b] float32: s of each step
-    as it was met, which lies beyond -1/2 .. 1/2 where nothing was left to chance."""
+    """signs [...,b] int8: +1, -1, or 0 where there is no step.
+
+    inner [...,b] float32: s at each step; outside -1/2 .. 1/2 the sign was certain.
+    """
 
     signs: Array
-    met: Array
+    inner: Array
 
 
 def sign_walk(gram: Array, thresholds: Array, implementation: Implementation | None = None) -> Walk:
-    """Walks over Gram matrices that are there.
+    """Walks over given Gram matrices.
 
     gram [...,b,b] float32: inner products times 1/(2c). thresholds [...,b] float32: 1/2 - u for u
-    uniform in 0 .. 1, or NO_STEP. Equal bits of both give equal signs everywhere. implementation:
-    None takes what the platform has for this shape; a name raises ValueError where it has none.
+    uniform in [0, 1), or NO_STEP. Equal bits of both give equal signs on every platform.
+    implementation: None chooses for the platform and shape; a name raises ValueError where it is
+    unsupported.
     """
     blocks, steps = thresholds.shape[:-1], thresholds.shape[-1]
     flat = gram.reshape(-1, steps, steps), thresholds.reshape(-1, steps)
@@ -52,13 +55,13 @@ def balance_walk(
     tau: float,
     implementation: Implementation | None = None,
 ) -> Walk:
-    """Walks over tokens, or over differences of two; kernels never write a Gram matrix to memory.
+    """Walks over tokens or differences of two tokens; kernels write no Gram matrix to memory.
 
-    keys [...,P,b,d] times the root of the temperature over sqrt d, values [...,P,b,d']: a step is
-    a token (P = 1) or the first of two less the second (P = 2). The inner product of two tokens
-    is gain x exp(<k,k'> - shift) (<v,v'> + tau); shift, gain [...]. tau: balances the softmax's
-    denominator beside its numerator. The rest is `sign_walk`'s; where a kernel forms Gram
-    matrices, their last bits are its own.
+    keys [...,P,b,d], scaled by the root of temperature / sqrt d, values [...,P,b,d']: a step is a
+    token (P = 1) or the first of two minus the second (P = 2). The inner product of two tokens is
+    gain x exp(<k,k'> - shift) (<v,v'> + tau); shift, gain [...]. tau: balances the denominator of
+    the softmax beside its numerator. thresholds and implementation: as in `sign_walk`. Kernels may
+    round Gram matrices differently in the last bits.
     """
     blocks, steps = thresholds.shape[:-1], thresholds.shape[-1]
     count = len(blocks)
@@ -67,87 +70,88 @@ def balance_walk(
 
 
 def _run(
-    what: str,
+    name: str,
     flat: tuple[Array, ...],
     blocks: tuple[int, ...],
     steps: int,
     implementation: Implementation | None,
     **settings: float,
 ) -> Walk:
-    tokens = [array.shape for axes, array in zip(AXES[what], flat, strict=True) if "d" in axes]
-    kernels: dict[str, Callable] = {"xla": partial(getattr(reference, what), **settings)}
-    members = sum(shape[1] * shape[-1] for shape in tokens)
-    if tpu.takes(to_multiple(steps, tpu.LANES), members):
-        kernels["pallas_tpu"] = partial(on_tpu, what, settings)
-    if gpu.takes(to_power(steps)):
-        kernels["pallas_gpu"] = partial(on_gpu, what, settings)
+    tokens = [array.shape for axes, array in zip(AXES[name], flat, strict=True) if "d" in axes]
+    kernels: dict[str, Callable] = {"xla": partial(getattr(reference, name), **settings)}
+    width = sum(shape[1] * shape[-1] for shape in tokens)
+    if tpu.supports(round_up(steps, tpu.LANES), width):
+        kernels["pallas_tpu"] = partial(on_tpu, name, settings)
+    if gpu.supports(next_power(steps)):
+        kernels["pallas_gpu"] = partial(on_gpu, name, settings)
     if implementation is None:
-        fused = kernels.get("pallas_gpu") if triton.runs() else None
-        signs, met = jax.lax.platform_dependent(
+        fused = kernels.get("pallas_gpu") if triton.is_supported() else None
+        signs, inner = jax.lax.platform_dependent(
             *flat,
             tpu=kernels.get("pallas_tpu", kernels["xla"]),
             cuda=fused or kernels["xla"],
             default=kernels["xla"],
         )
     elif implementation in kernels:
-        signs, met = kernels[implementation](*flat)
+        signs, inner = kernels[implementation](*flat)
     else:
         raise ValueError(
-            f"a walk of {steps} steps is done by {', '.join(kernels)}, got {implementation!r}; "
-            "leave it out for what the platform has"
+            f"a walk of {steps} steps is supported by {', '.join(kernels)}, "
+            f"got {implementation!r}; leave implementation out to choose by platform"
         )
-    return Walk(signs.astype(jnp.int8).reshape(*blocks, steps), met.reshape(*blocks, steps))
+    return Walk(signs.astype(jnp.int8).reshape(*blocks, steps), inner.reshape(*blocks, steps))
 
 
-def on_tpu(what: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:
-    """The TPU kernel on walks of any number and length that it takes."""
-    blocks, steps = flat[THRESHOLDS[what]].shape
-    kernel = partial(getattr(tpu, what), **settings, interpret=interpret)
-    padded = pad(what, flat, to_multiple(blocks, tpu.GROUP), to_multiple(steps, tpu.LANES))
+def on_tpu(name: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:
+    """The TPU kernel on any supported number and length of walks, padded to its tiles."""
+    blocks, steps = flat[THRESHOLDS[name]].shape
+    kernel = partial(getattr(tpu, name), **settings, interpret=interpret)
+    padded = pad(name, flat, round_up(blocks, tpu.GROUP), round_up(steps, tpu.LANES))
     return tuple(out[:blocks, :steps] for out in kernel(*padded))
 
 
-def on_gpu(what: str, settings: dict, *flat: Array, interpret: bool = False) -> tuple:
-    """The GPU kernel on walks of any length, and tokens of any head dim, that it takes."""
-    blocks, steps = flat[THRESHOLDS[what]].shape
-    kernel = partial(getattr(gpu, what), **settings, interpret=interpret)
-    padded = pad(what, flat, blocks, to_power(steps), to_power)
+def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> tuple:
+    """The GPU kernel on any supported length of walks and head dim, padded to powers of two."""
+    blocks, steps = flat[THRESHOLDS[name]].shape
+    kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
+    padded = pad(name, flat, blocks, next_power(steps), next_power)
     return tuple(out[:, :steps] for out in kernel(*padded))
 
 
-# Of each argument what its axes are: M blocks, b steps, d the numbers of a token, P members.
+# The axes of each argument: M walks, b steps, d head dim, P members of a step.
 AXES = {
     "walk": ("Mbb", "Mb"),
     "balance": ("MPbd", "MPbd", "Mb", "M", "M"),
 }
-THRESHOLDS = {what: axes.index("Mb") for what, axes in AXES.items()}
+THRESHOLDS = {name: axes.index("Mb") for name, axes in AXES.items()}
 
 
 def pad(
-    what: str,
+    name: str,
     flat: tuple[Array, ...],
     blocks: int,
     steps: int,
     wide: Callable[[int], int] = lambda size: size,
 ) -> tuple[Array, ...]:
-    """The arguments with blocks and steps that are not there, and tokens of `wide` numbers."""
+    """The arguments padded with empty walks and steps, and tokens padded to `wide(head dim)`."""
     size = {"M": lambda _: blocks, "b": lambda _: steps, "d": wide, "P": lambda members: members}
     return tuple(
         jnp.pad(
             array,
             [
-                (0, size[letter](have) - have)
-                for letter, have in zip(axes, array.shape, strict=True)
+                (0, size[letter](length) - length)
+                for letter, length in zip(axes, array.shape, strict=True)
             ],
             constant_values=NO_STEP if axes == "Mb" else 0,
         )
-        for axes, array in zip(AXES[what], flat, strict=True)
+        for axes, array in zip(AXES[name], flat, strict=True)
     )
 
 
-def to_multiple(size: int, of: int) -> int:
-    return -(-size // of) * of
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
-def to_power(size: int) -> int:
+def next_power(size: int) -> int:
+    """The next power of two that the GPU kernel supports."""
     return max(gpu.PANEL, 1 << (size - 1).bit_length())

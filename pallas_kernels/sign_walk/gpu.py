@@ -1,4 +1,4 @@
-"""The walk on an NVIDIA GPU, one program a block, by Triton. Never run on a GPU yet."""
+"""The walk on an NVIDIA GPU in Triton, one program per walk. No GPU has run it yet."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jaxkv.pallas_kernels.sign_walk.reference import sign_of, signed_sum
 
 try:
     from jax.experimental.pallas import triton as plgpu
-except ImportError:  # jax 0.12 says that it will go one day
+except ImportError:  # deprecated since jax 0.12
     plgpu = None
 
 Array = jax.Array
-PANEL = 16  # rows of a Gram matrix that are made at a time: the least of a tensor core
-MOST = 1024  # steps: what a program holds in registers
-# Bytes of shared memory that one operand of a product may fill: the least that a GPU of capability
-# 8.0 or later has is 99 KiB a program, of which more than one operand may want a part.
+PANEL = 16  # Gram rows computed at a time: the minimum of a tensor core
+MAX_STEPS = 1024  # limited by the registers of a program
+# Bytes of shared memory for one operand of a product. GPUs of capability 8.0 or later have at least
+# 99 KiB per program, and more than one operand may need a part of it.
 SHARED = 64 * 2**10
 WARPS = 4
 
 
-def takes(steps: int) -> bool:
-    """Whether the kernels take walks of so many steps, and this jax has Triton."""
-    return plgpu is not None and PANEL <= steps <= MOST and steps & (steps - 1) == 0
+def supports(steps: int) -> bool:
+    """Whether the kernels support walks of this many steps, and this jax has Triton."""
+    return plgpu is not None and PANEL <= steps <= MAX_STEPS and steps & (steps - 1) == 0
 
 
 def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array, Array]:
@@ -45,31 +45,31 @@ def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array
     )(gram, thresholds)
 
 
-def _walk_block(gram_ref, thresholds_ref, signs_ref, met_ref) -> None:
+def _walk_block(gram_ref, thresholds_ref, signs_ref, inner_ref) -> None:
     thresholds = thresholds_ref[...]
     step = partial(_step, thresholds, lambda i: gram_ref[i, :])
     zeros = jnp.zeros_like(thresholds)
-    _, signs_ref[...], met_ref[...] = jax.lax.fori_loop(
+    _, signs_ref[...], inner_ref[...] = jax.lax.fori_loop(
         0, thresholds.shape[0], lambda i, carry: step(i, i, carry), (zeros, zeros, zeros)
     )
 
 
 def _step(thresholds: Array, row_of, i: Array, at: Array, carry: tuple) -> tuple:
-    """One sign: row_of(at) is row i of the Gram matrix."""
-    s, signs, seen = carry
+    """One step: row_of(at) is row i of the Gram matrix."""
+    s, signs, inners = carry
     here = jnp.arange(s.shape[0]) == i
-    # Of one number and zeros the sum is exact in any order.
+    # A sum of one number and zeros is exact in any order.
     pick = lambda x: jnp.broadcast_to(jnp.sum(jnp.where(here, x, 0.0)), x.shape)  # noqa: E731
-    met = pick(s)
-    sign = sign_of(met, pick(thresholds))
-    return s + sign * row_of(at), jnp.where(here, sign, signs), jnp.where(here, met, seen)
+    inner = pick(s)
+    sign = sign_of(inner, pick(thresholds))
+    return s + sign * row_of(at), jnp.where(here, sign, signs), jnp.where(here, inner, inners)
 
 
 def balance(
     keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
     interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`reference.balance`: a few rows of a Gram matrix are made at a time, in registers."""
+    """`reference.balance`: PANEL rows of a Gram matrix are computed at a time, in registers."""
     blocks, steps = thresholds.shape
     tokens = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
     one = pl.BlockSpec((None, steps), lambda i: (i, 0))
@@ -86,7 +86,7 @@ def balance(
 
 
 def _balance_block(
-    keys_ref, values_ref, thresholds_ref, shift_ref, gain_ref, signs_ref, met_ref, *, tau
+    keys_ref, values_ref, thresholds_ref, shift_ref, gain_ref, signs_ref, inner_ref, *, tau
 ) -> None:
     thresholds, shift, gain = thresholds_ref[...], shift_ref[0], gain_ref[0]
     width = SHARED // (4 * thresholds.shape[0])
@@ -112,9 +112,9 @@ def _balance_block(
         place = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
         row_of = lambda at: jnp.sum(jnp.where(place == at, rows, 0.0), axis=0)  # noqa: E731
         step = partial(_step, thresholds, row_of)
-        return jax.lax.fori_loop(0, PANEL, lambda at, held: step(first + at, at, held), carry)
+        return jax.lax.fori_loop(0, PANEL, lambda at, carry: step(first + at, at, carry), carry)
 
     zeros = jnp.zeros_like(thresholds)
-    _, signs_ref[...], met_ref[...] = jax.lax.fori_loop(
+    _, signs_ref[...], inner_ref[...] = jax.lax.fori_loop(
         0, thresholds.shape[0] // PANEL, panel, (zeros, zeros, zeros)
     )

@@ -1,9 +1,8 @@
-"""What the kernels compute, in XLA.
+"""The definition of the kernels, in XLA.
 
-The walk is in push form: a state s of one number a step, to which every sign adds its row of the
-Gram matrix. Each s_j is a sum taken element by element in the order of the steps, a product with
-a sign is exact, and nothing is computed in the comparison: so the signs are a function of the bits
-of `gram` and `thresholds` alone, on every backend.
+The state of a walk is one number s per step. Each chosen sign adds its row of the Gram matrix to
+all of them. Every s_j is summed element by element in the order of the steps, and a product with a
+sign is exact. So the signs are a function of the bits of `gram` and `thresholds`, on every backend.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-NO_STEP = np.float32(2)  # a threshold is 1/2 less a chance; this one says that nothing is there
+NO_STEP = np.float32(2)  # the threshold of an absent step; others are 1/2 minus a uniform draw
 
 
 def walk(gram: Array, thresholds: Array) -> tuple[Array, Array]:
-    """Signs [M,b] float32 of M walks of b steps, and s_i [M,b] as each step met it.
+    """M walks of b steps: signs [M,b] float32, and the inner product s_i [M,b] at each step.
 
     gram [M,b,b] float32, symmetric. thresholds [M,b] float32. Step i takes +1 where
     s_i < thresholds_i, else -1, or 0 where the threshold is NO_STEP; then s += sign x gram[i].
@@ -25,28 +24,28 @@ def walk(gram: Array, thresholds: Array) -> tuple[Array, Array]:
 
     def one(s: Array, step: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         i, row, threshold = step
-        met = jax.lax.dynamic_index_in_dim(s, i, 1, keepdims=False)
-        sign = sign_of(met, threshold)
-        return s + sign[:, None] * row, (sign, met)
+        inner = jax.lax.dynamic_index_in_dim(s, i, 1, keepdims=False)
+        sign = sign_of(inner, threshold)
+        return s + sign[:, None] * row, (sign, inner)
 
     steps = gram.shape[1]
     start = jnp.zeros(gram.shape[::2], jnp.float32)
     rows = (jnp.arange(steps), gram.transpose(1, 0, 2), thresholds.T)
-    _, (signs, met) = jax.lax.scan(one, start, rows)
-    return signs.T, met.T
+    _, (signs, inner) = jax.lax.scan(one, start, rows)
+    return signs.T, inner.T
 
 
-def sign_of(met: Array, threshold: Array) -> Array:
-    """The comparison, for all who walk."""
-    sign = jnp.where(met < threshold, jnp.ones_like(met), -jnp.ones_like(met))
-    return jnp.where(threshold < NO_STEP, sign, jnp.zeros_like(met))
+def sign_of(inner: Array, threshold: Array) -> Array:
+    """The sign of a step, for all implementations."""
+    sign = jnp.where(inner < threshold, jnp.ones_like(inner), -jnp.ones_like(inner))
+    return jnp.where(threshold < NO_STEP, sign, jnp.zeros_like(inner))
 
 
 def gram(keys: Array, values: Array, shift: Array, gain: Array, tau: float) -> Array:
-    """[M,b,b] of keys [M,P,b,d], values [M,P,b,d'], shift and gain [M].
+    """Gram matrices [M,b,b] of keys [M,P,b,d], values [M,P,b,d'], shift and gain [M].
 
-    P is 1: gain x exp(<k_i,k_j> - shift) (<v_i,v_j> + tau). P is 2, steps that are the difference
-    of two tokens: the same of both, less the two products of one with the other.
+    P = 1: gain x exp(<k_i,k_j> - shift) (<v_i,v_j> + tau). P = 2: a step is the difference of two
+    tokens, so the entry is the sum over equal members minus the two cross products.
     """
     each = lambda x: x[:, None, None]  # noqa: E731
     return signed_sum(
@@ -59,7 +58,7 @@ def gram(keys: Array, values: Array, shift: Array, gain: Array, tau: float) -> A
 
 
 def signed_sum(part, members: int) -> Array:
-    """Of the members p, q of two steps: part(p, q), added where they are alike, else taken off."""
+    """The sum over members p, q of two steps: +part(p, q) where p = q, else -part(p, q)."""
     total = part(0, 0)
     for p in range(members):
         for q in range(members):

@@ -1,4 +1,4 @@
-"""The shapes that tests and `bench.py` share."""
+"""Shapes for the tests and `bench.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
 
 class Shape(NamedTuple):
-    """Blocks of a walk: `members` 1 walks over tokens, 2 over differences of two."""
+    """`blocks` walks of `steps`; with 1 member over tokens, with 2 over differences of two."""
 
     blocks: int
     steps: int
@@ -20,15 +20,15 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-LARGEST = {  # a prompt of 131,072 tokens, 8 kv heads, in blocks of 256 tokens
+LARGEST = {  # a prompt of 131,072 tokens, 8 KV heads, in blocks of 256 tokens
     "tokens": Shape(131_072 * 8 // 256, 256, 1, 128),
     "pairs": Shape(131_072 * 8 // 256, 128, 2, 128),
 }
-PROMPT = {  # of 32,768 tokens
+PROMPT = {  # the same for 32,768 tokens
     "tokens": Shape(32_768 * 8 // 256, 256, 1, 128),
     "pairs": Shape(32_768 * 8 // 256, 128, 2, 128),
 }
-SMALL = {  # for interpreters: whole groups and broken ones, steps that no tile divides
+SMALL = {  # for interpreters: full and partial groups, steps that no tile divides
     "tokens": Shape(16, 128, 1, 32),
     "pairs": Shape(5, 64, 2, 16),
     "broken": Shape(3, 40, 1, 24),
@@ -45,18 +45,18 @@ def arguments(shape: Shape) -> tuple[jax.Array, ...]:
 
 
 def inputs(shape: Shape, seed: int = 0, share: float = 1.0) -> tuple[jax.Array, ...]:
-    """The same of random tokens; share: of steps that exist.
+    """The same arguments with random tokens; share: fraction of steps that exist.
 
-    Keys near enough to one another that the walk has something to balance, values of unit length,
-    and a gain that leaves most steps to chance and not all.
+    Keys are close enough that the walk has something to balance. Values have unit length. The gain
+    leaves most steps random, but not all.
     """
     random = np.random.default_rng(seed)
     size = (shape.blocks, shape.members, shape.steps, shape.head_dim)
     keys = 0.5 * random.normal(size=size) / np.sqrt(np.sqrt(shape.head_dim))
     values = random.normal(size=size) / np.sqrt(shape.head_dim)
     thresholds = 0.5 - random.random((shape.blocks, shape.steps))
-    there = np.arange(shape.steps) < share * shape.steps
-    thresholds = np.where(there, thresholds, NO_STEP)
+    exists = np.arange(shape.steps) < share * shape.steps
+    thresholds = np.where(exists, thresholds, NO_STEP)
     shift = (keys**2).sum(-1).max((1, 2))
     gain = np.full(shape.blocks, 1.0)
     return tuple(jnp.asarray(x, jnp.float32) for x in (keys, values, thresholds, shift, gain))

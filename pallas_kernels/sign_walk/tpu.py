@@ -1,4 +1,7 @@
-"""The walk on a TPU: eight blocks side by side, one row of each a step. Never run on a TPU yet."""
+"""The walk on a TPU: eight walks side by side, one Gram row of each per step.
+
+No TPU has run it yet.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.pallas_kernels.sign_walk.reference import sign_of, signed_sum
 
 Array = jax.Array
-GROUP = 8  # blocks a program: the sublanes of a vector register
+GROUP = 8  # walks per program: the sublanes of a vector register
 LANES = 128
-VMEM = 12 * 2**20  # bytes of a core's memory that a program may fill, of 16 MiB
+VMEM = 12 * 2**20  # bytes of a core's 16 MiB that a program may use
 
 
-def takes(steps: int, width: int = 0) -> bool:
-    """Whether the kernels take walks of so many steps, M being a multiple of GROUP.
+def supports(steps: int, width: int = 0) -> bool:
+    """Whether the kernels support walks of this many steps; M must be a multiple of GROUP.
 
-    width: numbers of the keys and values of a step that are on the chip; 0 for `walk`.
+    width: numbers per step of the keys and values on the chip; 0 for `walk`.
     """
-    # What comes in stands twice, for the next is fetched meanwhile.
+    # Inputs are double-buffered: the next ones are fetched during the computation.
     fetched = 2 * width if width else 2 * steps
     return steps % LANES == 0 and 4 * GROUP * steps * (fetched + steps) <= VMEM
 
@@ -31,7 +34,7 @@ def takes(steps: int, width: int = 0) -> bool:
 def walk(gram: Array, thresholds: Array, interpret: object = False) -> tuple[Array, Array]:
     """`reference.walk`."""
     blocks, steps = thresholds.shape
-    # Step i then reads one contiguous tile: row i of eight blocks.
+    # So step i reads one contiguous tile: row i of eight walks.
     rows = gram.reshape(-1, GROUP, steps, steps).transpose(0, 2, 1, 3)
     whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
     return pl.pallas_call(
@@ -45,35 +48,35 @@ def walk(gram: Array, thresholds: Array, interpret: object = False) -> tuple[Arr
     )(rows, thresholds)
 
 
-def _walk_group(rows_ref, thresholds_ref, signs_ref, met_ref) -> None:
-    _run(rows_ref, thresholds_ref[...], signs_ref, met_ref)
+def _walk_group(rows_ref, thresholds_ref, signs_ref, inner_ref) -> None:
+    _run(rows_ref, thresholds_ref[...], signs_ref, inner_ref)
 
 
-def _run(rows_ref, thresholds: Array, signs_ref, met_ref) -> None:
+def _run(rows_ref, thresholds: Array, signs_ref, inner_ref) -> None:
     shape = thresholds.shape
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        s, signs, seen = carry
+        s, signs, inners = carry
         here = lane == i
-        # Of one number and zeros the sum is exact in any order.
+        # A sum of one number and zeros is exact in any order.
         pick = lambda x: jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)  # noqa: E731
-        met = pick(s)
-        sign = sign_of(met, pick(thresholds))
+        inner = pick(s)
+        sign = sign_of(inner, pick(thresholds))
         s = s + sign * rows_ref[i]
-        return s, jnp.where(here, sign, signs), jnp.where(here, met, seen)
+        return s, jnp.where(here, sign, signs), jnp.where(here, inner, inners)
 
-    zeros = jnp.where(thresholds > 4, thresholds, 0.0)  # in the layout of the others
-    _, signs, met = jax.lax.fori_loop(0, shape[1], one, (zeros, zeros, zeros))
+    zeros = jnp.where(thresholds > 4, thresholds, 0.0)  # zeros, in the layout of the thresholds
+    _, signs, inners = jax.lax.fori_loop(0, shape[1], one, (zeros, zeros, zeros))
     signs_ref[...] = signs
-    met_ref[...] = met
+    inner_ref[...] = inners
 
 
 def balance(
     keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
     interpret: object = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`reference.balance`: the Gram matrices are made on the chip and never leave it."""
+    """`reference.balance`: the Gram matrices are computed on the chip and stay there."""
     blocks, steps = thresholds.shape
     tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
     whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
@@ -91,7 +94,16 @@ def balance(
 
 
 def _balance_group(
-    keys_ref, values_ref, thresholds_ref, shift_ref, gain_ref, signs_ref, met_ref, rows_ref, *, tau
+    keys_ref,
+    values_ref,
+    thresholds_ref,
+    shift_ref,
+    gain_ref,
+    signs_ref,
+    inner_ref,
+    rows_ref,
+    *,
+    tau,
 ) -> None:
     def dot(x: Array, y: Array) -> Array:
         return jax.lax.dot_general(
@@ -106,4 +118,4 @@ def _balance_group(
     for block in range(GROUP):
         whole = signed_sum(partial(part, block), keys_ref.shape[1])
         rows_ref[:, block, :] = whole * gain_ref[block][None]
-    _run(rows_ref, thresholds_ref[...], signs_ref, met_ref)
+    _run(rows_ref, thresholds_ref[...], signs_ref, inner_ref)

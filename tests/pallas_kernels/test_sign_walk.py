@@ -1,5 +1,7 @@
-"""Signs of walks: the scan against plain numpy, the kernels against the scan, and what they compile
-to for hardware that is not here."""
+"""Signs of walks: the scan equals numpy, and the kernels equal the scan.
+
+The kernels are also compiled for hardware that is absent.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +35,27 @@ def gram(shape, share=0.8):
 
 
 def plain(gram, thresholds):
-    """The walk of the paper in numpy, one float32 after another."""
+    """The walk of the paper in numpy, step by step in float32."""
     gram, thresholds = np.asarray(gram), np.asarray(thresholds)
-    s, signs, met = np.zeros_like(thresholds), np.zeros_like(thresholds), np.zeros_like(thresholds)
+    s, signs, inner = (np.zeros_like(thresholds) for _ in range(3))
     for i in range(thresholds.shape[1]):
-        met[:, i] = s[:, i]
-        there = thresholds[:, i] < 2
-        signs[:, i] = np.where(there, np.where(s[:, i] < thresholds[:, i], 1, -1), 0)
+        inner[:, i] = s[:, i]
+        exists = thresholds[:, i] < 2
+        signs[:, i] = np.where(exists, np.where(s[:, i] < thresholds[:, i], 1, -1), 0)
         s += signs[:, i, None] * gram[:, i]
-    return signs, met
+    return signs, inner
 
 
 @pytest.mark.parametrize("name", shapes.SMALL)
 def test_the_scan_is_the_walk(name):
     given = gram(shapes.SMALL[name])
     walk = api.sign_walk(*given)
-    signs, met = plain(*given)
+    signs, inner = plain(*given)
     np.testing.assert_array_equal(walk.signs, signs)
-    np.testing.assert_array_equal(walk.met, met)
-    saturated = np.mean(np.abs(met) > 0.5)
-    assert 0 < saturated < 0.5, "the case must leave some steps to chance, and not all"
-    assert 0 < np.mean(signs == 0) < 0.3, "and have some that are not there"
+    np.testing.assert_array_equal(walk.inner, inner)
+    saturated = np.mean(np.abs(inner) > 0.5)
+    assert 0 < saturated < 0.5, "the case must have random steps and certain steps"
+    assert 0 < np.mean(signs == 0) < 0.3, "and absent steps"
 
 
 def test_gram_matrices_are_those_of_the_formula():
@@ -62,9 +64,9 @@ def test_gram_matrices_are_those_of_the_formula():
         wanted = np.zeros((shape.blocks, shape.steps, shape.steps))
         for p in range(shape.members):
             for q in range(shape.members):
-                inner = np.einsum("mid,mjd->mij", keys[:, p], keys[:, q])
+                of_keys = np.einsum("mid,mjd->mij", keys[:, p], keys[:, q])
                 of_values = np.einsum("mid,mjd->mij", values[:, p], values[:, q])
-                kernel = np.exp(inner - shift[:, None, None]) * (of_values + TAU)
+                kernel = np.exp(of_keys - shift[:, None, None]) * (of_values + TAU)
                 wanted += kernel * (1 if p == q else -1)
         wanted *= gain[:, None, None]
         np.testing.assert_allclose(gram(shape)[0], wanted, atol=2e-6, err_msg=name)
@@ -74,55 +76,57 @@ def test_gram_matrices_are_those_of_the_formula():
 def test_the_kernels_walk_bit_for_bit(platform):
     for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (MANY, 1.0)]:
         given = gram(shape, share)
-        signs, met = reference.walk(*given)
+        signs, inner = reference.walk(*given)
         found = ON[platform]("walk", {}, *given, interpret=True)
         np.testing.assert_array_equal(found[0], signs)
-        np.testing.assert_array_equal(found[1], met)
+        np.testing.assert_array_equal(found[1], inner)
 
 
 @pytest.mark.slow
-def test_on_a_tpu_nothing_races_and_nothing_is_read_before_it_is_written(capfd):
+def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd):
     given = gram(MANY, 1.0)
-    signs, met = reference.walk(*given)
+    signs, inner = reference.walk(*given)
     found = api.on_tpu("walk", {}, *given, interpret=CHECKED)
     np.testing.assert_array_equal(found[0], signs)
-    np.testing.assert_array_equal(found[1], met)
-    near_enough("tpu", shapes.SMALL["pairs"], CHECKED)
-    assert "RACE" not in capfd.readouterr().out, "which is all that jax does about one"
+    np.testing.assert_array_equal(found[1], inner)
+    check_fused("tpu", shapes.SMALL["pairs"], CHECKED)
+    assert "RACE" not in capfd.readouterr().out, "jax only prints races"
 
 
 @pytest.mark.parametrize("platform", ON)
 @pytest.mark.parametrize("name", [seldom(n) if n == "one" else n for n in shapes.SMALL])
-def test_the_fused_kernels_walk_alike(platform, name):
-    near_enough(platform, shapes.SMALL[name], True)
+def test_the_fused_kernels_give_the_same_signs(platform, name):
+    check_fused(platform, shapes.SMALL[name], True)
 
 
-def near_enough(platform, shape, interpret):
-    """A sign may differ only where s came near its threshold, and those after it."""
+def check_fused(platform, shape, interpret):
+    """A sign may differ where s is close to its threshold, and after such a step."""
     given = shapes.inputs(shape, share=0.8)
-    wanted, met = (np.asarray(x) for x in reference.balance(*given, TAU))
+    wanted, inner = (np.asarray(x) for x in reference.balance(*given, TAU))
     signs, _ = ON[platform]("balance", {"tau": TAU}, *given, interpret=interpret)
     for block, at in enumerate(np.argmax(np.asarray(signs) != wanted, axis=1)):
         if signs[block, at] != wanted[block, at]:
-            assert abs(met[block, at] - given[2][block, at]) < 1e-4
+            assert abs(inner[block, at] - given[2][block, at]) < 1e-4
 
 
-def test_leading_axes_are_walks_of_their_own():
+def test_leading_axes_are_independent_walks():
     keys, values, thresholds, shift, gain = shapes.inputs(shapes.Shape(12, 16, 2, 8))
     lead = (2, 3, 2)
     shaped = [x.reshape(*lead, *x.shape[1:]) for x in (keys, values, thresholds, shift, gain)]
     walk = jax.jit(partial(api.balance_walk, tau=TAU))(*shaped)
-    signs, met = reference.balance(keys, values, thresholds, shift, gain, TAU)
+    signs, inner = reference.balance(keys, values, thresholds, shift, gain, TAU)
     np.testing.assert_array_equal(walk.signs, signs.reshape(*lead, 16))
-    np.testing.assert_allclose(walk.met, met.reshape(*lead, 16), atol=1e-6)
+    np.testing.assert_allclose(walk.inner, inner.reshape(*lead, 16), atol=1e-6)
     assert walk.signs.dtype == jnp.int8
 
 
-def test_what_has_no_kernel_is_refused_by_name_and_done_by_none():
+def test_unsupported_implementations_are_refused_by_name():
     wide = gram(shapes.Shape(2, 300, 1, 8))
-    with pytest.raises(ValueError, match=r"300 steps is done by xla, pallas_gpu, got 'pallas_tpu'"):
+    with pytest.raises(
+        ValueError, match=r"300 steps .* by xla, pallas_gpu, got 'pallas_tpu'"
+    ):
         api.sign_walk(*wide, implementation="pallas_tpu")
-    with pytest.raises(ValueError, match=r"got 'cuda'; leave it out"):
+    with pytest.raises(ValueError, match=r"got 'cuda'; leave implementation out"):
         api.sign_walk(*wide, implementation="cuda")
     np.testing.assert_array_equal(api.sign_walk(*wide).signs, reference.walk(*wide)[0])
 
@@ -130,17 +134,17 @@ def test_what_has_no_kernel_is_refused_by_name_and_done_by_none():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
 @pytest.mark.parametrize("what", ["walk", "balance"])
 @pytest.mark.parametrize("name", shapes.PROMPT)
-def test_it_is_lowered_for_cuda(what, name):
+def test_the_kernel_is_lowered_for_cuda(what, name):
     shape = shapes.PROMPT[name]
-    with an_h100_in_mind():
+    with abstract_h100():
         text = lowered(what, shape, "pallas_gpu", ("cuda",))
         chosen = lowered(what, shape, None, ("cuda",))
     assert "__gpu$xla.gpu.triton" in text
     assert chosen.count("__gpu$xla.gpu.triton") == 1
 
 
-def an_h100_in_mind():
-    """From jax 0.12 on Triton's lowering asks for what GPU it is, where none is here."""
+def abstract_h100():
+    """An abstract GPU, which the lowering of Triton needs from jax 0.12 on where there is none."""
     kind = getattr(jax.sharding, "AbstractDevice", None)
     if kind is None or "platform" not in inspect.signature(kind).parameters:
         return contextlib.nullcontext()
@@ -181,7 +185,7 @@ def test_a_tpu_compiles_the_largest_walks(reports):
 @pytest.mark.slow
 @pytest.mark.tpu_check
 def test_fused_no_gram_matrix_is_in_memory(reports):
-    """The walk over a matrix that is there, the control, has them."""
+    """The control, a walk over a given matrix, has them."""
     for report in reports:
         assert report["gram matrices"] == (report["what"] == "walk"), report
         if report["what"] == "balance":
@@ -189,7 +193,7 @@ def test_fused_no_gram_matrix_is_in_memory(reports):
 
 
 def main() -> None:
-    """One line of JSON a generation of TPU, function and shape."""
+    """Print one line of JSON per TPU generation, function and shape."""
     for kind in ("v5e:2x2", "v6e:2x2"):
         device = topologies.get_topology_desc(platform="tpu", topology_name=kind).devices[0]
         for what in ("walk", "balance"):

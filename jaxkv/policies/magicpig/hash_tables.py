@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Leaf
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
 
 MAX_FOUND = 65535  # places of a sample: with more, ranks overflow 32 bits
@@ -119,7 +119,7 @@ def tally(
     first = tables.first.reshape(-1)
     table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
-    begin, end = (host.take(first, bucket + i) for i in (0, 1))
+    begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
     upto = _running_sum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * most + begin - (upto - (end - begin))
@@ -134,7 +134,7 @@ def tally(
         mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
         block = jnp.where(j < total, j + mine, 0)
-        entry = host.take(entries, block).astype(jnp.uint32)
+        entry = host_memory.take(entries, block).astype(jnp.uint32)
         entry = jnp.where((j < total)[:, None], entry, 0)
         place = jnp.maximum(entry, 1) - 1
         one = jnp.minimum(entry, 1) << (place % fields * bits)

@@ -25,7 +25,7 @@ from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.ring import OVERFULL, Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, with_memory
 from jaxkv.errors import UserError
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.hash_tables import Tables
@@ -193,7 +193,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
 @partial(jax.jit, static_argnames=("settings", "size", "places"))
 def _index_tail(state: IndexState, settings: IndexSettings, size: int, places: int) -> IndexState:
     """Move the tokens that left the window from `dense` to `indexed`; these get new sizes."""
-    state = _to(host.to_device, state) if settings.memory == "host" else state
+    state = _to(host_memory.to_device, state) if settings.memory == "host" else state
     cache, indexed = state.dense, ring.grow(state.indexed, places)
     most = cache.positions.shape[1] - settings.ends
     moved = jnp.clip(cache.count - settings.ends, 0, most)
@@ -268,7 +268,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
     split = lambda a: a.reshape(batch, kv_heads, *a.shape[1:])  # noqa: E731
     tables, norms, tail_codes, tail_norms = jax.tree.map(split, built)
     state = state._replace(tables=tables, norms=norms, tail_codes=tail_codes, tail_norms=tail_norms)
-    return _to(host.to_host, state) if settings.memory == "host" else state
+    return _to(host_memory.to_host, state) if settings.memory == "host" else state
 
 
 def _to(where: Callable[[Array], Array], state: IndexState) -> IndexState:

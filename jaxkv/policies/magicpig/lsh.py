@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.attention import batched_dot
 from jaxkv.cache import per_head
 from jaxkv.errors import UserError
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
@@ -172,8 +172,9 @@ def log_weights(
     def one(given: tuple[Array, ...]) -> Array:
         head, q, rows, shift, length = given
         at = head // group * size + rows
-        dot = jnp.dot(host.take(keys, at).astype(jnp.float32), q, precision="highest") - shift
-        of = host.take(norms, at) * length
+        found = host_memory.take(keys, at).astype(jnp.float32)
+        dot = jnp.dot(found, q, precision="highest") - shift
+        of = host_memory.take(norms, at) * length
         return how(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
 
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731

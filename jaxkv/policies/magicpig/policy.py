@@ -16,7 +16,7 @@ from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.pallas_kernels.sampled_attention import How, sampled_attention
+from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
 from jaxkv.policies.magicpig.hash_tables import Found
 from jaxkv.policies.magicpig.index import IndexSettings, IndexState
@@ -246,15 +246,17 @@ class MagicPIG(Policy):
     ) -> Partial:  # fmt: skip
         """Attention to the first `count` of these slots, each weighted by its probability."""
         angles, hashing = index.angles(state, norms, q), self.settings.hashing
-        how, weight = How(spec.scale, spec.softcap, hashing), angles
+        settings, weight = LogitSettings(spec.scale, spec.softcap, hashing), angles
         penalty = spec.encoding.bias(positions[:, None], cache.positions, cache.k.shape[1])
         if penalty is not None:
-            how = how._replace(weigh=None)
+            settings = settings._replace(weight_fn=None)
             slots = jnp.clip(slots, 0, cache.positions.shape[1] - 1)
             weight = lsh.log_weights(cache.k, q, slots, angles, hashing)
             penalty = penalty.reshape(*q.shape[:2], -1)
             weight = weight + jnp.take_along_axis(penalty, slots, axis=2)
-        return Partial(*sampled_attention(q, cache.k, cache.v, slots, count, weight, how=how))
+        return Partial(
+            *sampled_attention(q, cache.k, cache.v, slots, count, weight, settings=settings)
+        )
 
 
 def find(

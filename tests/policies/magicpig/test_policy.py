@@ -14,7 +14,7 @@ from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.evals.magicpig import inclusion
-from jaxkv.pallas_kernels import host
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
@@ -226,10 +226,10 @@ def test_host_memory_gives_the_same_outputs():
     found, state = decode(on_host, prompt, new)
     np.testing.assert_array_equal(found, wanted)
     assert state.indexed.k.shape == reference.indexed.k.shape and int(state.indexed.count[0]) > 194
-    assert host.is_there(state.indexed.k) and host.is_there(state.tables.entries)
-    assert not host.is_there(state.planes) and not host.is_there(state.dense.k)
+    assert host_memory.on_host(state.indexed.k) and host_memory.on_host(state.tables.entries)
+    assert not host_memory.on_host(state.planes) and not host_memory.on_host(state.dense.k)
     swapped = batch.put(state, [1, 0], batch.take(state, [0, 1]))
-    assert host.is_there(swapped.indexed.k)
+    assert host_memory.on_host(swapped.indexed.k)
     np.testing.assert_array_equal(swapped.indexed.k, np.asarray(reference.indexed.k)[::-1])
     question = chunk(3, 212, seed=2, batch=2)
     states = (device, reference), (on_host, state)

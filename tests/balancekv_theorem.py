@@ -1,9 +1,10 @@
-"""BalanceKV as its theorem has it (Han et al. 2025, 2502.07861): Algorithms 1 to 3, for one stream.
+"""The algorithm that BalanceKV's theorem is about (Han et al. 2025, 2502.07861): Algorithms 1 to 3.
 
-Published code does something else and so do the policies (see jaxkv/halving.py, merge_reduce.py);
-this is the reference that the bound speaks of, streaming in fixed shapes. Where the paper's listing
-is misprinted: a bucket holds 2^i <= |v| < 2^(i+1), a value of length 0 is in no bucket, and p of
-Algorithm 3 is the number of the batch.
+The theorem bounds the error of this algorithm. The published code and the policies differ from it
+(jaxkv/policies/discrepancy.py, jaxkv/policies/merge_reduce). This code streams in fixed shapes.
+
+The paper's listing has misprints, read here as follows: a bucket contains 2^i <= |v| < 2^(i+1), a
+value of length 0 is in no bucket, and p of Algorithm 3 is the number of the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 
 class Class(NamedTuple):
-    """chosen [...,n]: the smaller of the two classes. failed [...]: whether some |s| was beyond
-    c R^2, or a key or value longer than its radius, where Algorithm 2 gives no answer."""
+    """The result of Algorithm 2.
+
+    chosen [...,n]: the smaller of the two classes. failed [...]: whether some |s| exceeded c R^2,
+    or a key or value exceeded its radius. Algorithm 2 gives no answer then.
+    """
 
     chosen: Bool[Array, "... S"]
     failed: Bool[Array, "..."]
@@ -44,13 +48,14 @@ def softmax_balance(
 ) -> Class:
     """Algorithm 2 over the tokens that are `there`.
 
-    r_key, r_value: radii, no key or value being longer. delta: of failure. walks: the constant of
-    c = 30 log(n / delta); smaller ones lean sooner and fail more often. n: tokens; None: the slots.
+    r_key, r_value: the radii, upper bounds of the lengths of keys and values. delta: probability of
+    failure. walks: the constant 30 of c = 30 log(n / delta); a smaller one balances more strongly
+    and fails more often. n: tokens; None: all slots.
     """
     slots, head_dim = keys.shape[-2:]
     n = slots if n is None else n
     c = walks * math.log(n / delta)
-    # All is divided by R^2 = exp(r_key^2 / sqrt d) r_value^2, which float32 cannot always hold.
+    # Inner products are divided by R^2 = exp(r_key^2 / sqrt d) r_value^2, which can exceed float32.
     scaled = keys.astype(jnp.float32) * np.float32(head_dim**-0.25)
     units = values.astype(jnp.float32) / r_value[..., None, None]
     shift = jnp.full(r_value.shape, r_key**2 / head_dim**0.5, jnp.float32)
@@ -60,7 +65,7 @@ def softmax_balance(
     walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
     count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
     chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
-    beyond = jnp.any(there & certain(walk.met), axis=-1)
+    beyond = jnp.any(there & certain(walk.inner), axis=-1)
     far = jnp.any(there & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
     return Class(chosen, beyond | far)
 
@@ -70,13 +75,15 @@ def _length(vectors: Float[Array, "... H"]) -> Float32[Array, "..."]:
 
 
 def _inside(vectors: Float[Array, "... H"], radius: float) -> Bool[Array, "..."]:
-    """Whether each is no longer than the radius, to the rounding of its length; NaN is not."""
+    """Whether each length is at most the radius, up to rounding; False for NaN."""
     return _length(vectors) <= np.float32(radius * (1 + 1e-6))
 
 
 class Sums(NamedTuple):
-    """The estimates of numerator and denominator of each query's attention. beyond: queries longer
-    than r, or of no numbers, of which the theorem says nothing."""
+    """Estimates of numerator and denominator of each query's attention.
+
+    beyond: queries that are longer than r or not finite; the theorem does not cover them.
+    """
 
     numerator: Float32[Array, "T X"]
     denominator: Float32[Array, " T"]
@@ -84,11 +91,11 @@ class Sums(NamedTuple):
 
 
 class Instances(NamedTuple):
-    """Merge and reduce (Algorithm 3), I times: levels 0 .. T of room for 2t tokens each.
+    """I instances of merge and reduce (Algorithm 3): levels 0 .. T of 2t slots each.
 
-    The last is never emptied, and has room for four halves; the others hold t at most. failures:
-    halvings that failed, and tokens that came to the instance and were beyond a radius, no numbers,
-    or too many; with one or more of them the theorem says nothing.
+    The last level is never emptied and has room for four halves; the others contain t tokens at
+    most. failures: failed halvings, and tokens that exceeded a radius, were not finite, or came
+    after the stream was full. The theorem does not cover an instance with failures.
     """
 
     k: Float32[Array, "I L S H"]
@@ -96,22 +103,25 @@ class Instances(NamedTuple):
     there: Bool[Array, "I L S"]
     tokens: UInt32[Array, " I"]
     failures: Int32[Array, " I"]
-    longest: Float32[Array, " 1"]  # value so far
+    longest: Float32[Array, " 1"]  # length of the longest value so far
 
 
 @dataclass(frozen=True)
 class BalanceKV:
-    """Algorithm 1: one instance of merge and reduce for each power of two that values' lengths lie
-    between, for the numerator, and one of ones for the denominator.
+    """Algorithm 1: merge and reduce for the numerator and the denominator of attention.
 
-    batch: t. rounds: T. r: radius of keys and queries. epsilon: precision, by which small buckets
-    are erased. lowest, buckets: the first has values of up to 2^(lowest+1); a value longer than the
-    last bucket's is a failure. walks: of Algorithm 2; 30 is the theorem's.
+    The numerator has one instance per bucket of value lengths, between two powers of two. The
+    denominator has one instance, with values of one.
 
-    What fits, `most`, is the stream's length n. The paper leaves open which power of 1/n the delta
-    of Algorithm 2 is. Here it is n^-3 over the dimension of values: there are no more than 4n/t
-    halvings, for each token comes to two instances, and every one must serve n queries, so all do
-    with a chance of 1 - 4/(nt) or more; and the proof of Algorithm 2 asks for each dimension alone.
+    batch: t. rounds: T. r: radius of keys and queries. epsilon: precision; it sets which small
+    buckets are erased. lowest, buckets: the first bucket has values of up to 2^(lowest+1); a value
+    longer than the last bucket's is a failure. walks: the constant of Algorithm 2; 30 in the
+    theorem.
+
+    The stream's length n is `most`, the tokens that fit. The paper leaves open which power of 1/n
+    the delta of Algorithm 2 is. Here delta is n^-3 over the dimension of values. Each token enters
+    two instances, so there are at most 4n/t halvings, and each must serve n queries: all succeed
+    with probability at least 1 - 4/(nt). The proof of Algorithm 2 treats each dimension separately.
     """
 
     batch: int
@@ -139,7 +149,7 @@ class BalanceKV:
             raise UserError(
                 f"epsilon must be between 0 and 1, got {self.epsilon}; leave it out for 0.1"
             )
-        # float32 must hold the squares of the lengths that buckets tell apart.
+        # The squares of the bucket edges must be representable in float32.
         if self.lowest < -60 or self.lowest + self.buckets > 60:
             raise UserError(
                 "buckets must lie between 2^-60 and 2^60, got "
@@ -149,8 +159,10 @@ class BalanceKV:
 
     @property
     def most(self) -> int:
-        """Tokens that fit: one less than bring the last level a fifth half, of which each comes
-        with 2^(rounds-1) batches; without rounds all stay in level 0."""
+        """Tokens that fit: one fewer than produce a fifth half in the last level.
+
+        2^(rounds-1) batches produce one half. With 0 rounds all tokens stay in level 0.
+        """
         return 5 * (self.batch << self.rounds) // 2 - 1 if self.rounds else 2 * self.batch
 
     def init(self, head_dim: int, value_dim: int) -> Instances:
@@ -166,24 +178,24 @@ class BalanceKV:
 
     @property
     def radii(self) -> np.ndarray:
-        """Of the values of each instance."""
+        """The value radius of each instance."""
         exponents = self.lowest + np.arange(self.buckets, dtype=np.float32)
         return np.append(2 ** (exponents + 1), 1).astype(np.float32)
 
     def insert(
-        self, state: Instances, k: Float[Array, " H"], v: Float[Array, " X"], key: jax.Array
+        self, state: Instances, k: Float[Array, " H"], v: Float[Array, " X"], rng: jax.Array
     ) -> Instances:
-        """One token more."""
+        """The state with one more token."""
         length = _length(v)
         exponent = jnp.floor(jnp.log2(jnp.maximum(length, np.float32(1e-30)))) - self.lowest
         last = np.float32(self.buckets - 1)
-        # What is no number shows in the numerator as in the denominator.
+        # A value that is not finite goes to the last bucket, so that the numerator shows it.
         exponent = jnp.where(length < jnp.inf, exponent, last)
         bucket = jnp.clip(exponent, 0, last).astype(jnp.int32)
         number = jnp.arange(self.buckets + 1)
         goes = ((number == bucket) & (length != 0)) | (number == self.buckets)
         inside = _inside(k, self.r) & _inside(v, float(self.radii[-2]))
-        # The denominator's values are ones: one number each, the others zero.
+        # The denominator's values are 1 in their first channel and 0 in the others.
         ones = jnp.zeros_like(v).at[0].set(1)
         values = jnp.where((number == self.buckets)[:, None], ones[None], v[None])
         slot = state.tokens % np.uint32(self.batch) if self.rounds else state.tokens
@@ -206,23 +218,23 @@ class BalanceKV:
         batches = state.tokens // np.uint32(self.batch)
         for level in range(self.rounds):
             does = full & (batches % np.uint32(2**level) == 0)
-            key = jax.random.fold_in(key, level)
-            halve = partial(self._halve, level, does, batches >> np.uint32(level), key)
+            rng = jax.random.fold_in(rng, level)
+            halve = partial(self._halve, level, does, batches >> np.uint32(level), rng)
             state = jax.lax.cond(jnp.any(does), halve, lambda s: s, state)
         return state
 
     def _halve(
-        self, level: int, does: Array, halvings: Array, key: jax.Array, state: Instances
+        self, level: int, does: Array, halvings: Array, rng: jax.Array, state: Instances
     ) -> Instances:
-        """The smaller class of a level, of instances that it `does`, to the next."""
-        uniforms = jax.random.uniform(key, state.there.shape[::2])
-        kept = softmax_balance(
+        """Move the smaller class of a level up one level, in the instances that `does` marks."""
+        uniforms = jax.random.uniform(rng, state.there.shape[::2])
+        halved = softmax_balance(
             state.k[:, level], state.v[:, level], uniforms, state.there[:, level], self.r,
             jnp.asarray(self.radii), self._delta(state), self.walks, self.batch,
         )  # fmt: skip
         half = self.batch // 2
-        order = jnp.argsort(~kept.chosen, axis=1, stable=True)[:, :half]
-        # One half behind the other; but for the last level there are never more than two.
+        order = jnp.argsort(~halved.chosen, axis=1, stable=True)[:, :half]
+        # Halves are stored one after another; levels other than the last contain at most two.
         place = halvings - np.uint32(1) if level + 1 == self.rounds else (halvings - 1) % 2
         slot = jnp.arange(2 * self.batch, dtype=jnp.uint32)[None]
         takes = does[:, None] & (slot // np.uint32(half) == place[:, None])
@@ -235,18 +247,18 @@ class BalanceKV:
                 jnp.where(takes.reshape(*takes.shape, *wide), new, leaf[:, level + 1])
             )
 
-        there = up(state.there.at[:, level].set(state.there[:, level] & kept.chosen))
+        there = up(state.there.at[:, level].set(state.there[:, level] & halved.chosen))
         emptied = state.there[:, level] & ~does[:, None]
         return state._replace(
             k=up(state.k), v=up(state.v), there=there.at[:, level].set(emptied),
-            failures=state.failures + (does & kept.failed).astype(jnp.int32),
+            failures=state.failures + (does & halved.failed).astype(jnp.int32),
         )  # fmt: skip
 
     def _delta(self, state: Instances) -> float:
         return 1 / (self.most**3 * state.v.shape[-1])
 
     def _erase(self, state: Instances) -> Instances:
-        """Buckets whose values are too small to matter beside the longest so far."""
+        """The state without the buckets whose values are negligible beside the longest so far."""
         head_dim = state.k.shape[-1]
         share = self.epsilon / (2 * self.most) * math.exp(-(self.r**2) / head_dim**0.5)
         small = jnp.asarray(self.radii[:-1] / 2) <= np.float32(share) * state.longest
@@ -254,6 +266,7 @@ class BalanceKV:
         return state._replace(there=state.there & keep[:, None, None])
 
     def sums(self, state: Instances, q: Float[Array, "T H"]) -> Sums:
+        """Estimates of numerator and denominator for queries q."""
         logits = jnp.einsum(
             "th,ilsh->tils", q, state.k, precision=jax.lax.Precision.HIGHEST
         ) / np.float32(state.k.shape[-1] ** 0.5)
