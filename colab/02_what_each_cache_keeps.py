@@ -131,7 +131,7 @@ between = {name: one[:, :, SINKS : len(ids) - WINDOW] for name, one in hold.item
 fours = between["stratified"].reshape(*between["stratified"].shape[:2], -1, 4).sum(axis=3)
 older, newer = np.split(between["balance-stream"], 2, axis=2)
 by_layer = found["pyramidkv"].counts.mean(axis=1)
-reach = {name: jaxkv.policy(settings[name]).reach for name in (*STREAMS, *DRAWN, "h2o")}
+reach = {name: jaxkv.policy(settings[name]).max_lookback for name in (*STREAMS, *DRAWN, "h2o")}
 everywhere = {name: np.flatnonzero(hold[name].any(axis=(0, 1))).tolist() for name in STREAMS}
 newest = list(range(len(ids) - BUDGET, len(ids)))
 over_full = {

@@ -69,7 +69,7 @@ def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     """By query head the weight of the 1, 2, ... heaviest keys, in the mean over queries."""
     queries = heads.ask(spec, layer, 0, 1)
     logits = np.where(
-        queries.between | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
+        queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -82,7 +82,7 @@ def sink(spec: Spec, layer: Layer) -> float:
     """The weight of the first token, in the mean over heads and queries."""
     queries = heads.ask(spec, layer, 0, 1)
     logits = np.where(
-        queries.between | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
+        queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())

@@ -90,7 +90,7 @@ def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0
 
 def attend(queries: Candidates, weights: jax.Array, v: jax.Array) -> Estimate:
     """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
-    bias = jnp.where(queries.exact, np.float32(0), weights)
+    bias = jnp.where(queries.always, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
     heads = weights.shape[1] * weights.shape[2]
     share = read.astype(jnp.float32) / _count(queries.between, heads)
