@@ -13,7 +13,7 @@ from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, St
 from jaxkv.engine.request import Listener, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError
-from jaxkv.sampling import Knobs, knobs_of_row
+from jaxkv.sampling import Knobs, knobs_of_sequence
 
 
 @dataclass(eq=False)
@@ -105,7 +105,7 @@ def sequence_params(request: Request, vocab: int) -> SequenceParams:
     return SequenceParams(
         position=np.array([len(request.tokens)], np.uint32),
         seed=np.array([request.seed], np.uint32),
-        knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_row(request.sampling))),
+        knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_sequence(request.sampling))),
         seen=seen,
         penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
         bias=bias,
