@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.typing import Array, Bool, Float, Float32
 
@@ -16,8 +17,7 @@ Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | 
 
 _BLOCK_SLOTS = 1024  # slots per block, where there are more than twice as many
 _BLOCK_QUERIES = 512
-_CACHED = 2**22  # logits of a block up to which a CPU takes all heads together
-_UNROLLED = 1024  # queries in a chunk up to which their blocks are unrolled
+_UNROLLED = 1024  # queries of a chunk up to which its blocks are unrolled
 
 
 def slot_attention(
@@ -38,7 +38,7 @@ def slot_attention(
     """
     queries, slots = q.shape[1], k.shape[2]
     whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
-    attend = partial(_attend, scale=scale, softcap=softcap)
+    attend = partial(xla_cpu.attend_by_head, partial(_attend, scale=scale, softcap=softcap))
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
         return attend(q, k, v, _cut_bias(bias, 0, slots), 0, size=slots)
 
@@ -73,49 +73,21 @@ def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
 
 
 def _attend(
-    q: Array, k: Array, v: Array, bias: Array | None, start: Array | int, *, size: int, **how
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    start: Array | int,
+    *,
+    size: int,
+    scale: float,
+    softcap: float | None,
 ) -> Partial:
-    """`slot_attention` over the slots start .. start+size-1; bias is theirs."""
-    together = partial(_attend_together, size=size, **how)
-    if q.shape[0] * q.shape[1] * q.shape[2] * size <= _CACHED:
-        return together(q, k, v, bias, start)
-    by_head = partial(_attend_by_head, size=size, **how)
-    return jax.lax.platform_dependent(q, k, v, bias, start, cpu=by_head, default=together)
-
-
-def _attend_together(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
+    """`slot_attention` to the slots start .. start+size-1; bias is theirs."""
     if size < k.shape[2]:
         k, v = (jax.lax.dynamic_slice_in_dim(a, start, size, 2) for a in (k, v))
     logits = scores(q, k, scale, softcap)
     return blend(logits if bias is None else logits + bias, v)
-
-
-def _attend_by_head(q, k, v, bias, start, *, size, scale, softcap) -> Partial:
-    """One KV head after another, so that its logits stay in the cache of a CPU."""
-    batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    split = q.reshape(batch, queries, kv_heads, group, -1).transpose(0, 2, 1, 3, 4)
-
-    def one(at: Array) -> Partial:
-        sequence, head = at // kv_heads, at % kv_heads
-
-        def pick(a: Array, first: Array | int = 0, count: int | None = None) -> Array:
-            """One sequence and KV head of [#B,#K,X,...], and `count` of X from `first` on."""
-            of = (sequence if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
-            sizes = (1, 1, a.shape[2] if count is None else count, *a.shape[3:])
-            return jax.lax.dynamic_slice(a, (*of, first, *[0] * (a.ndim - 3)), sizes)
-
-        here = None if bias is None else pick(bias)
-        keys, values = pick(k, start, size), pick(v, start, size)
-        return _attend_together(
-            pick(split)[0], keys, values, here, 0, size=size, scale=scale, softcap=softcap
-        )
-
-    out, lse = jax.lax.map(one, jnp.arange(batch * kv_heads))  # [B*K,1,T,G,H]
-    out = out.reshape(batch, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
-    lse = lse.reshape(batch, kv_heads, queries, group).transpose(0, 2, 1, 3)
-    return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
 
 
 def scores(

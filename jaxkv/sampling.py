@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
-MOST = 1e38  # beyond it float32 overflows
+LARGEST = 1e38  # larger values overflow float32
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,14 @@ class Sampling:
                 what = "a whole number" if name == "top_k" else "a number"
                 raise UserError(f"{name} must be {what}, got {value!r}; leave it out for none")
         rules = (
-            (0 <= self.temperature <= MOST, "temperature must be 0 or more and finite"),
+            (0 <= self.temperature <= LARGEST, "temperature must be 0 or more and finite"),
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p must be from 0 to 1"),
-            (0 < self.repetition_penalty <= MOST, "repetition_penalty must be above 0 and finite"),
+            (
+                0 < self.repetition_penalty <= LARGEST,
+                "repetition_penalty must be above 0 and finite",
+            ),
         )
         for holds, rule in rules:
             if not holds:
@@ -64,18 +68,21 @@ class Sampling:
 
     @property
     def knobs(self) -> Knobs:
-        # A temperature that float32 cannot tell from 0 would divide by it.
+        """The values of the settings, as arguments of the compiled program."""
+        # A temperature that float32 rounds to 0 would be a division by zero.
         temperature = max(np.float32(self.temperature), np.finfo(np.float32).tiny)
         return Knobs(
             np.float32(temperature),
             np.int32(min(self.top_k, 2**31 - 1)),
-            max(np.float32(self.top_p), np.finfo(np.float32).tiny),  # the first token always stays
+            max(np.float32(self.top_p), np.finfo(np.float32).tiny),  # one token always stays
             np.float32(self.min_p),
             np.float32(self.repetition_penalty),
         )
 
 
 class Filters(NamedTuple):
+    """The parts of sampling that are compiled in. warm: a temperature above 0."""
+
     warm: bool
     top_k: bool
     top_p: bool
@@ -98,26 +105,22 @@ def draw(
     knobs: Knobs,
     logits: Float32[Array, "B V"],
     seen: Bool[Array, "B V"],
-    keys: UInt32[Array, "B 2"],
+    rng: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
     """One token per sequence, and the value it was chosen by, finite if all logits are finite.
 
-    keys: PRNG key data, one per sequence. The draw is a function of (key, position).
+    rng: PRNG key data, one key per sequence. A draw is a function of (rng, position).
     """
     logits = shape(filters, knobs, logits, seen)
 
-    def noise(key: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
-        return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
+    def noise(rng: Array, position: Array) -> Array:
+        rng = jax.random.fold_in(jax.random.wrap_key_data(rng), position)
+        return jax.random.gumbel(rng, logits.shape[-1:], jnp.float32)
 
     if filters.warm:
-        logits = logits + jax.vmap(noise)(keys, positions)
-    # Not argmax, which takes five times as long on XLA:CPU. If a logit is NaN, so is the maximum.
-    logits = jax.lax.optimization_barrier(logits)  # computed once, or none might equal the maximum
-    best, last = jnp.max(logits, axis=-1), logits.shape[-1] - 1
-    place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(logits == best[:, None], place, last), axis=-1), best
+        logits = logits + jax.vmap(noise)(rng, positions)
+    return xla_cpu.argmax(logits)
 
 
 EVERY = Filters(warm=True, top_k=True, top_p=True, min_p=True, repetition=True)
@@ -141,7 +144,7 @@ def draw_each(
     knobs: Knobs,
     logits: Float32[Array, "B V"],
     seen: Bool[Array, "B V"],
-    keys: UInt32[Array, "B 2"],
+    rng: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
     """`draw` with knobs per sequence, those of `knobs_of_sequence` as [B].
@@ -154,10 +157,10 @@ def draw_each(
     punished = Filters(warm=False, top_k=False, top_p=False, min_p=False, repetition=True)
 
     def greedy() -> tuple[Array, Array]:
-        return draw(punished, warm, logits, seen, keys, positions)
+        return draw(punished, warm, logits, seen, rng, positions)
 
     def drawn(filters: Filters) -> tuple[Array, Array]:
-        found = draw(filters, warm, logits, seen, keys, positions)
+        found = draw(filters, warm, logits, seen, rng, positions)
         return tuple(jnp.where(cold, a, b) for a, b in zip(greedy(), found, strict=True))
 
     cut = jnp.any(~cold & ((knobs.top_k != OFF.top_k) | (knobs.top_p != OFF.top_p)))
@@ -194,7 +197,7 @@ def _cut(filters: Filters, knobs: Knobs, logits: Array) -> Array:
     keep = ordered > -jnp.inf
     if filters.top_p:
         share = jax.nn.softmax(ordered, axis=-1)
-        # A token stays while those before it have not reached top_p: the first always does.
+        # A token stays while the tokens before it have less than top_p; so the first always stays.
         keep &= jnp.cumsum(share, axis=-1) - share < knobs.top_p
     last = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= last, logits, -jnp.inf)

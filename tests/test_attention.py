@@ -1,11 +1,11 @@
-"""Attention in parts: exact against numpy, whatever the parts."""
+"""Attention in parts: equal to numpy for any division into parts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import attention
+from jaxkv import xla_cpu
 from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.rotary import Alibi, NoPosition
@@ -51,9 +51,9 @@ def test_bias_is_broadcast(rng, shape):
 
 @pytest.mark.parametrize("slots", [2049, 2560, 3072])
 @pytest.mark.parametrize("wide", [True, False])
-def test_many_slots_go_in_blocks(rng, slots, wide):
+def test_many_slots_are_read_in_blocks(rng, slots, wide):
     q, k, v, bias = problem(rng, batch=1, queries=2, slots=slots, kv_heads=1, group=2, head_dim=4)
-    bias = bias.at[..., 1024:2048].set(-jnp.inf)  # a block that nobody sees
+    bias = bias.at[..., 1024:2048].set(-jnp.inf)  # a block that no query sees
     bias = bias if wide else bias[..., :1] * np.float32(0)
     assert_partial(attend(q, k, v, bias, 0.5), oracle.softmax_attention(q, k, v, bias, 0.5))
 
@@ -63,8 +63,8 @@ def test_many_slots_go_in_blocks(rng, slots, wide):
     [((2, 2, 3, 3, 1), 10), ((2, 2, 3, 3, 1), 2560), seldom(None, 2560),
      seldom((2, 1, 1, 3, 1), 2560), seldom((1, 1, 1, 1, 1), 2560)],
 )  # fmt: skip
-def test_heads_one_at_a_time(rng, monkeypatch, slots, like):
-    """As a CPU takes them where their logits are many: the same values and the same gradients."""
+def test_one_head_after_another(rng, monkeypatch, slots, like):
+    """The form for large logits on a CPU has the same values and the same gradients."""
     q, k, v, bias = problem(rng, slots=slots)
     bias = None if like is None else bias[tuple(slice(0, n) for n in like[:4])]
 
@@ -72,11 +72,11 @@ def test_heads_one_at_a_time(rng, monkeypatch, slots, like):
         part = slot_attention(q, k, v, bias, 0.5)
         return jnp.sum(part.out**2) + jnp.sum(part.lse), part
 
-    def run():  # compiled anew each time
+    def run():  # compiles each time
         return jax.jit(jax.value_and_grad(lambda *a: loss(*a), (0, 1, 2), has_aux=True))(q, k, v)
 
     (_, together), gradients = run()
-    monkeypatch.setattr(attention, "_CACHED", 0)
+    monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
     (_, apart), same = run()
     assert "platform_index" in str(jax.make_jaxpr(loss)(q, k, v))
     assert_partial(apart, together)
@@ -86,19 +86,19 @@ def test_heads_one_at_a_time(rng, monkeypatch, slots, like):
     assert_partial([leaf[0] for leaf in both], together)
 
 
-def test_a_bias_may_be_made_block_by_block(rng):
+def test_a_bias_may_be_a_function_of_the_block(rng):
     q, k, v, bias = problem(rng, slots=2560)
-    asked = []
+    sizes = []
 
-    def made(start, size):
-        asked.append(size)
+    def block_bias(start, size):
+        sizes.append(size)
         return jax.lax.dynamic_slice_in_dim(bias, start, size, 4)
 
-    assert_partial(slot_attention(q, k, v, made, 0.5), slot_attention(q, k, v, bias, 0.5))
-    assert set(asked) == {1024, 512}
+    assert_partial(slot_attention(q, k, v, block_bias, 0.5), slot_attention(q, k, v, bias, 0.5))
+    assert set(sizes) == {1024, 512}
 
 
-def test_nothing_in_view(rng):
+def test_no_key_in_view(rng):
     q, k, v, bias = problem(rng)
     bias = bias.at[0].set(-jnp.inf)
     found = attend(q, k, v, bias, 1.0)
@@ -203,7 +203,7 @@ def test_local_attention(rng, tokens, window, encoding):
     assert_partial(found, oracle.softmax_attention(chunk.q, k, v, bias, 0.5))
 
 
-def test_local_attention_needs_memory_linear_in_the_chunk(rng):
+def test_memory_of_local_attention_is_linear_in_the_chunk(rng):
     spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=NoPosition())
 
     def temporary(tokens):

@@ -1,4 +1,4 @@
-"""Positions: every rope kind against its formula in float64, exact for ever, and ALiBi."""
+"""Positions: every rope kind equals its formula at any position, and ALiBi."""
 
 import math
 
@@ -29,7 +29,7 @@ YARN = {
 
 
 def frequencies_of(head_dim, theta, scaling):
-    """One pair at a time, as the papers and model cards word it."""
+    """One pair at a time, from the papers and model cards."""
     kind = scaling["kind"]
     found = []
     for i in range(head_dim // 2):
@@ -47,8 +47,8 @@ def frequencies_of(head_dim, theta, scaling):
         elif kind == "yarn":
             context = scaling["original_max_position_embeddings"]
             low, high = (
-                head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
-                for turns in (scaling["beta_fast"], scaling["beta_slow"])
+                head_dim * math.log(context / (2 * math.pi * rotations)) / (2 * math.log(theta))
+                for rotations in (scaling["beta_fast"], scaling["beta_slow"])
             )
             low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
             stretched = min(max((i - low) / (high - low), 0), 1)
@@ -64,7 +64,7 @@ def frequencies_of(head_dim, theta, scaling):
     ids=lambda scaling: scaling["kind"],
 )
 @pytest.mark.parametrize("head_dim, theta", [(64, 1e4), (128, 5e5)])
-def test_every_kind_is_its_formula(rng, scaling, head_dim, theta):
+def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     frequencies, amplitude = frequencies_of(head_dim, theta, scaling)
     x = rng.normal(size=(1, 40, 2, head_dim)).astype(np.float32)
     positions = np.sort(rng.choice(4096, 40, replace=False))[None].astype(np.uint32)
@@ -73,11 +73,11 @@ def test_every_kind_is_its_formula(rng, scaling, head_dim, theta):
     first, second = np.split(x[0].astype(np.float64), 2, axis=-1)
     cos, sin = np.cos(angles) * amplitude, np.sin(angles) * amplitude
     wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    # A frequency is rounded to 2^-32 of a turn: at most 3e-6 of an angle at position 4,096.
+    # Frequencies are rounded to 2^-32 rotations: an angle error of at most 3e-6 at position 4,096.
     np.testing.assert_allclose(found[0], wanted, atol=2e-5)
 
 
-def test_turns_are_rounded_to_32_bits():
+def test_frequencies_are_rounded_to_32_bits():
     scheme = rotary(8, 100.0)
     wanted = [round(100.0 ** (-i / 4) / (2 * math.pi) * 2**32) for i in range(4)]
     assert scheme == Rotary(tuple(wanted)) and hash(scheme) == hash(rotary(8, 100.0))
@@ -89,8 +89,8 @@ def worst_logit(rotate, position, distance=250, head_dim=64, vectors=200):
     q, k = (rng.normal(size=(1, vectors, 1, head_dim)).astype(np.float32) for _ in range(2))
     here = np.full((1, vectors), position % 2**32, np.uint32)
     there = np.full((1, vectors), (position - distance) % 2**32, np.uint32)
-    turned = [np.asarray(rotate(x, p), np.float64) for x, p in ((q, here), (k, there))]
-    found = (turned[0] * turned[1]).sum(axis=-1)[0, :, 0]
+    rotated = [np.asarray(rotate(x, p), np.float64) for x, p in ((q, here), (k, there))]
+    found = (rotated[0] * rotated[1]).sum(axis=-1)[0, :, 0]
     relative = np.full(vectors, distance)
     wanted = (oracle.rotate(q[0, :, 0].astype(np.float64), relative, 1e4) * k[0, :, 0]).sum(-1)
     return np.abs(found - wanted).max() / math.sqrt(head_dim)
@@ -102,7 +102,7 @@ def exact(x, positions):
 
 
 def float_angles(x, positions):
-    """What other libraries do: position times frequency in float32."""
+    """The form of other libraries: position times frequency in float32."""
     frequencies = np.float32(1e4) ** (-np.arange(32, dtype=np.float32) / np.float32(32))
     angles = (positions.astype(np.float32)[..., None] * frequencies)[:, :, None]
     first, second = np.split(x, 2, axis=-1)
@@ -125,34 +125,34 @@ def test_sines_of_integer_phases():
     np.testing.assert_allclose(_sine(jnp.asarray(phase)), wanted, rtol=0, atol=2.5e-7)
 
 
-def test_position_0_turns_nothing(rng):
+def test_position_0_rotates_nothing(rng):
     x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32)
-    turned = rotary(8, 1e4).rotate(x, jnp.zeros((1, 3), jnp.uint32))
-    np.testing.assert_array_equal(turned, x)
+    rotated = rotary(8, 1e4).rotate(x, jnp.zeros((1, 3), jnp.uint32))
+    np.testing.assert_array_equal(rotated, x)
 
 
 def test_no_drift():
-    # The same pair of tokens, moved along a billion positions: the error does not grow.
+    # The error of one pair of tokens does not grow over a billion positions.
     errors = [worst_logit(exact, 250 + lap * 10_000_019) for lap in range(0, 100, 7)]
     assert max(errors) <= 2e-6
 
 
 @pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
-def test_what_is_moved_is_as_if_turned_once(scaling, rng):
-    """Also where keys grow by an amplitude, which must come once."""
+def test_rerotate_equals_one_rotation(scaling, rng):
+    """An amplitude must apply once."""
     scheme = rotary(16, 1e4, scaling)
     x = jnp.asarray(rng.normal(size=(2, 5, 3, 16)), jnp.float32)
-    stood, by = jnp.asarray(rng.integers(0, 2**32, (2, 2, 5)), jnp.uint32)
-    moved = scheme.rerotate(scheme.rotate(x, stood), by)
-    np.testing.assert_allclose(moved, scheme.rotate(x, stood + by), atol=3e-6)
+    positions, by = jnp.asarray(rng.integers(0, 2**32, (2, 2, 5)), jnp.uint32)
+    again = scheme.rerotate(scheme.rotate(x, positions), by)
+    np.testing.assert_allclose(again, scheme.rotate(x, positions + by), atol=3e-6)
 
 
 def test_rotation_keeps_the_dtype(rng):
     x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.bfloat16)
     positions = jnp.arange(3, dtype=jnp.uint32)[None]
-    turned = rotary(8, 1e4).rotate(x, positions)
-    assert turned.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(turned[:, 0], x[:, 0])  # position 0 turns nothing
+    rotated = rotary(8, 1e4).rotate(x, positions)
+    assert rotated.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rotated[:, 0], x[:, 0])  # position 0 rotates nothing
 
 
 def test_alibi_slopes():
@@ -170,7 +170,7 @@ def test_alibi_falls_with_distance_across_the_wrap():
     np.testing.assert_allclose(bias[0], -slopes * np.array([3, 1, 0]))
 
 
-def test_alibi_of_keys_that_differ_from_head_to_head():
+def test_alibi_with_other_keys_per_head():
     queries, keys = jnp.asarray([[9]], jnp.uint32), jnp.asarray([[[1, 2], [5, 9]]], jnp.uint32)
     bias = np.asarray(Alibi.of(4).bias(queries, keys, 2))
     for head in range(2):
@@ -186,18 +186,18 @@ def test_no_position_does_nothing(rng):
 
 
 @pytest.mark.parametrize(
-    "scaling, told",
+    "scaling, message",
     [({"kind": "dynamic"}, "must be one of default"), ({"kind": "linear"}, "needs the field")],
 )
-def test_what_is_no_rope_is_told(scaling, told):
-    with pytest.raises(UserError, match=told):
+def test_bad_scaling_is_refused(scaling, message):
+    with pytest.raises(UserError, match=message):
         rotary(8, 1e4, scaling)
 
 
-def test_odd_and_mismatched_sizes_are_told():
+def test_odd_and_mismatched_sizes_are_refused():
     with pytest.raises(UserError, match="even head dim, got 7"):
         rotary(7, 1e4)
     with pytest.raises(UserError, match="4 pairs needs head dim 8, got 6"):
         rotary(8, 1e4).rotate(jnp.zeros((1, 1, 1, 6)), jnp.zeros((1, 1), jnp.uint32))
-    with pytest.raises(UserError, match="got 5 slopes for 2 kv heads"):
+    with pytest.raises(UserError, match="got 5 slopes for 2 KV heads"):
         Alibi((1.0,) * 5).bias(jnp.zeros((1, 1), jnp.uint32), jnp.zeros((1, 1), jnp.uint32), 2)

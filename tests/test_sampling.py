@@ -1,4 +1,4 @@
-"""Sampling against the plain way in float64, against transformers, and against its own odds."""
+"""Sampling: equal to float64 numpy and to transformers; draws have the stated probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.sampling import EVERY, Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
+from jaxkv.sampling import Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
 
 V = 40
 SETTINGS = [
@@ -20,46 +20,46 @@ SETTINGS = [
     )
 ]
 jitted_shape = jax.jit(shape, static_argnums=0)
-jitted_draw = jax.jit(lambda *given: draw(*given)[0], static_argnums=0)
+jitted_draw = jax.jit(lambda *args: draw(*args)[0], static_argnums=0)
 
 
-def odds(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """What each token's probability is to be, one row and one filter after the other."""
-    rows = []
+def reference(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """The probability of each token, one sequence and one filter after the other."""
+    found = []
     for row, old in zip(logits.astype(np.float64), seen, strict=True):
         penalty = np.where(row > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
         row = np.where(old, row * penalty, row) / sampling.temperature
         if sampling.top_k:
             row[row < np.sort(row)[::-1][: sampling.top_k][-1]] = -np.inf
         share = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-        kept, total = [], 0.0
+        chosen, total = [], 0.0
         for token in np.argsort(-share, kind="stable"):
             if total < sampling.top_p or sampling.top_p == 1:
-                kept.append(token)
+                chosen.append(token)
             total += share[token]
-        share = np.where(share >= share[kept].min(), share, 0.0)
+        share = np.where(share >= share[chosen].min(), share, 0.0)
         share[share < sampling.min_p * share.max()] = 0.0
-        rows.append(share / share.sum())
-    return np.stack(rows)
+        found.append(share / share.sum())
+    return np.stack(found)
 
 
-def ours(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def probabilities(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
     shaped = jitted_shape(sampling.filters, sampling.knobs, logits.astype(np.float32), seen)
     return np.asarray(jax.nn.softmax(shaped, axis=-1))
 
 
 def agree(found: np.ndarray, wanted: np.ndarray, sampling: Sampling) -> None:
-    assert (found[wanted > 1e-30] > 0).all(), f"lost by {sampling}"  # below, float32 may say 0
-    assert (wanted[found > 1e-30] > 0).all(), f"let through by {sampling}"
+    assert (found[wanted > 1e-30] > 0).all(), f"{sampling} lost a token"  # less may be 0 in float32
+    assert (wanted[found > 1e-30] > 0).all(), f"{sampling} let a token through"
     np.testing.assert_allclose(found, wanted, atol=2e-6, err_msg=str(sampling))
 
 
-def example(rng, rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    return rng.normal(size=(rows, V)).astype(np.float32) * 3, rng.random((rows, V)) < 0.3
+def example(rng, batch: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    return rng.normal(size=(batch, V)).astype(np.float32) * 3, rng.random((batch, V)) < 0.3
 
 
 def draws(sampling: Sampling, logits: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
-    """One row's logits drawn from that many times, at as many positions of as many rows."""
+    """`count` draws from the same logits, each with its own sequence and position."""
     keys = jax.random.key_data(jax.random.split(jax.random.key(seed), count))
     positions = np.arange(count, dtype=np.uint32) * 7
     logits = np.broadcast_to(logits.astype(np.float32), (count, len(logits)))
@@ -67,17 +67,17 @@ def draws(sampling: Sampling, logits: np.ndarray, count: int, seed: int = 0) -> 
     return np.asarray(jitted_draw(sampling.filters, sampling.knobs, logits, seen, keys, positions))
 
 
-def test_every_combination(rng):
+def test_every_combination_equals_the_reference(rng):
     for sampling in SETTINGS:
         logits, seen = example(rng)
-        agree(ours(sampling, logits, seen), odds(sampling, logits, seen), sampling)
-    # 16 of the combinations differ in what is compiled in; their values are arguments.
+        agree(probabilities(sampling, logits, seen), reference(sampling, logits, seen), sampling)
+    # There are 16 combinations of filters; the values are arguments.
     assert jitted_shape._cache_size() <= 16
 
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_every_combination_as_transformers(rng):
+def test_every_combination_equals_transformers(rng):
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
@@ -91,7 +91,7 @@ def test_every_combination_as_transformers(rng):
         )
     )
     for sampling in SETTINGS:
-        logits, _ = example(rng, rows=1)
+        logits, _ = example(rng, batch=1)
         ids = rng.integers(0, V, (1, 9))
         seen = np.isin(np.arange(V), ids)[None]
         processors = model._get_logits_processor(
@@ -110,7 +110,7 @@ def test_every_combination_as_transformers(rng):
             device="cpu",
         )
         wanted = processors(torch.tensor(ids), torch.tensor(logits)).softmax(-1).numpy()
-        agree(ours(sampling, logits, seen), wanted, sampling)
+        agree(probabilities(sampling, logits, seen), wanted, sampling)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_every_combination_as_transformers(rng):
 )
 def test_frequencies(sampling, rng):
     logits, count = rng.normal(size=8) * 1.5, 40_000
-    wanted = odds(sampling, logits[None], np.zeros((1, 8), bool))[0]
+    wanted = reference(sampling, logits[None], np.zeros((1, 8), bool))[0]
     found = np.bincount(draws(sampling, logits, count), minlength=8) / count
     assert (found[wanted == 0] == 0).all()
     error = np.sqrt(wanted * (1 - wanted) / count)
     assert (np.abs(found - wanted) <= 4 * error).all()
 
 
-def test_a_draw_is_of_its_key_and_position(rng):
-    logits, seen = example(rng, rows=200)
+def test_a_draw_depends_on_rng_and_position_alone(rng):
+    logits, seen = example(rng, batch=200)
     sampling = Sampling(temperature=3.0)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), 200)))
     positions = rng.integers(0, 2**32, 200, dtype=np.uint32)
@@ -139,7 +139,7 @@ def test_a_draw_is_of_its_key_and_position(rng):
     first = np.asarray(pick(logits, seen, keys, positions))
     order = rng.permutation(200)
     again = pick(logits[order], seen[order], keys[order], positions[order])
-    assert (np.asarray(again) == first[order]).all(), "a row does not know where it stands"
+    assert (np.asarray(again) == first[order]).all(), "a draw depends on its place in the batch"
     assert (np.asarray(pick(logits, seen, keys, positions + np.uint32(1))) != first).mean() > 0.5
     assert (np.asarray(pick(logits, seen, keys[::-1].copy(), positions)) != first).mean() > 0.5
 
@@ -147,28 +147,34 @@ def test_a_draw_is_of_its_key_and_position(rng):
 def test_greedy(rng):
     logits, seen = example(rng)
     keys, positions = np.zeros((3, 2), np.uint32), np.zeros(3, np.uint32)
-    settings = Sampling(top_k=2, top_p=0.1, min_p=0.5)  # a greedy choice needs no filter
+    settings = Sampling(top_k=2, top_p=0.1, min_p=0.5)  # greedy choice applies no filter
     assert settings.filters == Sampling().filters
     pick = partial(jitted_draw, settings.filters, settings.knobs)
     assert (np.asarray(pick(logits, seen, keys, positions)) == logits.argmax(-1)).all()
     assert (np.asarray(pick(np.zeros((3, V), np.float32), seen, keys, positions)) == 0).all()
-    # With a penalty the likeliest token gives way once it has been seen.
+    # With a penalty a seen token loses to the next one.
     best = np.eye(V, dtype=bool)[logits.argmax(-1)]
     punished = Sampling(repetition_penalty=1e6)
     second = jitted_draw(punished.filters, punished.knobs, logits, best, keys, positions)
     assert (np.asarray(second) == np.where(best, -np.inf, logits).argmax(-1)).all()
 
 
-def test_ties_with_the_last_kept_stay():
+def test_ties_with_the_last_token_stay():
     logits, seen = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]]), np.zeros((1, 5), bool)
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.6)):
-        assert (ours(sampling, logits, seen)[0] > 0).tolist() == [True, True, True, True, False]
+        assert (probabilities(sampling, logits, seen)[0] > 0).tolist() == [
+            True,
+            True,
+            True,
+            True,
+            False,
+        ]
     level = np.zeros((1, 5))
-    assert (ours(Sampling(1.0, top_k=1), level, seen) > 0).all()
+    assert (probabilities(Sampling(1.0, top_k=1), level, seen) > 0).all()
 
 
 @pytest.mark.parametrize(
-    ("sampling", "scale", "kept"),
+    ("sampling", "scale", "allowed"),
     [
         (Sampling(1e-30), 1, {1}),
         (Sampling(1e-46), 1, {1}),  # 0 in float32
@@ -183,17 +189,17 @@ def test_ties_with_the_last_kept_stay():
         (Sampling(1.0, top_k=3, top_p=0.9, min_p=0.1), 1, {1, 3}),
     ],
 )
-def test_extremes(sampling, scale, kept):
-    """Never NaN, never a token that was filtered out, never one with a logit of -inf."""
+def test_extremes(sampling, scale, allowed):
+    """No NaN, no token that was filtered out, no token with a logit of -inf."""
     logits = np.array([1.0, 3.0, -2.0, 2.9, -np.inf]) * scale
-    found = ours(sampling, logits[None], np.zeros((1, 5), bool))[0]
-    assert set(np.flatnonzero(found)) == kept and not np.isnan(found).any()
+    found = probabilities(sampling, logits[None], np.zeros((1, 5), bool))[0]
+    assert set(np.flatnonzero(found)) == allowed and not np.isnan(found).any()
     drawn = set(draws(sampling, logits, 300).tolist())
-    assert drawn <= kept and (len(drawn) > 1 or len(kept) == 1)
+    assert drawn <= allowed and (len(drawn) > 1 or len(allowed) == 1)
 
 
-def test_values_are_arguments(rng):
-    """Settings that switch on the same filters share one compilation."""
+def test_changed_values_do_not_compile(rng):
+    """Settings with the same filters share one compilation."""
     fresh = jax.jit(lambda *args: draw(*args), static_argnums=0)
     logits, seen = example(rng)
     keys, positions = np.zeros((3, 2), np.uint32), np.zeros(3, np.uint32)
@@ -218,56 +224,29 @@ def test_values_are_arguments(rng):
         ("repetition_penalty", float("inf")),
     ],
 )
-def test_what_is_refused(field, value):
+def test_bad_settings_are_refused(field, value):
     with pytest.raises(UserError, match=rf"{field} must be .*, got {value}"):
         Sampling(**{field: value})
 
 
-def test_rows_with_knobs_of_their_own_draw_as_alone(rng):
-    """Whoever the others are: all cold, some cut, none cut."""
+def test_knobs_per_sequence_draw_as_alone(rng):
+    """Beside any others: all greedy, some with top-k or top-p, none with them."""
     settings = [Sampling(), Sampling(repetition_penalty=1.7), *SETTINGS[::7]]
-    rows = len(settings)
-    logits, seen = example(rng, rows)
-    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), rows)))
-    at = np.arange(rows, dtype=np.uint32)
+    batch = len(settings)
+    logits, seen = example(rng, batch)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), batch)))
+    at = np.arange(batch, dtype=np.uint32)
     each = jax.jit(draw_each)
-    given = logits, seen, keys, at
+    args = logits, seen, keys, at
     alone = [
-        int(jitted_draw(one.filters, one.knobs, *(x[n : n + 1] for x in given))[0])
+        int(jitted_draw(one.filters, one.knobs, *(x[n : n + 1] for x in args))[0])
         for n, one in enumerate(settings)
     ]
     uncut = [n for n, one in enumerate(settings) if not one.top_k and one.top_p == 1]
-    for group in (list(range(rows)), uncut, [0, 1], [0], [1, 4, 9]):
+    for group in (list(range(batch)), uncut, [0, 1], [0], [1, 4, 9]):
         knobs = [knobs_of_sequence(settings[n]) for n in group]
         stacked = Knobs(*map(np.stack, zip(*knobs, strict=True)))
-        found, chosen_by = each(stacked, *(x[group] for x in given))
+        found, chosen_by = each(stacked, *(x[group] for x in args))
         assert found.tolist() == [alone[n] for n in group]
         assert np.isfinite(chosen_by).all()
     assert len(set(alone)) > 3
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["one setting", "one per sequence"])
-def test_tokens_stay_until_those_before_reach_top_p(each):
-    """Probabilities 1/2, 1/4, 1/4 and top_p 0.5: the first token reaches it alone."""
-    logits, seen = np.log([[0.5, 0.25, 0.25]]).astype(np.float32), np.zeros((1, 3), bool)
-    sampling = Sampling(temperature=1.0, top_p=0.5)
-    knobs = knobs_of_sequence(sampling) if each else sampling.knobs
-    kept = jitted_shape(EVERY if each else sampling.filters, knobs, logits, seen)
-    assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
-
-
-def test_without_top_p_no_token_of_a_large_vocabulary_is_lost():
-    """The running sum of 200,000 float32 probabilities passes 1 before the last token."""
-    count = 200_000
-    logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
-    logits[:, 0] = 1.0  # or all tokens would tie
-    sampling = Sampling(temperature=1.0)
-    assert "sort" not in str(jax.make_jaxpr(partial(shape, sampling.filters))(
-        sampling.knobs, logits, seen))  # fmt: skip
-    one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
-    knobs = Knobs(*map(np.stack, zip(*one, strict=True)))
-    kept = np.isfinite(np.asarray(jitted_shape(EVERY, knobs, logits, seen)))
-    assert kept[0].all()
-    assert np.isfinite(
-        np.asarray(jitted_shape(sampling.filters, sampling.knobs, logits, seen))
-    ).all()

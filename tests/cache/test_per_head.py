@@ -1,0 +1,53 @@
+"""Tokens sampled per KV head: their ranks by age."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import Sample
+
+BATCH, KV_HEADS = 2, 3
+
+
+def sample_of(rng, slots: int, start: int) -> Sample:
+    """Slots with distinct positions in random order, from `start` on, across the wrap at 2^32."""
+    orders = [rng.permutation(3 * slots)[:slots] for _ in range(BATCH * KV_HEADS)]
+    positions = (np.reshape(orders, (BATCH, KV_HEADS, slots)) + start) % 2**32
+    values = jnp.zeros((BATCH, KV_HEADS, slots, 4))
+    return Sample(values, values, jnp.asarray(positions, jnp.uint32))
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 300])
+@pytest.mark.parametrize("slots", [1, 5, 256, 257, 400])
+@pytest.mark.parametrize("filled_heads", [1, KV_HEADS])
+def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, filled_heads):
+    """Both paths equal numpy: all pairs compared, and sorting, the default above 256 slots."""
+    sample = sample_of(rng, slots, start)
+    filled = rng.random((BATCH, filled_heads, slots)) < 0.7
+    numbers = (np.asarray(sample.positions, np.int64) - start) % 2**32
+    shape = (BATCH, KV_HEADS, slots)
+    everywhere = np.broadcast_to(filled, shape)
+    wanted = np.zeros(shape, np.int32)
+    for at in np.ndindex(BATCH, KV_HEADS):
+        for slot in range(slots):
+            wanted[at][slot] = (everywhere[at] & (numbers[at] < numbers[at][slot])).sum()
+    for compared in (per_head._COMPARED, 0, slots):
+        monkeypatch.setattr(per_head, "_COMPARED", compared)
+        found = jax.jit(lambda s, f: per_head.ranks(s, f))(sample, jnp.asarray(filled))
+        assert found.dtype == jnp.int32
+        # The rank of an empty slot is not used.
+        np.testing.assert_array_equal(np.asarray(found)[everywhere], wanted[everywhere])
+
+
+def test_more_than_256_slots_are_sorted():
+    """The threshold is part of the test above: it must reach the sorting path by default."""
+    shapes = [jax.ShapeDtypeStruct((1, 1, slots), jnp.uint32) for slots in (256, 257)]
+    for positions, sorts in zip(shapes, (False, True), strict=True):
+        values = jax.ShapeDtypeStruct((*positions.shape, 4), jnp.float32)
+        filled = jax.ShapeDtypeStruct(positions.shape, bool)
+        text = str(jax.make_jaxpr(per_head.ranks)(Sample(values, values, positions), filled))
+        assert (" sort[" in text) == sorts
