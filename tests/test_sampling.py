@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.sampling import Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
+from jaxkv.sampling import EVERY, Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
 
 V = 40
 SETTINGS = [
@@ -250,3 +250,30 @@ def test_knobs_per_sequence_draw_as_alone(rng):
         assert found.tolist() == [alone[n] for n in group]
         assert np.isfinite(chosen_by).all()
     assert len(set(alone)) > 3
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one setting", "one per sequence"])
+def test_tokens_stay_until_those_before_reach_top_p(each):
+    """Probabilities 1/2, 1/4, 1/4 and top_p 0.5: the first token reaches it alone."""
+    logits, seen = np.log([[0.5, 0.25, 0.25]]).astype(np.float32), np.zeros((1, 3), bool)
+    sampling = Sampling(temperature=1.0, top_p=0.5)
+    knobs = knobs_of_sequence(sampling) if each else sampling.knobs
+    kept = jitted_shape(EVERY if each else sampling.filters, knobs, logits, seen)
+    assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
+
+
+def test_without_top_p_no_token_of_a_large_vocabulary_is_lost():
+    """The running sum of 200,000 float32 probabilities passes 1 before the last token."""
+    count = 200_000
+    logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
+    logits[:, 0] = 1.0  # or all tokens would tie
+    sampling = Sampling(temperature=1.0)
+    assert "sort" not in str(jax.make_jaxpr(partial(shape, sampling.filters))(
+        sampling.knobs, logits, seen))  # fmt: skip
+    one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
+    knobs = Knobs(*map(np.stack, zip(*one, strict=True)))
+    kept = np.isfinite(np.asarray(jitted_shape(EVERY, knobs, logits, seen)))
+    assert kept[0].all()
+    assert np.isfinite(
+        np.asarray(jitted_shape(sampling.filters, sampling.knobs, logits, seen))
+    ).all()

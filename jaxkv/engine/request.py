@@ -7,7 +7,7 @@ from numbers import Real
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxkv.errors import UserError, is_whole
-from jaxkv.sampling import MOST, Sampling
+from jaxkv.sampling import LARGEST, Sampling
 
 
 class ScoredToken(NamedTuple):
@@ -63,7 +63,7 @@ class Request:
             *(("bias", value) for _, value in self.bias),
         )
         for name, value in numbers:
-            if not abs(value) <= MOST:
+            if not abs(value) <= LARGEST:
                 raise UserError(f"{name} must be a finite number, got {value}; leave it out for 0")
         if self.salt == "" or not is_unicode(self.salt or ""):
             raise UserError(
