@@ -61,7 +61,7 @@ class Sampling:
         return Filters(
             warm=warm,
             top_k=warm and self.top_k > 0,
-            top_p=warm and self.top_p < 1,
+            top_p=warm and bool(self.knobs.top_p < 1),  # float32 may round it to 1, which is off
             min_p=warm and self.min_p > 0,
             repetition=self.repetition_penalty != 1,
         )
@@ -134,7 +134,7 @@ def knobs_of_sequence(sampling: Sampling) -> Knobs:
     return Knobs(
         np.float32(0) if sampling.temperature == 0 else k.temperature,
         k.top_k if sampling.top_k else OFF.top_k,
-        k.top_p if sampling.top_p < 1 else OFF.top_p,
+        k.top_p if k.top_p < 1 else OFF.top_p,
         k.min_p,
         k.repetition_penalty,
     )

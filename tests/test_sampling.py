@@ -262,12 +262,13 @@ def test_tokens_stay_until_those_before_reach_top_p(each):
     assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
 
 
-def test_without_top_p_no_token_of_a_large_vocabulary_is_lost():
+@pytest.mark.parametrize("top_p", [1.0, 1 - 1e-12], ids=["off", "1 in float32"])
+def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     """The running sum of 200,000 float32 probabilities passes 1 before the last token."""
     count = 200_000
     logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
     logits[:, 0] = 1.0  # or all tokens would tie
-    sampling = Sampling(temperature=1.0)
+    sampling = Sampling(temperature=1.0, top_p=top_p)
     assert "sort" not in str(jax.make_jaxpr(partial(shape, sampling.filters))(
         sampling.knobs, logits, seen))  # fmt: skip
     one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
