@@ -1,4 +1,7 @@
-"""The one exception a user can mend: the rule, what was received, the remedy."""
+"""UserError, the exception for errors that a user can fix, and checks that raise it.
+
+Its message states the rule, the value received and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from numbers import Integral
 
 
 class UserError(ValueError):
-    """Something the user can put right; the command line prints it as one line, exit code 2."""
+    """An error that the user can fix; the command line prints it as one line, exit code 2."""
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, and no truth value."""
+    """Whether it is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise UserError unless value is a whole number of so much or more, and of `most` or less."""
+    """Raise UserError unless value is an integer from `least` to `most`; None: no upper limit."""
     if not is_whole(value):
         raise UserError(f"{name} must be a whole number, got {value!r}; give {least} or more")
     if value < least:

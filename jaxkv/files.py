@@ -1,4 +1,4 @@
-"""Text read, and files that appear under their names when they are complete, or not at all."""
+"""Decoding of UTF-8, and atomic writes of files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from jaxkv.errors import UserError
 
 
 def decode(raw: bytes, name: str) -> str:
-    """UTF-8 as text; raises UserError for what is none. name: as an error names it."""
+    """Decode UTF-8.
+
+    name: the source, for the error message. Raises UserError for bytes that are not UTF-8.
+    """
     try:
-        return raw.decode("utf-8-sig")  # an editor's mark in front is no text
+        return raw.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
@@ -23,17 +26,20 @@ def decode(raw: bytes, name: str) -> str:
 
 
 def write(files: Mapping[Path, bytes]) -> None:
-    """Write all of these or none: they take their names when the last one is complete."""
+    """Write all files or none: they get their names after the last one is complete."""
     with contextlib.ExitStack() as unfinished:
         for path, content in files.items():
             file = unfinished.enter_context(whole_file(path))
             file.write(content)
-            file.flush()  # a full disk is met here, before any of them has its name
+            file.flush()  # a full disk fails here, before any file has its name
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file to write to; it takes its name at the end, on the disk, where nothing went wrong."""
+    """A file to write to, which gets its name on a clean exit, after it is on the disk.
+
+    After an exception an existing file of that name is unchanged.
+    """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -41,7 +47,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(handle)
-        os.chmod(name, 0o666 & ~_umask())  # a temporary file is for its owner alone
+        os.chmod(name, 0o666 & ~_umask())  # only the owner can access a temporary file
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)

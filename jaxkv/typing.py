@@ -1,10 +1,10 @@
-"""The axis letters, and array types that name them.
+"""Axis letters and array types.
 
-B rows, T new tokens, S slots, N query heads, K kv heads, G = N/K, H head dim, D width, F mlp,
-V vocabulary, L layers.
+B batch, T new tokens, S slots, N query heads, K KV heads, G = N/K, H head dim, D width,
+F MLP width, V vocabulary, L layers.
 
-jaxtyping is optional: with it (the `test` extra) shapes are checked at run time, without it the
-annotations are plain `jax.Array`, so that the core needs jax and numpy alone.
+jaxtyping is optional. With it (the `test` extra) shapes are checked at run time. Without it the
+annotations are plain `jax.Array`, so the core needs only jax and numpy.
 """
 
 from __future__ import annotations

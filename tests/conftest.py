@@ -1,7 +1,7 @@
-"""One setting for every test: eight CPU devices, strict arrays, checked shapes, a cache of its own.
+"""Settings of all tests: eight CPU devices, strict promotion, checked shapes, a compilation cache.
 
-A test marked `parity` or `tpu_check` is skipped, with the reason, where its extra is absent.
-`--must-run parity` turns that skip into an error and shows that such tests ran.
+Tests marked `parity` or `tpu_check` are skipped, with the reason, where their extra is absent.
+`--must-run parity` makes that skip an error and reports how many such tests ran.
 """
 
 import gc
@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 
 NEEDS = {"parity": ("torch", "transformers"), "tpu_check": ("libtpu",)}
-# Compiling is most of the time that tests take: with these it takes less than half.
+# Tests spend most of their time compiling. These flags more than halve it.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",
     "xla_cpu_use_fusion_emitters=false",
     "xla_cpu_parallel_codegen_split_count=1",
 )
-# Programs that any test, process or earlier run has compiled: they spare a fifth of the time in a
-# first run, and half of it where engines are tested again.
+# The compilation cache of all tests, processes and runs. It saves a fifth of the time of a first
+# run, and half of the time of repeated engine tests.
 COMPILED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
-MOST_COMPILED = 1 << 30  # bytes
+MAX_COMPILED = 1 << 30  # bytes
 MAPS, TESTS = Path("/proc/self/maps"), count(1)
 NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
 
 
 def set_environment():
-    """What jax and libtpu read when they are imported. A value that is already set stays."""
+    """Set what jax and libtpu read at import. Values that are already set stay."""
     cpu = os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
     if "force_host_platform_device_count" not in flags:
@@ -55,9 +55,9 @@ def set_environment():
 
 
 def known(flag):
-    """Whether this jaxlib has that flag of XLA: one that it has not would end the process.
+    """Whether this jaxlib has that flag of XLA; an unknown flag would end the process.
 
-    A flag's name is a string of its own there; one that is gone may still be part of another.
+    The name must be a whole string of the library: a removed flag may be part of another name.
     """
     name = b"\0%b\0" % flag.partition("=")[0].encode()
     for library in Path(find_spec("jaxlib").origin).parent.glob("*.so"):
@@ -67,21 +67,21 @@ def known(flag):
     return False
 
 
-def hear_interrupts():
-    """A shell starts what it puts in the background deaf to Ctrl-C, which tests here send."""
+def enable_interrupts():
+    """Restore Ctrl-C, which some tests send; shells disable it for background processes."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-set_environment()  # here, since a test module may import jax before any hook of pytest runs
-hear_interrupts()
+set_environment()  # at import, because a test module may import jax before any pytest hook
+enable_interrupts()
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--no-typecheck",
         action="store_true",
-        help="do not check the shapes and types that the signatures of jaxkv promise",
+        help="do not check shapes and types of jaxkv's signatures",
     )
     parser.addoption(
         "--must-run",
@@ -93,7 +93,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     compiled = sum(path.stat().st_size for path in COMPILED.glob("*"))
-    if compiled > MOST_COMPILED and not hasattr(config, "workerinput"):  # nobody writes there yet
+    if compiled > MAX_COMPILED and not hasattr(config, "workerinput"):  # no worker writes yet
         shutil.rmtree(COMPILED)
     for marker in must_run(config):
         if marker not in NEEDS:
@@ -112,7 +112,7 @@ def pytest_configure(config):
 
 
 def core_modules():
-    """What stands in the folder `jaxkv`; `jaxkv.models` and the others come from folders beside."""
+    """The modules in the folder `jaxkv`, without `jaxkv.models` and other folders."""
     folder = Path(__file__).resolve().parents[1] / "jaxkv"
     return [f"jaxkv.{path.stem}" for path in folder.iterdir() if path.name[0] not in "._"]
 
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with the test model and the texts, beside the repository."""
+    """The folder with the test model and texts, beside the repository."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(NO_SHARED)
@@ -139,9 +139,11 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def room_for_compiled_code():
-    """Linux gives a process 65,530 regions of memory and XLA:CPU a few to every program: it ends
-    with a segmentation fault where there are no more."""
+def limit_memory_maps():
+    """Clear compiled programs before the process runs out of memory maps.
+
+    Linux allows 65,530 maps per process. XLA:CPU uses a few per program, and crashes without more.
+    """
     yield
     if next(TESTS) % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
         import jax
@@ -152,7 +154,7 @@ def room_for_compiled_code():
 
 @pytest.fixture
 def unchecked():
-    """For a test of what users get for a wrong type: without it the checks of tests come first."""
+    """Disable shape checks, for tests of the errors that users see for wrong types."""
     if not find_spec("jaxtyping"):
         yield
         return
@@ -170,7 +172,7 @@ def rng() -> np.random.Generator:
 
 
 def missing(marker):
-    """Why tests with this marker cannot run here; empty if they can."""
+    """Why tests with this marker cannot run; empty if they can."""
     absent = [name for name in NEEDS[marker] if not find_spec(name)]
     extra = marker.replace("_", "-")
     return f"no {' and '.join(absent)}: pip install -e '.[{extra}]'" if absent else ""
@@ -181,9 +183,9 @@ def must_run(config):
 
 
 def outcomes(reporter, marker):
-    """How many tests with this marker passed, failed, or were skipped for want of something.
+    """Counts of the outcomes of tests with this marker.
 
-    Leaving out what needs ../shared/data is right where that folder is absent.
+    Tests that need ../shared/data may be skipped where that folder is absent.
     """
     counts = Counter()
     for outcome in ("passed", "failed", "error", "skipped"):
@@ -206,5 +208,5 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter, config):
     for marker in must_run(config):
         counts = outcomes(terminalreporter, marker)
-        told = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
-        terminalreporter.write_line(f"--must-run {marker}: {told}")
+        line = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
+        terminalreporter.write_line(f"--must-run {marker}: {line}")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from jaxkv import files
 
 
-def test_a_file_takes_its_name_when_it_is_complete(tmp_path):
+def test_a_file_gets_its_name_when_complete(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with files.whole_file(path) as file:
@@ -19,10 +19,10 @@ def test_a_file_takes_its_name_when_it_is_complete(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_what_goes_wrong_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_changes_no_file(tmp_path):
     (tmp_path / "one").write_bytes(b"old")
     with pytest.raises(OSError):
-        files.write({tmp_path / "one": b"new", tmp_path / "no such folder" / "two": b"new"})
+        files.write({tmp_path / "one": b"new", tmp_path / "absent" / "two": b"new"})
     assert os.listdir(tmp_path) == ["one"]
     assert (tmp_path / "one").read_bytes() == b"old"
 

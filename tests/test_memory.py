@@ -1,4 +1,4 @@
-"""How much memory there is, and what is said before too much is asked of it."""
+"""Free memory, and the error before an allocation that exceeds it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from jaxkv.state import memory
 
 @pytest.fixture
 def device(monkeypatch):
-    """Call it, and the first device is of this platform and says this of its memory."""
+    """A function that makes the first device one of this platform with these memory stats."""
 
     def use(platform: str = "gpu", **stats: int | None) -> None:
-        told = stats or None
-        fake = SimpleNamespace(platform=platform, memory_stats=lambda: told)
+        fake = SimpleNamespace(platform=platform, memory_stats=lambda: stats or None)
         monkeypatch.setattr(memory.jax, "local_devices", lambda: [fake])
 
     return use
 
 
-def test_a_device_says_what_is_free(device):
+def test_free_bytes_of_a_device(device):
     device(bytes_limit=100, bytes_in_use=30)
     assert memory.available() == 70
     device(bytes_limit=100)
@@ -31,26 +30,26 @@ def test_a_device_says_what_is_free(device):
 
 
 @pytest.mark.parametrize("stats", [{}, {"bytes_in_use": 5}])
-def test_a_device_that_cannot_tell_is_trusted(stats, device):
+def test_a_device_without_a_limit_is_not_checked(stats, device):
     device(**stats)
     assert memory.available() is None
     memory.check(10**18, "a cache")
 
 
-def test_the_host(device, monkeypatch):
+def test_free_bytes_of_the_host(device, monkeypatch):
     free = memory.available()
     assert 2**20 < free < 2**50
-    device("cpu", bytes_limit=5)  # which a CPU's device does not know
+    device("cpu", bytes_limit=5)  # a CPU device ignores these
     assert memory.available() == pytest.approx(free, rel=0.5)
     monkeypatch.setattr(Path, "exists", lambda self: False)  # no /proc: macOS
     assert memory.available() > free / 2
     monkeypatch.setattr(memory, "_GROUPS", [])
-    monkeypatch.delattr("os.sysconf")  # nor sysconf: Windows
+    monkeypatch.delattr("os.sysconf")  # no sysconf: Windows
     assert memory.available() is None
 
 
-def test_a_container(device, monkeypatch, tmp_path):
-    """Its limit counts, and what it has read from files does not."""
+def test_free_bytes_of_a_container(device, monkeypatch, tmp_path):
+    """Its limit applies; its file cache counts as free."""
     device("cpu")
     host = memory.available()
     for _, most, used, prefix in memory._GROUPS:

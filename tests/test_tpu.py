@@ -1,6 +1,6 @@
 """The decode step of a 1 B model compiled for a TPU ahead of time, on a machine without one.
 
-Nothing here has run on a TPU: what is shown is what its compiler says of the program's memory.
+No TPU has run it: the tests read what the compiler reports about the program's memory.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def reports():
     return {(r["policy"], r["seen"]): r for r in reports_of("tests.test_tpu")}
 
 
-def test_the_same_memory_however_much_was_seen(reports, record_property):
+def test_memory_does_not_grow_with_the_tokens_seen(reports, record_property):
     early, late = (reports[STREAMING, seen] for seen in (1_000, 1_000_000))
     for seen, report in ((1_000, early), (1_000_000, late)):
         record_property(f"bytes_after_{seen}", json.dumps(report["memory"]))
     assert early["memory"] == late["memory"] and early["states"] == late["states"]
     assert early["memory"]["arguments"] < 16 * 2**30, "a v5e has 16 GiB"
-    # The program is told how much was seen as it runs: the text of both is one.
+    # The number of tokens seen is an argument, so both programs have the same text.
     assert early["program"] == late["program"]
 
 
 def test_full_attention_grows(reports):
-    """The control: where everything is kept, the same test shows the memory of it."""
+    """The control: a dense cache grows, and the same test shows it."""
     early, late = (reports[FULL, seen] for seen in (1_000, 100_000))
     assert late["caches"] == 128 * early["caches"]
     for part in ("arguments", "outputs"):
@@ -85,21 +85,23 @@ def test_full_attention_grows(reports):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_cache_is_donated(reports, case):
-    """Whole. Heads of 64 fill half a TPU's lanes, so what the loop carries is padded to twice that:
-    one such copy is made a call, which is up to 256 tokens. Heads of 128 need none.
+    """The whole cache is donated.
+
+    Heads of 64 fill half of a TPU's lanes, so the loop carries a cache padded to twice its size. It
+    is copied once per call of up to 256 tokens. Heads of 128 need no copy.
     """
     report = reports[case]
     assert report["memory"]["aliased"] >= report["caches"]
     assert report["memory"]["temporary"] < 2 * report["caches"] + 2**25
 
 
-@pytest.mark.xfail(reason="one row's write and its read want other layouts of the cache on a TPU")
+@pytest.mark.xfail(reason="a write and a read use different layouts of the cache on a TPU")
 def test_no_step_copies_the_cache(reports):
     assert reports[STREAMING, 1_000]["copies in the loop"] == 0
 
 
 def main() -> None:
-    """One line of JSON a case."""
+    """Print one line of JSON per case."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_1B))
         config = read_config(Path(folder))
@@ -109,7 +111,7 @@ def main() -> None:
 
 
 def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) -> dict:
-    """What the compiler says of the decode step, once `seen` tokens have been read."""
+    """What the compiler reports about the decode step after `seen` tokens."""
 
     def arg(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -132,7 +134,7 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
     lowered = write.lower(*args)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    # A copy-start stages what is about to be read in fast memory.
+    # A copy-start prefetches to fast memory.
     copies = copies_in_loops(compiled.as_text(), {state.k.size})
     return {
         "policy": text,
@@ -152,7 +154,7 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
 
 
 def after(config: Config, policy: Policy, seen: int, chunk: int = 500) -> State:
-    """The state once so many tokens have been read, by the policy's own functions."""
+    """The policy's state after a prefill of `seen` tokens."""
     spec = spec_of(config, "bfloat16")
     state = policy.init(spec, 1, jax.random.key(0))
     state = policy.reserve(spec, state, seen)
@@ -161,12 +163,12 @@ def after(config: Config, policy: Policy, seen: int, chunk: int = 500) -> State:
         for heads in (config.heads, config.kv_heads, config.kv_heads)
     )
 
-    def read(i: jax.Array, state: State) -> State:
+    def prefill(i: jax.Array, state: State) -> State:
         positions = (i * chunk + jnp.arange(chunk)).astype(jnp.uint32)[None]
         valid = jnp.ones((1, chunk), bool)
         return policy.update(spec, state, Chunk(q, k, v, positions, valid))[1]
 
-    return jax.lax.fori_loop(0, seen // chunk, read, state)
+    return jax.lax.fori_loop(0, seen // chunk, prefill, state)
 
 
 if __name__ == "__main__":

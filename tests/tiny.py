@@ -1,4 +1,4 @@
-"""A whole model folder at a size for tests: random weights, and a tokenizer of bytes."""
+"""A complete small model folder for tests: random weights and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CONFIG = SIZES | {
 
 
 def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """The folder; fields: of config.json."""
+    """Write the model to `folder` and return it; fields: overrides of config.json."""
     write_model(folder, CONFIG | fields, seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([BEGIN, END, *alphabet])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([BEGIN, END])
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BEGIN, END])
+    tokenizer.post_processor = processors.TemplateProcessing(
         f"{BEGIN} $A", special_tokens=[(BEGIN, ids[BEGIN])]
     )
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"bos_token": BEGIN, "eos_token": END})
     return folder

@@ -1,4 +1,4 @@
-"""How much memory there is, asked before anything large is allocated."""
+"""Free memory of devices and the host, checked before a large allocation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def available(device: jax.Device | None = None, host: bool = False) -> int | None:
-    """Bytes free on a device, for a CPU and with `host` those of the host; None where nobody can
-    tell."""
+    """Free bytes of a device; None where unknown.
+
+    device: None is the first local device. host: return the host's free bytes instead, as for a CPU
+    device.
+    """
     device = device or jax.local_devices()[0]
     if device.platform != "cpu" and not host:
         stats = device.memory_stats() or {}
@@ -36,7 +39,7 @@ def _host_free() -> int | None:
         return None
 
 
-# Where a container's limit, its use and the parts of that use stand: cgroup version 2, then 1.
+# Files with a container's limit, its use and the parts of that use: cgroup version 2, then 1.
 _GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -44,21 +47,21 @@ _GROUPS = (
 
 
 def _group_free() -> int | None:
-    """Bytes that a container's limit leaves; None where there is no limit."""
+    """Free bytes under a container's limit; None without a limit."""
     for folder, most, used, prefix in _GROUPS:
         try:
             parts = dict(x.split() for x in Path(folder, "memory.stat").read_text().splitlines())
-            # Pages of files that were read count as used, and are given back when asked for.
+            # The file cache counts as used, but the kernel frees it on demand.
             files = sum(int(parts[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
             limit = int(Path(folder, most).read_text())
-            if limit < 2**60:  # version 1 writes no limit as the largest number it has
+            if limit < 2**60:  # version 1 writes the largest number for no limit
                 return limit - int(Path(folder, used).read_text()) + files
         except (OSError, ValueError, KeyError):  # absent, or `max`: no limit
             continue
     return None
 
 
-FEWER = "rows or tokens, a smaller window or sample, or a policy with a fixed memory"
+FEWER = "sequences or tokens, a smaller window or sample, or a policy with a fixed memory"
 
 
 def check(
@@ -68,13 +71,13 @@ def check(
     host: bool = False,
     fewer: str = FEWER,
 ) -> None:
-    """Raise UserError if `needed` bytes for `what` cannot fit on a device, or the host.
+    """Raise UserError if `needed` bytes for `what` exceed the free bytes of a device or the host.
 
-    fewer: of what to take fewer.
+    fewer: what the error message advises to reduce.
     """
     free = available(device, host)
     if free is not None and needed > free:
-        where = " in the memory of the host" if host else ""
+        where = " of host memory" if host else ""
         raise UserError(
             f"{what} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
             f"{fewer}"
@@ -82,18 +85,21 @@ def check(
 
 
 def check_host(what: str, device: jax.Device | None = None) -> None:
-    """Raise UserError for what a user chose where a device cannot reach the host's memory."""
+    """Raise UserError unless the device can access pinned host memory.
+
+    what: the user's choice that needs it, for the message.
+    """
     device = device or jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise UserError(
-            f"{what} wants a platform with pinned host memory, and {device.platform} has "
+            f"{what} needs a platform with pinned host memory, and {device.platform} has "
             f"{', '.join(kinds)}; leave it out"
         )
 
 
 def show(count: int | float) -> str:
-    """A count of bytes as people read it."""
+    """A number of bytes in binary units, as in 3.2 GiB."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
