@@ -38,7 +38,7 @@ def begin(llm: models.Llm, policy: str = SMALL, read: bool = True) -> Stream:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_same_tokens(tiny, tiny_folder, mesh):
     read = mesh == MESHES[0]  # reading is compiled for one mesh, writing for all
-    alone = begin(tiny, read=read).write(WARM, 100, ())[0]
+    alone = begin(tiny, read=read).decode(WARM, 100, ())[0]
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
     rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
     stream = begin(llm, read=read)

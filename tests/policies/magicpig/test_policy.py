@@ -271,7 +271,7 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
     with pytest.raises(
-        UserError, match=r"memory=host wants .* and abacus has device; leave it out"
+        UserError, match=r"memory=host needs .* and abacus has device; leave it out"
     ):
         MagicPIG(memory="host").init(SPEC, 1, jax.random.key(0))
 
