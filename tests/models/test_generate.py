@@ -280,23 +280,20 @@ def test_half_precision(llm, dtype):
     assert block.shape == (5, 20) and np.isfinite(np.asarray(near.decoding.logits)).all()
 
 
-# Policies to come
-
-
-def test_a_policy_that_seals(shallow):
-    """Exact until the prompt is complete, halved behind it; rows stay themselves."""
+def test_a_policy_that_compresses_the_prompt(shallow):
+    """Exact until the prompt is complete, and halved after it, for each sequence by itself."""
     halving = "uniform:sinks=2,window=4,rounds=1,start=8"
     prompts = [[65 + i % 20 for i in range(30)], [70 + i % 9 for i in range(11)]]
     run = Stream(shallow, halving, batch=2)
     run.prefill(prompts, chunk=16)
-    assert run.decoding.states[0].exact.positions.shape == (2, 32)
+    assert run.decoding.states[0].dense.positions.shape == (2, 32)
     run.finish_prefill()
-    assert run.decoding.states[0].exact.positions.shape == (2, 7)
+    assert run.decoding.states[0].dense.positions.shape == (2, 7)
     assert run.decoding.states[0].sample.positions.shape[2] == 13
     together = models.generate(shallow, prompts, halving, 12, **COMMON)
     alone = models.generate(shallow, prompts[0], halving, 12, **COMMON)
     assert together[0].tokens == alone.tokens
-    assert together[0].state_bytes > 2 * run.state_bytes // 3  # the sealed state, and its tail
+    assert together[0].state_bytes > 2 * run.state_bytes // 3  # the compressed state, and its tail
 
 
 def test_a_policy_that_samples(shallow):
@@ -328,13 +325,13 @@ def test_a_policy_that_samples(shallow):
         ("A", {"chunk": 0}, "chunk must be at least 1, got 0"),
         ("A", {"stop": [""]}, "a stop string must not be empty"),
         ("A", {"stop": ""}, "a stop string must not be empty"),
-        ("A", {"seed": [1, 2]}, "got 2 seeds for 1 rows"),
+        ("A", {"seed": [1, 2]}, "got 2 seeds for 1 sequences"),
         ("A", {"seed": -1}, "a seed must be from 0 to 4294967295"),
         ("A", {"seed": 2**32}, "a seed must be from 0 to 4294967295"),
         ("A", {"temprature": 1.0}, "unknown argument 'temprature'; sampling has temperature"),
         ("A", {"sampling": WARM, "top_k": 3}, "give sampling= or its fields"),
         ("A", {"policy": "streming"}, "did you mean 'streaming'"),
-        (["A", "B"], {"policy": "window:window=1000000000"}, r"caches of 2 row.*GiB is free"),
+        (["A", "B"], {"policy": "window:window=1000000000"}, r"caches of 2 sequence.*GiB is free"),
     ],
 )
 def test_what_is_refused(llm, prompt, options, message):
