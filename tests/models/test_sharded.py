@@ -101,5 +101,5 @@ def test_stories(stories, record_property):
 def test_what_does_not_divide_is_told(tiny_folder):
     with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
         Stream(models.load(tiny_folder, mesh=mesh_of("model=8")), SMALL)
-    with pytest.raises(UserError, match="must divide the rows: 3 rows over 2 places"):
+    with pytest.raises(UserError, match="must divide the sequences: 3 sequences over 2 places"):
         Stream(models.load(tiny_folder, mesh=mesh_of("data=2")), SMALL, batch=3)
