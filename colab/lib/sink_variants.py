@@ -59,7 +59,9 @@ def maps(
 ) -> Float32[np.ndarray, "B T S"]:
     """What each token of some texts looks at, in a model of one layer and head."""
     inputs = jnp.asarray(ids, jnp.int32)
-    _, _, seen = uncached.forward(variant.config, variant.weights, inputs, uncached.look)
+    _, _, seen = uncached.forward(
+        variant.config, variant.weights, inputs, uncached.attend_with_probabilities
+    )
     return np.asarray(seen[0][:, 0])
 
 

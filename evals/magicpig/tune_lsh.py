@@ -186,7 +186,7 @@ def agreements(
         return tuple(found)
 
     # A head at a time: the products of all with every plane would be large.
-    heads = scores.key, q.reshape(rows, kv_heads, -1, head_dim), keys
+    heads = scores.rng, q.reshape(rows, kv_heads, -1, head_dim), keys
     found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
     return [count.reshape(scores.logits.shape) for count in found]
 

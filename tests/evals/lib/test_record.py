@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import Record, plain, spread
-from jaxkv.models.run_metadata import portable, run_metadata
+from jaxkv.models.run_metadata import portable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,7 +48,7 @@ def test_a_record_is_written_whole_or_not_at_all(results):
 
 
 def test_a_record_has_a_commit(results, monkeypatch):
-    monkeypatch.setattr(run_metadata, "_git", lambda *words: "")
+    monkeypatch.setattr("jaxkv.models.run_metadata._git", lambda *words: "")
     assert Record("trial").about["commit"] == "0" * 40
     monkeypatch.delenv("JAXKV_COMMIT")
     with pytest.raises(SystemExit, match="JAXKV_COMMIT"):

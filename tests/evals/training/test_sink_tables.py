@@ -30,7 +30,9 @@ def llm(tmp_path_factory):
 
 @partial(jax.jit, static_argnums=0)
 def predicted(config, weights, inputs):
-    decoder, hidden, _ = uncached.forward(config, weights, inputs, uncached.look)
+    decoder, hidden, _ = uncached.forward(
+        config, weights, inputs, uncached.attend_with_probabilities
+    )
     return decoder.logits(hidden)
 
 
