@@ -51,7 +51,7 @@ def test_layers_that_seal_and_layers_that_grow_count_apart(tiny):
 
 def test_room_that_is_there_asks_for_no_memory(tiny, monkeypatch):
     stream = Stream(tiny, "full:max=64,start=32")
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: 100)
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda device=None, host=False: 100)
     stream.prefill([[3] * 32])
     with pytest.raises(UserError, match="only 100 bytes is free"):
         stream.prefill([[3]])
@@ -136,7 +136,7 @@ def test_tables_that_do_not_fit_are_refused_before_they_are_made(tiny, monkeypat
     stream = Stream(tiny, policy)
     stream.prefill([[3] * 40])
     free = 2 * stream.state_bytes
-    monkeypatch.setattr("jaxkv.memory.available", lambda device=None, host=False: free)
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda device=None, host=False: free)
     with pytest.raises(
         UserError, match=r"caches of 1 sequence.* of 64 tokens would take .* is free"
     ):
