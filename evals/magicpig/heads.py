@@ -81,7 +81,7 @@ def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int
 
 @partial(jax.jit, static_argnums=(0, 1))
 def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Estimate:
-    """What the last queries get by MagicPIG, or by a policy that chooses as jaxkv.met has it."""
+    """What the last queries get by MagicPIG, or by a policy of sparse attention."""
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
     queries = ask(spec, layer, chosen.sinks, chosen.window, seed)

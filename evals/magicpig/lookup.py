@@ -79,9 +79,9 @@ def main() -> None:
 def measure(tokens: int, count: int) -> dict[str, Any]:
     """Times and bytes of one size."""
     prompt, queries = draw(tokens)
-    unsealed = absorb(POLICY.reserve(SPEC, begin(), tokens), prompt)
-    seal = jax.jit(POLICY.finish_prefill, static_argnums=0)
-    state = seal(SPEC, unsealed)
+    reading = absorb(POLICY.reserve(SPEC, begin(), tokens), prompt)
+    finish = jax.jit(POLICY.finish_prefill, static_argnums=0)
+    state = finish(SPEC, reading)
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
     turns = {name: jax.jit(partial(turn, form.attend)) for name, form in forms.items()}
@@ -101,7 +101,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     filled = absorb(state, draw(room)[0])
     making = rounds(
         {
-            "seal": timed(lambda: jax.block_until_ready(seal(SPEC, unsealed))),
+            "seal": timed(lambda: jax.block_until_ready(finish(SPEC, reading))),
             "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
         }, 3, "making tables",
     )  # fmt: skip

@@ -63,7 +63,7 @@ def test_a_prompt_is_sealed_once_and_what_follows_is_kept_exactly(tiny):
     stream.finish_prefill()
     kept = np.asarray(stream.decoding.states[0].sample.positions)
     stream.prefill([[5] * 6])
-    stream.finish_prefill()  # the second turn of a conversation: nothing is thinned again
+    stream.finish_prefill()  # the second turn of a conversation: nothing is compressed again
     stream.prefill([[6] * 6])
     state = stream.decoding.states[0]
     np.testing.assert_array_equal(state.sample.positions, kept)

@@ -154,7 +154,7 @@ class FakeEngine:
         if len(handle.made) == request.max_new_tokens:
             return self._end(handle, "length")
         if len(handle.made) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
-            return self._end(handle, "error", "the model gives no numbers")
+            return self._end(handle, "error", "the model's logits are not finite")
         token = next(handle.tokens)
         before = [*prompt, *handle.made][-1]
         handle.made.append(token)
