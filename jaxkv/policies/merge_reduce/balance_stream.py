@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -67,9 +66,7 @@ class BalanceStream(Policy):
 
     @property
     def max_lookback(self) -> int | float:
-        if self.positions == "cache":
-            return self.sinks + self._settings.shape.slots + self.window
-        return math.inf
+        return base.max_lookback(self._settings)
 
     @property
     def leaves(self) -> TreeState:

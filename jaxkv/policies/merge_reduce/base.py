@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -52,6 +53,13 @@ def leaves(settings: TreeSettings) -> TreeState:
         Leaf("B K S H", page=page), Leaf("B K S H", page=page), Leaf("B K S", page=page)
     )
     return TreeState(ring.LEAVES, sample, Leaf("B", shared=True), Leaf("B K 2"))
+
+
+def max_lookback(settings: TreeSettings) -> int | float:
+    """The number of cached tokens where positions are cache-relative."""
+    if settings.cache_relative:
+        return settings.sinks + settings.shape.slots + settings.window
+    return math.inf
 
 
 def nbytes(settings: TreeSettings, spec: Spec) -> int:

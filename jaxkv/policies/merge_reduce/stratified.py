@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -51,7 +50,7 @@ class Stratified(Policy):
 
     @property
     def max_lookback(self) -> int | float:
-        return self.sinks + self.sample + self.window if self.positions == "cache" else math.inf
+        return base.max_lookback(self._settings)
 
     @property
     def leaves(self) -> TreeState:
