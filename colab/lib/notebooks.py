@@ -7,7 +7,7 @@ ends the run.
 
     python -m jaxkv.colab.notebooks                     all in full, saved; minutes go into a record
     python -m jaxkv.colab.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is saved
-    python -m jaxkv.colab.notebooks --smoke --install   the first one from its own first cell on
+    python colab/lib/notebooks.py --smoke --install     without jaxkv: the first one installs it
     python -m jaxkv.colab.notebooks --smoke --model DIR with another model in the field
 
 That cell installs jaxkv, here from the commit of this folder, and no package that is there may
@@ -30,8 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.lib.record import ROOT, Record
-
+# jaxkv itself is imported inside functions: the first notebook installs it.
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "colab"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]  # the one place of the address
@@ -107,7 +107,7 @@ def keep(names: list[str]) -> None:
     import nbformat
 
     from jaxkv.colab.runtime import device
-    from jaxkv.evals.lib.record import RESULTS, read
+    from jaxkv.evals.lib.record import RESULTS, Record, read
 
     known = record_name(jax.default_backend(), jax.devices()[0].device_kind)
     there = (RESULTS / f"{known}.json").exists()
