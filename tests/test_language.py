@@ -13,7 +13,7 @@ ALLOWED = {"CHANGELOG.md", "docs/glossary.md", "tests/test_language.py"}
 SOURCES = ("*.py", "*.md", "*.toml", "*.ipynb")
 # Fields of records and names of figures, which older records use.
 RECORDED = re.compile(
-    r"\"(thinned|seal|zone|spelled)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
+    r"\"(thinned|seal|zone|spelled|anew)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
     r"|losses that are no numbers, of all"
 )
 # Term -> replacement. Names are matched as whole words, so `met` does not match `method`. Words
