@@ -86,7 +86,7 @@ class TooFewBytes(Broken):
 
 
 class OtherDtype(Broken):
-    """The state comes back with another dtype."""
+    """The returned state has another dtype."""
 
     def update(self, spec, state, chunk):
         partial, made = super().update(spec, state, chunk)

@@ -203,8 +203,8 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_folders_are_refused(tmp_path, damage):
     folder = write_tokens(tmp_path).folder
-    harm, message = DAMAGE[damage]
-    harm(folder)
+    damage_folder, message = DAMAGE[damage]
+    damage_folder(folder)
     with pytest.raises(UserError, match=message):
         data.read(folder)
 

@@ -128,9 +128,9 @@ def config(**fields):
 )
 def test_damaged_folders_are_refused_in_one_line(folder, damage, message):
     damage(folder)
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as error:
         models.load(folder)
-    assert "\n" not in str(told.value), "one line"
+    assert "\n" not in str(error.value), "one line"
 
 
 def test_an_unknown_dtype(tiny_folder):

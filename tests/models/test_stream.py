@@ -115,16 +115,16 @@ def test_an_abandoned_answer_stays_in_the_conversation(tiny):
 
 
 def test_the_cost_of_a_token_of_text_is_constant(tiny):
-    def seconds(row: OutputText, tokens: int) -> float:
+    def seconds(output: OutputText, tokens: int) -> float:
         begin = time.process_time()
         for _ in range(tokens):
-            row.push(40)
+            output.push(40)
         return time.process_time() - begin
 
-    row = OutputText(tiny, (), ())
-    first = min(seconds(row, 2_000) for _ in range(5))
-    seconds(row, 200_000)
-    assert min(seconds(row, 2_000) for _ in range(5)) < 3 * first
+    output = OutputText(tiny, (), ())
+    first = min(seconds(output, 2_000) for _ in range(5))
+    seconds(output, 200_000)
+    assert min(seconds(output, 2_000) for _ in range(5)) < 3 * first
     unkept = OutputText(tiny, (), (), keep=False)
     seconds(unkept, 1_000)
     assert unkept.count == 1_000 and not unkept.tokens and not unkept.text
