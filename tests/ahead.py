@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time for a TPU that is not there."""
+"""Compiles programs ahead of time for a TPU, on a machine without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 LIBTPU = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # libtpu ends the process at a flag of the CPU's compiler
+    "XLA_FLAGS": "",  # libtpu aborts on flags of XLA:CPU
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -19,8 +19,10 @@ LIBTPU = {
 
 
 def reports_of(module: str) -> list[dict[str, Any]]:
-    """The lines of JSON that a test module prints, from a process of its own: libtpu reads its
-    settings as jax starts."""
+    """Run a test module in a new process and parse the JSON lines that it prints.
+
+    A new process is needed because libtpu reads its settings at the import of jax.
+    """
     result = subprocess.run(
         [sys.executable, "-m", module], cwd=Path(__file__).parents[1], env=os.environ | LIBTPU,
         capture_output=True, text=True, timeout=600,

@@ -258,7 +258,7 @@ class BalanceKV:
         return 1 / (self.most**3 * state.v.shape[-1])
 
     def _erase(self, state: Instances) -> Instances:
-        """The state without the buckets whose values are negligible beside the longest so far."""
+        """The state without buckets whose values are negligible relative to the longest value."""
         head_dim = state.k.shape[-1]
         share = self.epsilon / (2 * self.most) * math.exp(-(self.r**2) / head_dim**0.5)
         small = jnp.asarray(self.radii[:-1] / 2) <= np.float32(share) * state.longest

@@ -1,4 +1,4 @@
-"""Settings of all tests: eight CPU devices, strict promotion, checked shapes, a compilation cache.
+"""Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
 Tests marked `parity` or `tpu_check` are skipped, with the reason, where their extra is absent.
 `--must-run parity` makes that skip an error and reports how many such tests ran.
@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 NEEDS = {"parity": ("torch", "transformers"), "tpu_check": ("libtpu",)}
-# Tests spend most of their time compiling. These flags more than halve it.
+# Compiling takes most of the time of tests. These flags reduce it by more than half.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",
     "xla_cpu_use_fusion_emitters=false",
     "xla_cpu_parallel_codegen_split_count=1",
 )
-# The compilation cache of all tests, processes and runs. It saves a fifth of the time of a first
-# run, and half of the time of repeated engine tests.
+# The compilation cache, shared by all tests, processes and runs. It saves a fifth of the time of a
+# first run, and half of the time of repeated engine tests.
 COMPILED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
 MAX_COMPILED = 1 << 30  # bytes
 MAPS, TESTS = Path("/proc/self/maps"), count(1)
@@ -39,8 +39,8 @@ def set_environment():
     flags = os.environ.get("XLA_FLAGS", "")
     if "force_host_platform_device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
-    # evals.correctness.agreement gives the level that users compile at. libtpu has no flag of
-    # the CPU.
+    # evals.correctness.agreement sets the default optimization level itself. libtpu does not know
+    # flags of XLA:CPU.
     if cpu and "backend_optimization_level" not in flags:
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()
@@ -48,7 +48,7 @@ def set_environment():
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-    if cpu:  # libtpu as a compiler: look for no TPU, share it
+    if cpu:  # use libtpu as a compiler: do not search for a TPU, share the library
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -68,7 +68,7 @@ def known(flag):
 
 
 def enable_interrupts():
-    """Restore Ctrl-C, which some tests send; shells disable it for background processes."""
+    """Enable Ctrl-C, which some tests send. Shells disable it for background processes."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -93,7 +93,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     compiled = sum(path.stat().st_size for path in COMPILED.glob("*"))
-    if compiled > MAX_COMPILED and not hasattr(config, "workerinput"):  # no worker writes yet
+    if compiled > MAX_COMPILED and not hasattr(
+        config, "workerinput"
+    ):  # before any worker writes to it
         shutil.rmtree(COMPILED)
     for marker in must_run(config):
         if marker not in NEEDS:
@@ -172,7 +174,7 @@ def rng() -> np.random.Generator:
 
 
 def missing(marker):
-    """Why tests with this marker cannot run; empty if they can."""
+    """Why tests with this marker cannot run; an empty string if they can."""
     absent = [name for name in NEEDS[marker] if not find_spec(name)]
     extra = marker.replace("_", "-")
     return f"no {' and '.join(absent)}: pip install -e '.[{extra}]'" if absent else ""

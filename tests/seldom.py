@@ -1,4 +1,4 @@
-"""A case that every day another shows nearly as well, and CI alone runs."""
+"""Marks a parametrized case as slow: only CI runs it, because another case is nearly the same."""
 
 import pytest
 

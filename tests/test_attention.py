@@ -1,4 +1,4 @@
-"""Attention in parts: equal to numpy for any division into parts."""
+"""Attention in parts equals numpy, for every division into parts."""
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,8 @@ def test_many_slots_are_read_in_blocks(rng, slots, wide):
     [((2, 2, 3, 3, 1), 10), ((2, 2, 3, 3, 1), 2560), seldom(None, 2560),
      seldom((2, 1, 1, 3, 1), 2560), seldom((1, 1, 1, 1, 1), 2560)],
 )  # fmt: skip
-def test_one_head_after_another(rng, monkeypatch, slots, like):
-    """The form for large logits on a CPU has the same values and the same gradients."""
+def test_attention_by_head_equals_attention_at_once(rng, monkeypatch, slots, like):
+    """The version for large logits on a CPU, head by head, has equal values and gradients."""
     q, k, v, bias = problem(rng, slots=slots)
     bias = None if like is None else bias[tuple(slice(0, n) for n in like[:4])]
 
@@ -98,7 +98,7 @@ def test_a_bias_may_be_a_function_of_the_block(rng):
     assert set(sizes) == {1024, 512}
 
 
-def test_no_key_in_view(rng):
+def test_without_visible_keys_out_is_0_and_lse_is_minus_infinity(rng):
     q, k, v, bias = problem(rng)
     bias = bias.at[0].set(-jnp.inf)
     found = attend(q, k, v, bias, 1.0)
@@ -119,14 +119,14 @@ def test_large_logits_stay_finite(rng):
     )
 
 
-def test_bfloat16(rng):
+def test_bfloat16_inputs_give_float32_outputs(rng):
     q, k, v, bias = problem(rng, dtype=jnp.bfloat16)
     found = attend(q, k, v, bias, 0.5)
     assert found.out.dtype == found.lse.dtype == jnp.float32
     assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5), tolerance=2e-2)
 
 
-def test_parts_make_the_whole(rng):
+def test_parts_merge_to_the_whole(rng):
     q, k, v, bias = problem(rng)
     cuts = [(0, 3), (3, 4), (4, 4), (4, 10)]
     parts = [slot_attention(q, k[:, :, a:b], v[:, :, a:b], bias[..., a:b], 1.0) for a, b in cuts]
@@ -187,7 +187,7 @@ def chunk_of(rng, tokens, batch=1, heads=2, kv_heads=1, head_dim=4):
 @pytest.mark.parametrize("tokens", [5, 300, 1280])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("encoding", [NoPosition(), Alibi((0.5, 0.1))], ids=["none", "alibi"])
-def test_local_attention(rng, tokens, window, encoding):
+def test_local_attention_equals_numpy(rng, tokens, window, encoding):
     spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=encoding)
     chunk = chunk_of(rng, tokens)
     hidden = jnp.asarray(rng.random((1, tokens)) < 0.2)

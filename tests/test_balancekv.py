@@ -37,7 +37,7 @@ def algorithm_2(keys, values, uniforms, there, r_key, r_value, delta, walks, n):
     return eta == (1 if (eta == 1).sum() <= (eta == -1).sum() else -1)
 
 
-def test_algorithm_2_is_the_listing():
+def test_algorithm_2_equals_the_listing():
     """300 blocks of different radii, with absent tokens, and a c at which some walks fail."""
     random, r_key, n, delta, walks = np.random.default_rng(8), 1.5, 40, 1e-3, 0.05
     there = random.random((300, 24)) < 0.8
@@ -59,7 +59,7 @@ def test_algorithm_2_is_the_listing():
 
 
 @pytest.mark.parametrize("length", [1.0, 3.0])
-def test_a_walk_fails_from_c_times_R_squared_on(length):
+def test_a_walk_fails_beyond_c_times_R_squared(length):
     """A token that comes twice has s = R^2 the second time: c above 1 passes, c below 1 fails."""
     k = jnp.broadcast_to(length * jnp.asarray(unit(12), jnp.float32), (1, 2, DIM))
     ones, given = jnp.ones((1, 2)), (length, jnp.full(1, length), 0.01)
@@ -70,7 +70,7 @@ def test_a_walk_fails_from_c_times_R_squared_on(length):
 
 
 def insert_all(algorithm, k, v):
-    """The state after all tokens; after each of them some queries' sums, and the failures."""
+    """The final state, and after each token the sums for some queries and the failures."""
     q = jnp.asarray(unit(7, QUERIES), jnp.float32)
 
     def one(state, token):
@@ -86,9 +86,11 @@ def insert_all(algorithm, k, v):
 
 @functools.cache
 def theorem(n, **how):
-    """n unit tokens through Algorithms 1 to 3: the state and, after each token, the errors of
-    numerator and denominator over j e^(-r^2/sqrt d) max|v|, the largest of all queries. That is the
-    epsilon at which the theorem's bound holds."""
+    """Algorithms 1 to 3 on n tokens with unit keys: the final state, and two errors per token.
+
+    The errors of numerator and denominator are divided by j e^(-r^2/sqrt d) max|v|. Their largest
+    values over the queries are the epsilon at which the theorem's bound holds.
+    """
     algorithm = BalanceKV(r=1.0, **{"batch": 32, "rounds": 4, "lowest": -2, "buckets": 4, **how})
     k, v = unit(5, n), unit(6, n) * np.random.default_rng(0).uniform(0.3, 3, (n, 1))
     state, numerator, denominator, _ = insert_all(algorithm, k, v)
@@ -120,9 +122,11 @@ def test_every_halving_gets_the_radii_and_the_delta_of_the_proof(monkeypatch):
 
 
 def test_the_theorem_streams_in_fixed_shapes(record_property):
-    """Algorithms 1 to 3: levels as in Algorithm 3, and no failure. Where the smaller class has less
-    than half of the tokens, the difference is lost at every level: with the theorem's constant,
-    which is random sampling, nearly half of the denominator."""
+    """Levels are filled as in Algorithm 3, without failures.
+
+    If the smaller class has less than half of the tokens, its estimate is too small at every level.
+    The theorem's constant gives random sampling. It loses nearly half of the denominator here.
+    """
     algorithm, state, *_ = theorem(512)
     assert int(state.tokens[-1]) == 512 == int(state.tokens[:-1].sum())
     assert not np.asarray(state.failures).any()
@@ -134,9 +138,12 @@ def test_the_theorem_streams_in_fixed_shapes(record_property):
 
 
 def test_the_bound_of_the_theorem_holds_at_every_step(record_property):
-    """|estimate - truth| <= epsilon j e^(-r^2/sqrt d) max|v| for all queries, if the constant is
-    small. The theorem's 30 requires a batch of log^2(sn) sqrt(s) e^(2r^2/sqrt d)/epsilon, some
-    4,000 at 0.1, where nothing is halved. With a batch of 32 it violates the bound."""
+    """With constant 0.02, |estimate - truth| <= epsilon j e^(-r^2/sqrt d) max|v| for all queries.
+
+    The theorem's constant 30 requires a batch of log^2(sn) sqrt(s) e^(2r^2/sqrt d)/epsilon. At
+    epsilon = 0.1 that is about 4,000 tokens, more than this stream has. With a batch of 32 the
+    error exceeds the bound.
+    """
     *_, numerator, denominator = theorem(512, walks=0.02)
     record_property("epsilon", [float(numerator.max()), float(denominator.max())])
     assert numerator[:31].max() < 1e-6 and denominator[:31].max() < 1e-6  # nothing is halved yet
@@ -146,7 +153,7 @@ def test_the_bound_of_the_theorem_holds_at_every_step(record_property):
 
 
 def test_small_buckets_are_erased_and_a_zero_value_is_in_none():
-    """Buckets 2^i up to epsilon/(2n) e^(-r^2/sqrt d) max|v| are erased; 1e-8 against 1 is below."""
+    """Buckets 2^i up to epsilon/(2n) e^(-r^2/sqrt d) max|v| are erased, such as that of 1e-8."""
     algorithm = BalanceKV(batch=8, rounds=2, r=1.8, lowest=-28, buckets=30)
     lengths = np.r_[1e-8, 1.5 * 2.0 ** np.arange(-20, 0), 0.0, 1.5][:, None]
     k, v = unit(13, 23), lengths * unit(14, 23)
@@ -165,8 +172,10 @@ def test_small_buckets_are_erased_and_a_zero_value_is_in_none():
 
 
 def test_a_stream_fits_until_a_fifth_half_reaches_the_last_level():
-    """With 2 rounds of batches of 8: 79 tokens count in full. The 80th loses an eighth or more,
-    which is reported. A bucket with 79 tokens that gets no more reports no failure."""
+    """With 2 rounds and batches of 8, 79 tokens fit. The 80th loses an eighth of the sum or more.
+
+    That is reported as a failure. A bucket that gets no token after its 79th reports none.
+    """
     settings = {"batch": 8, "rounds": 2, "r": 1.0, "lowest": -1, "buckets": 2}
     k = np.repeat(unit(15, 41), 2, axis=0)
     v = np.where(np.arange(82) < 79, 1.5, 0.75)[:, None] * k
@@ -186,9 +195,9 @@ def test_failures_are_reported():
     assert np.asarray(state.failures).all()
     k = jnp.asarray(unit(5, 16), jnp.float32)[None]
     ones, there = jnp.ones((1, 16)), jnp.ones((1, 16), bool)
-    for harm in (5.0, jnp.nan):
+    for factor in (5.0, jnp.nan):
         done = softmax_balance(
-            k.at[0, 3].multiply(harm), k, 0.5 * ones, there, 1.0, jnp.ones(1), 0.1
+            k.at[0, 3].multiply(factor), k, 0.5 * ones, there, 1.0, jnp.ones(1), 0.1
         )
         assert bool(done.failed[0])
     fine = softmax_balance(k, k, 0.5 * ones, there, 1.0, jnp.ones(1), 0.1)

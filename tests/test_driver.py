@@ -1,4 +1,4 @@
-"""`step` checks its arguments and explains what is wrong in one line."""
+"""`step` checks its arguments and raises one-line errors."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Other(tuple):
 
 @dataclass(frozen=True)
 class OfOldContract:
-    """A policy with `attend` and `extend`, as the contract was before `update`."""
+    """A policy of the contract before `update`, with `attend` and `extend`."""
 
     formula = "nothing"
     axes = ring.LEAVES
@@ -54,7 +54,7 @@ class WithoutBase:
 
 
 def arguments(batch=1, tokens=3, heads=4):
-    """Arguments that agree."""
+    """Valid arguments."""
     q, kv = jnp.ones((batch, tokens, heads, 8)), jnp.ones((batch, tokens, 2, 8))
     positions = jnp.zeros((batch, tokens), jnp.uint32)
     state = POLICY.init(SPEC, batch, jax.random.key(0))
@@ -103,7 +103,7 @@ BAD = {
 }
 
 
-def test_arguments_that_agree_are_accepted():
+def test_valid_arguments_are_accepted():
     out, _ = step(**arguments())
     assert out.shape == (1, 3, 4, 8)
 
@@ -111,7 +111,7 @@ def test_arguments_that_agree_are_accepted():
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_refused(name):
     changed, words = BAD[name]
-    # Unwrapped, because the shape checks that tests put around every function would come first.
+    # Unwrapped, because in tests the shape checks around every function would raise first.
     on_a_mesh = partial(inspect.unwrap(sharded_step), mesh_of("model=2"))
     for call in (inspect.unwrap(step), on_a_mesh):
         with pytest.raises(jaxkv.UserError, match=words) as caught:
@@ -119,12 +119,12 @@ def test_bad_arguments_are_refused(name):
         assert "\n" not in str(caught.value)
 
 
-def test_a_subclass_with_the_old_members_is_refused_where_it_is_defined():
-    with pytest.raises(jaxkv.UserError, match="rename attend to update, seal to finish_prefill"):
+def test_a_subclass_with_old_members_is_refused_at_its_definition():
+    with pytest.raises(jaxkv.UserError, match="rename attend to update, kept to cached"):
 
         class Old(jaxkv.Policy):
             def attend(self, spec, state, chunk):
                 return None
 
-            def seal(self, spec, state):
+            def kept(self, spec, state):
                 return state

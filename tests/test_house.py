@@ -1,4 +1,4 @@
-"""The rules of the house: who imports whom, how long things get, and what the README promises."""
+"""Rules of the repository: imports, lengths of files and functions, and commands in README."""
 
 import ast
 import re
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HOUSE = {"jaxkv", "models", "pallas_kernels", "evals", "colab", "tests"}
+PACKAGES = {"jaxkv", "models", "pallas_kernels", "evals", "colab", "tests"}
 
-# Folder -> what may be imported there besides the standard library and the folder's own package;
-# the longest prefix of a path decides. None: anything at all.
+# Path -> packages that its files may import, besides the standard library and their own package.
+# The longest prefix of a path applies. None: any package.
 MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy"},
     "jaxkv": {"pallas_kernels", "jax", "numpy"},
@@ -40,7 +40,7 @@ MAY_IMPORT = {
         *("jupytext", "nbclient", "nbformat", "PIL"),
     },
 }
-COMPARED_WITH = {"torch", "transformers"}  # imported inside functions, since they may be absent
+COMPARED_WITH = {"torch", "transformers"}  # imported only in functions: they may be absent
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150
 FILE_BYTES = 10_000_000
@@ -49,7 +49,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|tmp|Users)/\w")
 
 class Import(NamedTuple):
     line: int
-    package: str  # the first part of the dotted name; of jaxkv.models the second, as the folder
+    package: str  # the first part of the dotted name; `models` for jaxkv.models
     lazy: bool  # inside a function
 
 
@@ -79,7 +79,7 @@ def python_files():
 def folder_of(module):
     """The top-level folder that a dotted name is installed from, or its first part elsewhere."""
     first, *rest = module.split(".")
-    return rest[0] if first == "jaxkv" and rest and rest[0] in HOUSE else first
+    return rest[0] if first == "jaxkv" and rest and rest[0] in PACKAGES else first
 
 
 def imports(node, package, lazy=False):
@@ -98,7 +98,7 @@ def imports(node, package, lazy=False):
 
 
 def allowed(path):
-    """What the file may import: a set, or None for anything; no entry, no house imports."""
+    """Packages that the file may import. None: any. Empty for a path without an entry."""
     prefixes = [p for p in MAY_IMPORT if path == p or path.startswith(p + "/")]
     return MAY_IMPORT[max(prefixes, key=len)] if prefixes else set()
 
@@ -114,7 +114,7 @@ def broken_imports(path, text):
             yield f"{path}:{found.line} imports {found.package} outside a function"
 
 
-def test_imports_go_one_way():
+def test_imports_follow_the_import_direction():
     broken = [line for path, text in python_files().items() for line in broken_imports(path, text)]
     assert not broken, "\n".join(broken)
 
@@ -144,7 +144,7 @@ def test_every_package_is_installed():
     """A folder without an __init__.py imports from a checkout but is missing from a wheel."""
     folders = {path.rpartition("/")[0] for path in python_files()}
     packages = [
-        folder for folder in folders - {"colab"} if folder.split("/")[0] in HOUSE - {"tests"}
+        folder for folder in folders - {"colab"} if folder.split("/")[0] in PACKAGES - {"tests"}
     ]
     assert not [folder for folder in packages if not (ROOT / folder / "__init__.py").is_file()]
     dotted = {folder.replace("colab/lib", "colab").replace("/", ".") for folder in packages}
@@ -153,7 +153,7 @@ def test_every_package_is_installed():
     assert sorted(tool["packages"]) == sorted(installed)
 
 
-def test_nothing_grows_too_long():
+def test_files_and_functions_are_short():
     long = []
     for path, text in python_files().items():
         count = len(text.splitlines())
@@ -168,7 +168,7 @@ def test_nothing_grows_too_long():
     assert not long, "\n".join(long)
 
 
-def test_no_path_of_one_machine_and_no_large_file():
+def test_no_file_is_large_or_names_a_local_path():
     found = []
     for path in tracked():
         data = path.read_bytes()
@@ -200,8 +200,8 @@ def test_the_command_line_starts_without_jax():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
-def test_parity_tests_carry_their_mark():
-    """Without it they would fail, rather than be skipped, where torch is absent."""
+def test_parity_tests_have_their_mark():
+    """Without the mark they would fail, instead of being skipped, where torch is absent."""
     bare = []
     for path, text in python_files().items():
         uses = {found.package for found in imports(ast.parse(text), "tests")} & COMPARED_WITH
@@ -215,7 +215,7 @@ def project():
 
 
 def readme_commands():
-    """The lines of README's shell blocks, a line that ends in a backslash joined to the next."""
+    """The lines of README's shell blocks, with continued lines joined."""
     text = (ROOT / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()

@@ -1,4 +1,4 @@
-"""Terms that a reader of the field would have to look up stand in no source and on no page."""
+"""No source and no page uses a replaced term."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {"CHANGELOG.md", "docs/glossary.md", "tests/test_language.py"}
 SOURCES = ("*.py", "*.md", "*.toml", "*.ipynb")
-# Fields of records and names of pictures, which readers of earlier records rely on.
+# Fields of records and names of figures, which older records use.
 RECORDED = re.compile(
-    r"\"(thinned|seal|zone|spelled)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
+    r"\"(thinned|seal|zone|spelled|anew)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
     r"|losses that are no numbers, of all"
 )
-# Term -> what to write instead. Names are matched as whole words, so that `met` is no part of
-# `method`. Words that are also correct English, such as `behind` and `lane`, stand in phrases.
+# Term -> replacement. Names are matched as whole words, so `met` does not match `method`. Words
+# that are also correct English, such as `behind` and `lane`, are matched in phrases.
 TERMS = {
     r"\bMetState\b|\bmet\.py\b|\bthings? met\b|\bkeys? (a query )?meets?\b": "sparse attention",
     r"\bthinned\b|\bthinning\b": "prompt compression, compressed",
@@ -60,7 +60,7 @@ def hits(term: str) -> list[str]:
     """Every line with the term, as path:line: text. Stored outputs of notebooks count too."""
     found = []
     for path in tracked():
-        # A longer line is a stored picture.
+        # A longer line is a stored figure.
         lines = path.read_text("utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
             if len(line) < 10_000 and re.search(term, RECORDED.sub("", line)):

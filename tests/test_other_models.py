@@ -1,7 +1,7 @@
 """`jaxkv.step` between the projections of other libraries: linen, Equinox, plain JAX.
 
-Nothing is registered or patched. Each example is one attention layer with a cache of its own
-library's making; read in pieces through a bounded cache it gives what plain JAX gives.
+Nothing is registered or patched. Each example is one attention layer that stores the policy's state
+in the way of its library. Prefill in chunks gives the outputs of the plain JAX layer.
 """
 
 import functools
@@ -27,8 +27,8 @@ def weights(rng):
 
 
 @pytest.fixture
-def pieces(rng):
-    """One text of 21 tokens in two rows, in pieces of 7: x [B,T,D] with its positions."""
+def chunks(rng):
+    """Two sequences of 21 tokens in chunks of 7: x [B,T,D] and positions."""
     x = jnp.asarray(rng.normal(size=(2, 21, WIDTH)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(21, dtype=jnp.uint32), (2, 21))
     return [(x[:, i : i + 7], positions[:, i : i + 7]) for i in range(0, 21, 7)]
@@ -45,30 +45,30 @@ def plain_layer(weights, state, x, positions):
     return out.reshape(*x.shape[:2], -1) @ weights["o"], state
 
 
-def read_plain(weights, pieces):
+def outputs_of_plain_jax(weights, chunks):
     layer, state = jax.jit(plain_layer), POLICY.init(SPEC, 2, jax.random.key(0))
     outs = []
-    for x, positions in pieces:
+    for x, positions in chunks:
         out, state = layer(weights, state, x, positions)
         outs.append(out)
     return np.concatenate(outs, axis=1)
 
 
-def test_plain_jax(weights, pieces):
-    outs = read_plain(weights, pieces)
-    # The first piece fits the cache but for one token: there it is plain causal attention.
-    x, positions = pieces[0]
+def test_plain_jax(weights, chunks):
+    outs = outputs_of_plain_jax(weights, chunks)
+    # No query of the first chunk has lost a token, so its outputs are plain causal attention.
+    x, positions = chunks[0]
     q, k, v = (heads(x @ weights[name]) for name in "qkv")
     q, k = (SPEC.encoding.rotate(t, positions) for t in (q, k))
     full = jax.nn.dot_product_attention(q, k, v, scale=SPEC.scale, is_causal=True)
     np.testing.assert_allclose(outs[:, :7], full.reshape(2, 7, -1) @ weights["o"], atol=1e-5)
 
 
-def test_linen(weights, pieces):
+def test_linen(weights, chunks):
     nn = pytest.importorskip("flax.linen", reason="no flax: pip install -e '.[models]'")
 
     class Attention(nn.Module):
-        """The cache is a variable collection like any other of linen's."""
+        """The state is a variable in the collection `cache`, as in linen's own attention."""
 
         @nn.compact
         def __call__(self, x, positions):
@@ -83,24 +83,24 @@ def test_linen(weights, pieces):
             return nn.Dense(WIDTH, use_bias=False, name="o")(out.reshape(*x.shape[:2], -1))
 
     layer = Attention()
-    cache = jax.jit(layer.init)(jax.random.key(0), *pieces[0])["cache"]
+    cache = jax.jit(layer.init)(jax.random.key(0), *chunks[0])["cache"]
     params = {name: {"kernel": weight} for name, weight in weights.items()}
-    read = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
+    apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
     outs = []
-    for x, positions in pieces:
+    for x, positions in chunks:
         variables = {"params": params, "cache": cache}
-        out, changed = read(variables, x, positions)
+        out, changed = apply(variables, x, positions)
         cache = changed["cache"]
         outs.append(out)
-    wanted = read_plain(weights, pieces)
+    wanted = outputs_of_plain_jax(weights, chunks)
     np.testing.assert_allclose(np.concatenate(outs, axis=1), wanted, atol=1e-5)
 
 
-def test_equinox(weights, pieces):
+def test_equinox(weights, chunks):
     eqx = pytest.importorskip("equinox", reason="no equinox: pip install equinox")
 
     class Attention(eqx.Module):
-        """The state goes in and comes out beside the activations, as Equinox would have it."""
+        """The state is an argument and a result, as in stateful layers of Equinox."""
 
         q: eqx.nn.Linear
         k: eqx.nn.Linear
@@ -119,10 +119,10 @@ def test_equinox(weights, pieces):
         return eqx.tree_at(lambda layer: layer.weight, blank, weight.T)
 
     layer = Attention(**{name: linear(weight) for name, weight in weights.items()})
-    read, state = eqx.filter_jit(layer), POLICY.init(SPEC, 2, jax.random.key(0))
+    apply, state = eqx.filter_jit(layer), POLICY.init(SPEC, 2, jax.random.key(0))
     outs = []
-    for x, positions in pieces:
-        out, state = read(x, positions, state)
+    for x, positions in chunks:
+        out, state = apply(x, positions, state)
         outs.append(out)
-    wanted = read_plain(weights, pieces)
+    wanted = outputs_of_plain_jax(weights, chunks)
     np.testing.assert_allclose(np.concatenate(outs, axis=1), wanted, atol=1e-5)

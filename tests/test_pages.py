@@ -1,4 +1,4 @@
-"""Every page, as a CommonMark parser renders it: whole paragraphs, links that resolve."""
+"""Every page, rendered by a CommonMark parser: whole paragraphs, and links that resolve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxkv.testing import check_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_README_WORDS = 1200
-NOT_A_FILE = re.compile(r"^jaxkv/step\.py$")  # a decision says why there is none
+NOT_A_FILE = re.compile(r"^jaxkv/step\.py$")  # decisions name files that do not exist
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 
 
@@ -43,7 +43,7 @@ def anchors(page: Path) -> set[str]:
     return {anchor(re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", title)) for title in titles}
 
 
-def test_there_are_pages():
+def test_the_main_pages_exist():
     names = {page.relative_to(ROOT).as_posix() for page in tracked("*.md")}
     assert {"README.md", "docs/policies.md", "docs/integration.md", "evals/CLAIMS.md"} <= names
 
@@ -80,8 +80,8 @@ def test_readme_is_short():
     assert len(text.split()) <= MAX_README_WORDS
 
 
-def test_the_repository_address_stands_in_one_place():
-    """Notebooks install from it and link to it; every other page begins in the clone."""
+def test_the_repository_address_is_in_one_place():
+    """Only notebooks repeat the address, to install jaxkv. Other pages assume a clone."""
     found = {
         path.relative_to(ROOT).as_posix()
         for path in tracked("*.md", "*.py", "*.toml", "*.ipynb", ".ci/*")
@@ -98,7 +98,7 @@ def test_the_repository_address_stands_in_one_place():
     "page", ["README.md", "ARCHITECTURE.md", "ACCELERATOR.md", "docs", "evals"]
 )
 def test_named_files_and_modules_exist(page):
-    """Paths with a folder, from the root, and modules of `python -m`; capitals are placeholders."""
+    """Paths of .py files from the root, and modules of `python -m`. Capitals are placeholders."""
     missing = []
     for path in tracked(page if page.endswith(".md") else f"{page}/*.md"):
         text = path.read_text("utf-8")
@@ -118,19 +118,19 @@ def integration_blocks():
 
 
 def run(block, names):
-    """A block by itself: this file's __future__ import must not reach its dataclasses."""
+    """Execute a block without the __future__ imports here, which would change its dataclasses."""
     exec(compile(block, "docs/integration.md", "exec", dont_inherit=True), names)
 
 
 def namespace_of(class_name):
-    """What the block of docs/integration.md that defines the class defines, imports included."""
+    """The names that the block of docs/integration.md with this class defines and imports."""
     (block,) = [b for b in integration_blocks() if re.search(rf"^class {class_name}\b", b, re.M)]
     names = {"__name__": "integration"}
     run(block, names)
     return names
 
 
-def test_the_layer_of_the_page_runs():
+def test_the_layer_in_the_integration_page_runs():
     names: dict = {}
     run(integration_blocks()[0], names)
     jnp, shape = names["jnp"], (2, 3)
@@ -141,7 +141,7 @@ def test_the_layer_of_the_page_runs():
 
 
 @pytest.mark.slow
-def test_the_policies_of_the_page_keep_the_laws():
+def test_the_policies_in_the_integration_page_keep_the_laws():
     (check,) = [block for block in integration_blocks() if block.startswith("from jaxkv.testing")]
     run(check, namespace_of("Newest"))
     check_policy(namespace_of("Strided")["Strided"](stride=3, slots=4))

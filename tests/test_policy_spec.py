@@ -166,7 +166,7 @@ def test_max_lookback():
     assert max_lookback(Unlimited()) == math.inf and max_lookback(Unlimited(), 100) == 100
     assert max_lookback(Window(9)) == 9 and max_lookback(Window(9), 4) == 4
     assert max_lookback(Streaming(4, 9)) == 13
-    # With absolute positions the distance to the sinks grows without end.
+    # With absolute positions the distance to the sinks is unbounded.
     assert max_lookback(Streaming(4, 9, "absolute")) == math.inf
 
 

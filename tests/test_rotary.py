@@ -1,4 +1,4 @@
-"""Positions: every rope kind equals its formula at any position, and ALiBi."""
+"""Position encodings: every rotary scaling equals its formula at any position; ALiBi."""
 
 import math
 
@@ -29,7 +29,7 @@ YARN = {
 
 
 def frequencies_of(head_dim, theta, scaling):
-    """One pair at a time, from the papers and model cards."""
+    """Frequencies and amplitude, pair by pair, from the papers and model cards."""
     kind = scaling["kind"]
     found = []
     for i in range(head_dim // 2):
@@ -102,7 +102,7 @@ def exact(x, positions):
 
 
 def float_angles(x, positions):
-    """The form of other libraries: position times frequency in float32."""
+    """As in other libraries: position times frequency in float32."""
     frequencies = np.float32(1e4) ** (-np.arange(32, dtype=np.float32) / np.float32(32))
     angles = (positions.astype(np.float32)[..., None] * frequencies)[:, :, None]
     first, second = np.split(x, 2, axis=-1)
@@ -111,7 +111,7 @@ def float_angles(x, positions):
 
 
 @pytest.mark.parametrize("position", [250, 4096, 4_000_000, 2**31 + 17, 2**32 - 10, 2**32 + 100])
-def test_exact_at_any_position(position):
+def test_logits_are_exact_at_any_position(position):
     assert worst_logit(exact, position) <= 2e-6
     if position in (4_000_000, 2**32 - 10):
         assert worst_logit(float_angles, position) > 0.01
@@ -131,7 +131,7 @@ def test_position_0_rotates_nothing(rng):
     np.testing.assert_array_equal(rotated, x)
 
 
-def test_no_drift():
+def test_the_error_does_not_grow_with_position():
     # The error of one pair of tokens does not grow over a billion positions.
     errors = [worst_logit(exact, 250 + lap * 10_000_019) for lap in range(0, 100, 7)]
     assert max(errors) <= 2e-6
@@ -139,7 +139,7 @@ def test_no_drift():
 
 @pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
 def test_rerotate_equals_one_rotation(scaling, rng):
-    """An amplitude must apply once."""
+    """The amplitude is applied once."""
     scheme = rotary(16, 1e4, scaling)
     x = jnp.asarray(rng.normal(size=(2, 5, 3, 16)), jnp.float32)
     positions, by = jnp.asarray(rng.integers(0, 2**32, (2, 2, 5)), jnp.uint32)

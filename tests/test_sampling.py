@@ -24,7 +24,7 @@ jitted_draw = jax.jit(lambda *args: draw(*args)[0], static_argnums=0)
 
 
 def reference(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """The probability of each token, one sequence and one filter after the other."""
+    """The probability of each token, computed by sequence and by filter."""
     found = []
     for row, old in zip(logits.astype(np.float64), seen, strict=True):
         penalty = np.where(row > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
@@ -50,7 +50,7 @@ def probabilities(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> n
 
 def agree(found: np.ndarray, wanted: np.ndarray, sampling: Sampling) -> None:
     assert (found[wanted > 1e-30] > 0).all(), f"{sampling} lost a token"  # less may be 0 in float32
-    assert (wanted[found > 1e-30] > 0).all(), f"{sampling} let a token through"
+    assert (wanted[found > 1e-30] > 0).all(), f"{sampling} kept a filtered token"
     np.testing.assert_allclose(found, wanted, atol=2e-6, err_msg=str(sampling))
 
 
@@ -121,7 +121,7 @@ def test_every_combination_equals_transformers(rng):
         Sampling(temperature=1.5, top_k=4, min_p=0.05),
     ],
 )
-def test_frequencies(sampling, rng):
+def test_draws_have_the_stated_frequencies(sampling, rng):
     logits, count = rng.normal(size=8) * 1.5, 40_000
     wanted = reference(sampling, logits[None], np.zeros((1, 8), bool))[0]
     found = np.bincount(draws(sampling, logits, count), minlength=8) / count
@@ -144,7 +144,7 @@ def test_a_draw_depends_on_rng_and_position_alone(rng):
     assert (np.asarray(pick(logits, seen, keys[::-1].copy(), positions)) != first).mean() > 0.5
 
 
-def test_greedy(rng):
+def test_greedy_choice(rng):
     logits, seen = example(rng)
     keys, positions = np.zeros((3, 2), np.uint32), np.zeros(3, np.uint32)
     settings = Sampling(top_k=2, top_p=0.1, min_p=0.5)  # greedy choice applies no filter
@@ -159,7 +159,7 @@ def test_greedy(rng):
     assert (np.asarray(second) == np.where(best, -np.inf, logits).argmax(-1)).all()
 
 
-def test_ties_with_the_last_token_stay():
+def test_tokens_that_tie_with_the_last_one_stay():
     logits, seen = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]]), np.zeros((1, 5), bool)
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.6)):
         assert (probabilities(sampling, logits, seen)[0] > 0).tolist() == [
@@ -189,7 +189,7 @@ def test_ties_with_the_last_token_stay():
         (Sampling(1.0, top_k=3, top_p=0.9, min_p=0.1), 1, {1, 3}),
     ],
 )
-def test_extremes(sampling, scale, allowed):
+def test_extreme_settings_allow_only_valid_tokens(sampling, scale, allowed):
     """No NaN, no token that was filtered out, no token with a logit of -inf."""
     logits = np.array([1.0, 3.0, -2.0, 2.9, -np.inf]) * scale
     found = probabilities(sampling, logits[None], np.zeros((1, 5), bool))[0]
@@ -229,8 +229,8 @@ def test_bad_settings_are_refused(field, value):
         Sampling(**{field: value})
 
 
-def test_knobs_per_sequence_draw_as_alone(rng):
-    """Beside any others: all greedy, some with top-k or top-p, none with them."""
+def test_settings_per_sequence_draw_the_same_as_alone(rng):
+    """In batches with any other settings: all greedy, some with top-k or top-p, none with them."""
     settings = [Sampling(), Sampling(repetition_penalty=1.7), *SETTINGS[::7]]
     batch = len(settings)
     logits, seen = example(rng, batch)
@@ -267,7 +267,7 @@ def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     """The running sum of 200,000 float32 probabilities passes 1 before the last token."""
     count = 200_000
     logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
-    logits[:, 0] = 1.0  # or all tokens would tie
+    logits[:, 0] = 1.0  # otherwise all tokens tie
     sampling = Sampling(temperature=1.0, top_p=top_p)
     assert "sort" not in str(jax.make_jaxpr(partial(shape, sampling.filters))(
         sampling.knobs, logits, seen))  # fmt: skip

@@ -1,4 +1,4 @@
-"""`jaxkv.testing`: the policies here keep the laws, and each law finds the mistake it is for."""
+"""`jaxkv.testing`: every policy of jaxkv keeps the laws, and each law finds its mistake."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxkv.testing.laws import LAWS
 from jaxkv.testing.subject import Subject, draw_tokens
 from tests.seldom import seldom
 
-EVERYDAY = {"window:window=5", "balance:sinks=2,window=3,block=8,start=16"}
+NOT_SLOW = {"window:window=5", "balance:sinks=2,window=3,block=8,start=16"}
 SMALL = [
-    *EVERYDAY, "streaming:sinks=2,window=5", "full:start=16,max=4096",
+    *NOT_SLOW, "streaming:sinks=2,window=5", "full:start=16,max=4096",
     "reservoir:sinks=2,window=4,sample=3", "stratified:sinks=1,window=3,sample=4",
     "balance-stream:sinks=2,window=4,levels=3,block=4", "uniform:sinks=1,window=3",
     "snapkv:capacity=9,window=3,kernel=3,start=16", "pyramidkv:capacity=9,window=3,kernel=3",
@@ -36,9 +36,9 @@ def newest(count):
 
 
 @pytest.mark.parametrize(
-    "policy", [(pytest.param if p in EVERYDAY else seldom)(p) for p in sorted(SMALL)]
+    "policy", [(pytest.param if p in NOT_SLOW else seldom)(p) for p in sorted(SMALL)]
 )
-def test_the_policies_here_keep_the_laws(policy):
+def test_every_policy_keeps_the_laws(policy):
     found = check_policy(jaxkv.policy(policy), scores_chunks=policy.startswith("h2o"))
     numbers = {verdict.number for verdict in found}
     assert numbers >= {1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 16}
@@ -57,15 +57,15 @@ class Broken(jaxkv.Streaming):
     window: int = 6
 
 
-class Greedy(Broken):
+class CachesPadding(Broken):
     """Padding is cached."""
 
     def update(self, spec, state, chunk):
         return super().update(spec, state, chunk._replace(valid=jnp.ones_like(chunk.valid)))
 
 
-class Counting(Broken):
-    """A chunk of padding is left out, but not padding between tokens."""
+class CachesInnerPadding(Broken):
+    """Padding is cached, except in chunks without tokens."""
 
     def update(self, spec, state, chunk):
         some = jnp.any(chunk.valid, axis=1, keepdims=True) & jnp.ones_like(chunk.valid)
@@ -73,27 +73,27 @@ class Counting(Broken):
         return partial, super().update(spec, state, chunk._replace(valid=some))[1]
 
 
-class Mixed(Broken):
-    """A sequence is answered with the queries of another."""
+class MixesSequences(Broken):
+    """The output of a sequence uses the queries of another."""
 
     def update(self, spec, state, chunk):
         return super().update(spec, state, chunk._replace(q=chunk.q[::-1]))
 
 
-class Small(Broken):
+class TooFewBytes(Broken):
     def bytes_per_sequence(self, spec, tokens=0):
         return (self.sinks + self.window) * 2 * spec.kv_heads * spec.head_dim * 4
 
 
-class Wide(Broken):
-    """The state comes back with another dtype."""
+class OtherDtype(Broken):
+    """The returned state has another dtype."""
 
     def update(self, spec, state, chunk):
         partial, made = super().update(spec, state, chunk)
         return partial, made._replace(count=made.count.astype(jnp.float32))
 
 
-class Growing(Broken):
+class SeesEvicted(Broken):
     """A query of a chunk sees tokens that the chunk has evicted."""
 
     def update(self, spec, state, chunk):
@@ -101,7 +101,7 @@ class Growing(Broken):
         return partial, ring.write(spec, state, chunk, self.sinks)
 
 
-class Short(Broken):
+class ShortWindow(Broken):
     """The window is one token too short."""
 
     def update(self, spec, state, chunk):
@@ -109,7 +109,7 @@ class Short(Broken):
         return partial, ring.write(spec, state, chunk, self.sinks)
 
 
-class Crossed(Broken):
+class SwapsHeads(Broken):
     """KV heads store each other's keys."""
 
     def update(self, spec, state, chunk):
@@ -120,12 +120,12 @@ class Unequal(Broken):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-class Begun(Broken):
+class NotEmpty(Broken):
     def init(self, spec, batch, rng):
         return super().init(spec, batch, rng)._replace(count=jnp.ones(batch, jnp.int32))
 
 
-class Unlearning(Broken):
+class NoGradient(Broken):
     def update(self, spec, state, chunk):
         return super().update(spec, state, jax.lax.stop_gradient(chunk))
 
@@ -157,28 +157,30 @@ class OtherStructure(Broken):
 
 
 @pytest.mark.parametrize("policy, number, why", [
-    (Wide(), 1, r"must return .count as \(\(2,\), 'int32'\), got \(\(2,\), 'float32'\)"),
+    (OtherDtype(), 1, r"must return .count as \(\(2,\), 'int32'\), got \(\(2,\), 'float32'\)"),
     (OtherStructure(), 1, r"the arrays .k, .v, .positions, .count, got \[0\].k"),
     (WrongLetter(), 11, r"leaf .k: axis H must be 8, got 3"),
     (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for 4 axes"),
-    (Greedy(), 2, "padding"), (Counting(), 2, "padding"), (Mixed(), 3, "sequence 0"),
-    (Short(), 4, "chunks of 1"), (Growing(), 5, "chunks of 5"), (Crossed(), 6, "KV head 0"),
-    (Unequal(), 8, "compile 2 times"), (Begun(), 9, "empty state"),
-    (Small(), 10, r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
+    (CachesPadding(), 2, "padding"), (CachesInnerPadding(), 2, "padding"),
+    (MixesSequences(), 3, "sequence 0"), (ShortWindow(), 4, "chunks of 1"),
+    (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
+    (Unequal(), 8, "compile 2 times"), (NotEmpty(), 9, "empty state"),
+    (TooFewBytes(), 10,
+     r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
     (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
-    (Unlearning(), 16, "no finite gradient"),
+    (NoGradient(), 16, "no finite gradient"),
 ])  # fmt: skip
-def test_a_mistake_is_found_by_its_law(policy, number, why):
+def test_each_law_finds_its_mistake(policy, number, why):
     laws = [law for law in LAWS if law[0] == number]
     subject = Subject(policy, 8, draw_tokens(29), None, False)
     broken = [v for law in laws if (v := judge_law(law, subject)) and not v.holds]
-    assert broken, f"law {number} does not find it"
+    assert broken, f"law {number} does not find the mistake"
     assert any(re.search(why, verdict.why) for verdict in broken), broken
     assert f"FAILS  {number:2}" in table(broken)
 
 
 @pytest.mark.parametrize("size, holds", [(6, True), (5, False)])
-def test_the_meaning_of_a_policy_is_checked(size, holds):
+def test_the_cached_tokens_of_a_policy_are_checked(size, holds):
     verdicts = judge_laws(jaxkv.Window(6), 6, newest(size))
     (verdict,) = [v for v in verdicts if v.number == 15]
     assert verdict.holds == holds and bool(verdict.why) != holds
@@ -197,26 +199,26 @@ class Idle(jaxkv.Policy):
     sinks, window = 2, 6
 
 
-def test_a_policy_without_update():
+def test_a_policy_without_update_breaks_law_1():
     with pytest.raises(LawError, match=r"law 1 .*it lacks `update`"):
         check_policy(Idle())
 
 
 class Old:
-    """The members of the contract before `update`."""
+    """A policy of the contract before `update`."""
 
     def attend(self, spec, state, chunk): ...
 
     def extend(self, spec, state, chunk): ...
 
 
-def test_a_policy_of_the_old_contract(unchecked):
+def test_a_policy_of_the_old_contract_is_refused(unchecked):
     with pytest.raises(UserError, match="rename attend to update, extend to update"):
         check_policy(Old())
     with pytest.raises(UserError, match="rename attend to update, extend to update"):
         type("Older", (jaxkv.Policy,), {"attend": Old.attend, "extend": Old.extend})
 
 
-def test_what_is_no_policy(unchecked):
+def test_an_object_that_is_not_a_policy_is_refused(unchecked):
     with pytest.raises(UserError, match="a policy is a value"):
         check_policy("streaming")

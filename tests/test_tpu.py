@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_the_tokens_seen(reports, record_property):
 
 
 def test_full_attention_grows(reports):
-    """The control: a dense cache grows, and the same test shows it."""
+    """The control: the same report shows that a dense cache grows."""
     early, late = (reports[FULL, seen] for seen in (1_000, 100_000))
     assert late["caches"] == 128 * early["caches"]
     for part in ("arguments", "outputs"):
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) -> dict:
-    """What the compiler reports about the decode step after `seen` tokens."""
+    """The compiler's memory figures of the decode step after `seen` tokens."""
 
     def arg(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -1,4 +1,4 @@
-"""A complete small model folder for tests: random weights and a byte tokenizer."""
+"""Writes a complete small model folder: random weights and a byte tokenizer."""
 
 from __future__ import annotations
 

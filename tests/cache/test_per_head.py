@@ -14,7 +14,7 @@ BATCH, KV_HEADS = 2, 3
 
 
 def sample_of(rng, slots: int, start: int) -> Sample:
-    """Slots with distinct positions in random order, from `start` on, across the wrap at 2^32."""
+    """Slots with distinct positions from `start` on, in random order; positions wrap at 2^32."""
     orders = [rng.permutation(3 * slots)[:slots] for _ in range(BATCH * KV_HEADS)]
     positions = (np.reshape(orders, (BATCH, KV_HEADS, slots)) + start) % 2**32
     values = jnp.zeros((BATCH, KV_HEADS, slots, 4))
@@ -25,7 +25,7 @@ def sample_of(rng, slots: int, start: int) -> Sample:
 @pytest.mark.parametrize("slots", [1, 5, 256, 257, 400])
 @pytest.mark.parametrize("filled_heads", [1, KV_HEADS])
 def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, filled_heads):
-    """Both paths equal numpy: all pairs compared, and sorting, the default above 256 slots."""
+    """Comparing all pairs, and sorting, which is the default above 256 slots, equal numpy."""
     sample = sample_of(rng, slots, start)
     filled = rng.random((BATCH, filled_heads, slots)) < 0.7
     numbers = (np.asarray(sample.positions, np.int64) - start) % 2**32
@@ -44,7 +44,7 @@ def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, fill
 
 
 def test_more_than_256_slots_are_sorted():
-    """The threshold is part of the test above: it must reach the sorting path by default."""
+    """The previous test must sort at the default threshold."""
     shapes = [jax.ShapeDtypeStruct((1, 1, slots), jnp.uint32) for slots in (256, 257)]
     for positions, sorts in zip(shapes, (False, True), strict=True):
         values = jax.ShapeDtypeStruct((*positions.shape, 4), jnp.float32)

@@ -1,4 +1,4 @@
-"""The ring: masks too large to compute whole."""
+"""The ring with masks too large to be computed at once."""
 
 import jax
 import jax.numpy as jnp

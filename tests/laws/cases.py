@@ -107,7 +107,7 @@ WALK = {"theta": THETA, "scale": SCALE, "temperature": 0.1, "c": 0.25}
 by_pairs = functools.partial(oracle.by_pairs, **WALK)
 by_walk = functools.partial(oracle.by_walk, **WALK)
 published = functools.partial(oracle.as_published, **WALK)
-met = functools.partial(oracle.met, theta=THETA, scale=SCALE)
+met = functools.partial(oracle.sparse_attention, theta=THETA, scale=SCALE)
 S45 = {"policy": Streaming(4, 5), "capacity": 9, "rule": oracle.streaming(4, 5), "exact": 4}
 
 CASES = [
@@ -153,13 +153,13 @@ CASES = [
          oracle.merge_and_reduce(0, 2, 2, 8, by_walk()), 0,
          FEW, longest=60),
     Case("balance-stream-by-rank", BalanceStream(1, 3, 4, 4), 7,
-         oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(by_rank=True), weighted=False), 1,
+         oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(cache_relative=True), weighted=False), 1,
          FEW, by_rank=True, longest=90),
     Case("balance-stream-softcap", BalanceStream(1, 3, 3, 4, weighted=True), 7,
-         oracle.merge_and_reduce(1, 3, 3, 4, by_pairs(by_rank=True)), 1,
+         oracle.merge_and_reduce(1, 3, 3, 4, by_pairs(cache_relative=True)), 1,
          FEW, by_rank=True, longest=60, softcap=2.0, group=1),
     Case("balance-stream-yarn", BalanceStream(1, 3, 2, 4, weighted=True), 7,
-         oracle.merge_and_reduce(1, 3, 2, 4, by_pairs(theta=TURNS[YARN], by_rank=True)), 1,
+         oracle.merge_and_reduce(1, 3, 2, 4, by_pairs(theta=TURNS[YARN], cache_relative=True)), 1,
          FEW, by_rank=True, longest=30, encoding=YARN),
     Case("balance-stream-bfloat16", BalanceStream(2, 4, 2, 8, "coin", weighted=True), 13,
          oracle.merge_and_reduce(2, 4, 2, 8, oracle.by_coin), 2, FEW, by_rank=True, longest=40,
@@ -171,24 +171,24 @@ CASES = [
          oracle.merge_and_reduce(1, 3, 1, 8, oracle.by_coin, weighted=False), 1, FEW, by_rank=True,
          encoding=ALIBI, longest=50),
     Case("balance", Balance(2, 3, 2, 8, start=64), 8,
-         oracle.thinned(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60,
+         oracle.compressed(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60,
          unbiased=(17,)),
     Case("balance-bfloat16", Balance(2, 3, 1, 8, "coin", start=64), 6,
-         oracle.thinned(2, 3, 1, oracle.in_blocks(1, 8, oracle.by_coin)), 2, FEW, longest=40,
+         oracle.compressed(2, 3, 1, oracle.in_blocks(1, 8, oracle.by_coin)), 2, FEW, longest=40,
          dtype="bfloat16", incoming="bfloat16"),
     Case("balance-walk", Balance(0, 2, 2, 8, "walk", start=8), 5,
-         oracle.thinned(0, 2, 2, oracle.in_blocks(2, 8, by_walk())), 0, FEW, longest=50),
+         oracle.compressed(0, 2, 2, oracle.in_blocks(2, 8, by_walk())), 0, FEW, longest=50),
     Case("balance-published", Balance(1, 2, 2, 8, "walk", weights="published", start=64), 6,
-         oracle.thinned(1, 2, 2, published(2, 8)), 1, FEW, longest=40),
+         oracle.compressed(1, 2, 2, published(2, 8)), 1, FEW, longest=40),
     Case("uniform", Uniform(1, 3, 2, start=16), 7,
-         oracle.thinned(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40, unbiased=(17,)),
+         oracle.compressed(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40, unbiased=(17,)),
     Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40,
          scored=True),
     Case("snapkv", SnapKV(9, 3, 3, start=16), 9,
-         oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
+         oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
          longest=36),
     Case("pyramidkv", PyramidKV(9, 3, 3, "mean", 2, 16, 1, 3), 9,
-         oracle.thinned(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
+         oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
          longest=36),
     # New tables are made after 35 tokens, and after 75. Codes of turned keys depend on where the
     # text begins.
@@ -362,9 +362,9 @@ def expected(case: Case, start: int = 0):
         out, kept = oracle.attention(
             *tokens.compact(row),
             case.rule,
-            by_rank=case.by_rank,
+            cache_relative=case.by_rank,
             prompt=int(tokens.valid[row, : case.prompt].sum()),
-            keys=None if rng is None else np.asarray(rng)[row],
+            rngs=None if rng is None else np.asarray(rng)[row],
             **case.positions,
             start=start,
             scale=SCALE,

@@ -1,4 +1,4 @@
-"""Fixtures of the tests under models."""
+"""Fixtures for tests of jaxkv.models."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def stories(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random model with 4 kv heads, a short trained context and two ends."""
+    """A random model with 4 KV heads, a trained context of 96 tokens and two EOS ids."""
     return write_tiny(
         tmp_path_factory.mktemp("tiny"),
         num_attention_heads=8,
@@ -30,7 +30,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_folder) -> models.Llm:
-    """The same, loaded."""
+    """The model of `tiny_folder`."""
     return models.load(tiny_folder)
 
 

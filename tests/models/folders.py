@@ -1,4 +1,4 @@
-"""Small random models of every family, written as they would be published."""
+"""Small random models of every family, in the published formats."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def _of(name: str, **fields: Any) -> dict[str, Any]:
-    """A config.json of the family `name`, in the older dialect unless fields say otherwise."""
+    """A config.json of the family `name`, in the older dialect unless `fields` has a dtype."""
     kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     dialect = {} if "dtype" in fields else {"torch_dtype": "float32", "rope_theta": 10000.0}
     return kind | SIZES | {"tie_word_embeddings": False} | dialect | fields
 
 
-# What published models differ in, at a size for tests.
+# The variations of published models, at a small size.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _of("Llama", num_key_value_heads=4, rope_scaling=None),
     "llama3": _of("Llama", rope_theta=500000.0, eos_token_id=[2, 3]),
@@ -103,14 +103,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def tensors(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Random weights, by Hugging Face's names, for the config.json in `folder`."""
+    """Random weights for the config.json in `folder`, under Hugging Face's names."""
     random = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         values = random.standard_normal(shape, np.float32)
         if len(shape) == 2:
             values *= shape[1] ** -0.5
-        else:  # norms lie around one, biases around zero
+        else:  # norms are around 1, biases around 0
             values = values / 8 + (0.0 if name.endswith("bias") else 1.0)
         return values.astype(jnp.dtype(dtype))
 
@@ -118,7 +118,7 @@ def tensors(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, np
 
 
 def write_tensors(folder: Path, weights: Mapping[str, np.ndarray], shards: int = 1) -> None:
-    """model.safetensors, or that many shards with their index."""
+    """Write model.safetensors, or `shards` files and their index."""
     if shards == 1:
         save_file(dict(weights), folder / "model.safetensors")
         return
@@ -137,7 +137,7 @@ def write_model(
     dtype: str = "float32",
     shards: int = 1,
 ) -> Path:
-    """A whole model folder without a tokenizer.
+    """Write a model folder without a tokenizer.
 
     config: a name in FAMILIES, or the contents of config.json.
     """

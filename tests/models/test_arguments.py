@@ -1,4 +1,4 @@
-"""What a caller can get wrong is told in one sentence, and nothing hangs."""
+"""Wrong arguments raise a one-line error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxkv.errors import UserError
 
 
 @pytest.mark.parametrize("prompt", [None, 5, "", b"hi", [], [[]], [1.5, 2.0], [1, "a"], [[1.5]]])
-def test_prompts_that_are_none(tiny, prompt):
+def test_invalid_prompts_are_refused(tiny, prompt):
     with pytest.raises(UserError, match="prompt"):
         models.generate(tiny, prompt, max_new_tokens=2)
 
@@ -37,22 +37,22 @@ def test_prompts_that_are_none(tiny, prompt):
         {"warmth": 1.0},
     ],
 )
-def test_arguments_of_the_wrong_kind(tiny, unchecked, fields):
+def test_invalid_arguments_are_refused_by_name(tiny, unchecked, fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         models.generate(tiny, "a", **({"max_new_tokens": 2} | fields))
 
 
-def test_a_stream_and_a_conversation_check_when_called(tiny):
+def test_streams_and_conversations_check_their_arguments(tiny):
     with pytest.raises(UserError, match="chunk must be at least 1, got -5"):
         models.Stream(tiny).prefill([[3, 4]], chunk=-5)
     with pytest.raises(UserError, match="start must be a whole number"):
         models.Stream(tiny, start=2**32)
-    talk = models.Conversation(tiny, "streaming:sinks=2,window=30")
+    conversation = models.Conversation(tiny, "streaming:sinks=2,window=30")
     with pytest.raises(UserError, match="max_new_tokens must be at least 1, got 0"):
-        talk.say("x", max_new_tokens=0)
+        conversation.say("x", max_new_tokens=0)
     with pytest.raises(UserError, match="a stop string must not be empty"):
-        talk.say("x", stop=[""])
-    assert talk.messages == []
+        conversation.say("x", stop=[""])
+    assert conversation.messages == []
 
 
 def test_arrays_of_token_ids_are_prompts(tiny):
@@ -66,7 +66,7 @@ def test_arrays_of_token_ids_are_prompts(tiny):
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_the_first_mistakes(tiny):
+def test_common_mistakes_are_explained(tiny):
     with pytest.raises(UserError, match=r"the model is what models.load returns, got 'path'"):
         models.generate("path", "a")
     with pytest.raises(UserError, match="a model is a folder or a Hub id"):
@@ -88,11 +88,11 @@ def test_policies_by_layer_as_strings(tiny):
     [("window:window=1", 64), ("window:window=300", 256), ("streaming:sinks=4,window=1020", 1024),
      ("full", 1024)],
 )  # fmt: skip
-def test_as_many_tokens_at_a_time_as_suit_the_policy(tiny, policy, tokens):
+def test_the_default_chunk_follows_the_policy(tiny, policy, tokens):
     assert models.Stream(tiny, policy).chunk_of(None) == tokens
 
 
-def test_a_chunk_longer_than_the_text_is_not_padded_to_its_length(tiny):
+def test_a_long_chunk_is_cut_to_the_prompt(tiny):
     stream = models.Stream(tiny, "window:window=8")
     stream.prefill([[3] * 600], chunk=10**12)
     assert int(stream.decoding.position[0]) == 600

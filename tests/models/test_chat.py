@@ -1,4 +1,4 @@
-"""Chat templates: where they lie, what they render, and the text of one more turn."""
+"""Chat templates: which file is read, what is rendered, and the text of the next turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LLAMA2 = """
     {%- endif %}
 {%- endfor %}
 """
-# As Qwen3: thoughts of earlier answers are dropped from the history.
+# As in Qwen3, thoughts are removed from earlier answers.
 THINKING = CHATML.replace("message.content", "message.content.split('</think>')[-1].strip()")
 TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "thinking": THINKING}
 TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
@@ -45,11 +45,11 @@ HELLO = {"role": "user", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def said(text: str) -> dict[str, str]:
+def answer_of(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def test_render():
+def test_a_template_renders_messages():
     chat = Chat(CHATML, TOKENS)
     assert chat.render([HELLO]) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert chat.render([HELLO], False) == "<|im_start|>user\nHello<|im_end|>\n"
@@ -59,48 +59,48 @@ def test_render():
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama2"])
-def test_turns_add_up_to_the_whole_rendering(name):
-    """The cache, fed turn by turn, holds what one rendering of everything would."""
+def test_turns_join_to_the_whole_conversation(name):
+    """The texts of all turns, joined, equal one rendering of the whole conversation."""
     chat = Chat(TEMPLATES[name], TOKENS)
     between = " " if name == "llama2" else ""
-    messages, held = [SYSTEM], ""
+    messages, joined = [SYSTEM], ""
     for user, answer in (("Hello", "Hi!"), ("How are you?", "a"), ("Hi!", "Well, a [/INST] b.")):
-        held += chat.render_next(messages, user)
-        assert held == chat.render([*messages, {"role": "user", "content": user}])
-        held += between + answer
-        messages += [{"role": "user", "content": user}, said(answer)]
+        joined += chat.render_next(messages, user)
+        assert joined == chat.render([*messages, {"role": "user", "content": user}])
+        joined += between + answer
+        messages += [{"role": "user", "content": user}, answer_of(answer)]
 
 
-def test_turn_starts_behind_the_answer():
+def test_a_turn_starts_after_the_answer():
     chat = Chat(CHATML, TOKENS)
     delta = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.render_next([HELLO, said("I am")], "Hello") == delta
-    assert chat.render_next([HELLO, said("")], "Hello") == delta
+    assert chat.render_next([HELLO, answer_of("I am")], "Hello") == delta
+    assert chat.render_next([HELLO, answer_of("")], "Hello") == delta
 
 
-def test_turn_where_the_template_rewrites_answers():
-    thought = said("<think>\nhm\n</think>\n\nHi!  ")
+def test_a_turn_where_the_template_rewrites_answers():
+    thought = answer_of("<think>\nhm\n</think>\n\nHi!  ")
     chat = Chat(THINKING, TOKENS)
     assert "hm" not in chat.render([HELLO, thought, HELLO])
     assert chat.render_next([HELLO, thought], "Go on") == Chat(CHATML).render_next(
-        [HELLO, said("x")], "Go on"
+        [HELLO, answer_of("x")], "Go on"
     )
 
 
-def test_turn_where_the_template_hides_answers():
+def test_a_turn_where_the_template_omits_answers():
     hides = (
         "{{ bos_token }}{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
     )
     chat = Chat(hides, TOKENS)
-    assert chat.render_next([HELLO, said("Hi")], "Go on") == "[Go on]"
+    assert chat.render_next([HELLO, answer_of("Hi")], "Go on") == "[Go on]"
 
 
-def test_first_turn_holds_everything():
+def test_the_first_turn_is_the_whole_conversation():
     assert Chat(LLAMA2, TOKENS).render_next([], "Hello") == "<s>[INST] Hello [/INST]"
-    assert ANSWER not in Chat(CHATML).render_next([SYSTEM, HELLO, said("Hi")], "Go on")
+    assert ANSWER not in Chat(CHATML).render_next([SYSTEM, HELLO, answer_of("Hi")], "Go on")
 
 
-def test_the_environment_of_transformers(tmp_path):
+def test_templates_have_the_functions_of_transformers(tmp_path):
     def shows(template: str) -> str:
         return Chat(template).render([HELLO])
 
@@ -123,12 +123,12 @@ def test_the_environment_of_transformers(tmp_path):
         (None, "no chat template"),
     ],
 )
-def test_refused(template, message):
+def test_invalid_templates_are_refused(template, message):
     with pytest.raises(UserError, match=message):
         Chat(template, TOKENS).render([HELLO])
 
 
-def test_where_templates_lie(tmp_path):
+def test_which_file_gives_the_template(tmp_path):
     assert read_chat(tmp_path) == Chat(None, ())
     config = tmp_path / "tokenizer_config.json"
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
@@ -156,7 +156,7 @@ def test_where_templates_lie(tmp_path):
 def test_agrees_with_transformers(name):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages = [HELLO, said("<think>x</think> Hi "), {"role": "user", "content": " Go\non "}]
+    messages = [HELLO, answer_of("<think>x</think> Hi "), {"role": "user", "content": " Go\non "}]
     (expected,), _ = render_jinja_template(
         [messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **dict(TOKENS)
     )

@@ -1,4 +1,4 @@
-"""Comparisons: the baseline by its definition, colours that stay, a picture that is drawn."""
+"""Comparisons: the recompute baseline equals its definition, and policies keep their colours."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def full(llm, ids):
 
 
 def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
-    monkeypatch.setattr(recompute, "TOKENS", 7 * 8)  # rows that do not divide the windows
+    monkeypatch.setattr(recompute, "TOKENS", 7 * 8)  # the last batch is not full
     ids = np.random.default_rng(0).integers(2, 258, 40)
     found = np.concatenate(list(recompute.losses(llm, ids, 8)))
     expected = full(llm, ids)
     np.testing.assert_allclose(found[:8], expected[:8], atol=1e-5)
     for target in (9, 10, 17, 25, 39):
-        afresh = full(llm, ids[target - 8 : target + 1])[-1]
-        np.testing.assert_allclose(found[target - 1], afresh, atol=1e-5)
+        fresh = full(llm, ids[target - 8 : target + 1])[-1]
+        np.testing.assert_allclose(found[target - 1], fresh, atol=1e-5)
 
 
-def test_recompute_with_everything_in_view_is_full_attention(llm):
+def test_recompute_with_a_window_over_all_tokens_is_full_attention(llm):
     ids = np.random.default_rng(0).integers(2, 258, 40)
     for window in (39, 40, 1000):
         found = np.concatenate(list(recompute.losses(llm, ids, window)))
         np.testing.assert_allclose(found, full(llm, ids), atol=1e-5)
 
 
-def test_recompute_keeps_the_model_s_own_window(tmp_path):
+def test_recompute_keeps_the_window_of_the_model(tmp_path):
     folder = write_tiny(
         tmp_path / "m", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=5
     )
@@ -49,7 +49,7 @@ def test_recompute_keeps_the_model_s_own_window(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["recompute", "recompute:window=0", "recompute:sinks=4"])
-def test_recompute_written_wrongly(text):
+def test_bad_recompute_strings_are_refused(text):
     with pytest.raises(UserError, match="recompute:window=256"):
         recompute.window_of(text)
 
@@ -68,7 +68,7 @@ def test_every_policy_keeps_its_colour():
     assert len({look["color"] for look in looks}) == 4
 
 
-def test_a_picture():
+def test_the_figure_is_a_png():
     pytest.importorskip("matplotlib")
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Compilations are kept from one start to the next, where the user wants them, and are timed."""
+"""The persistent compilation cache: its folder, its reuse, and the measured compile time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps({
 
 @pytest.fixture
 def config():
-    """JAX's settings as a fresh start has them; put back behind the test."""
+    """JAX's settings as in a new process, restored after the test."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     yield jax.config
@@ -50,7 +50,7 @@ def config():
 
 def start(folder: Path, cache: str) -> dict:
     environment = os.environ | {VARIABLE: cache, "JAX_PLATFORMS": "cpu"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # that of the tests
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # set for the tests
     result = subprocess.run(
         [sys.executable, "-c", START, folder],
         cwd=ROOT,
@@ -66,21 +66,21 @@ def start(folder: Path, cache: str) -> dict:
 def test_a_second_start_compiles_nothing(tmp_path):
     folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "new" / "cache"
     first = start(folder, str(cache))
-    kept = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
-    assert len(kept) == first["missed"] > 2
+    stored = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
+    assert len(stored) == first["missed"] > 2
     second = start(folder, str(cache))
     assert (second["missed"], second["found"]) == (0, first["missed"] + first["found"])
     assert second["tokens"] == first["tokens"]
     again = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
-    assert again == kept
+    assert again == stored
 
 
-def test_where_they_are_kept(config, tmp_path, monkeypatch):
+def test_compilations_are_stored_in_the_chosen_folder(config, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "chosen"))
     enable_compilation_cache()
     assert config.jax_compilation_cache_dir == str(tmp_path / "chosen")
     assert (tmp_path / "chosen").is_dir()
-    # JAX's own thresholds would keep none of our small programs.
+    # With JAX's own thresholds, programs as small as these are not cached.
     assert config.jax_persistent_cache_min_compile_time_secs == 0
     assert config.jax_persistent_cache_min_entry_size_bytes == -1
 
@@ -94,7 +94,7 @@ def test_where_they_are_kept(config, tmp_path, monkeypatch):
         ("win32", "LOCALAPPDATA", "jaxkv/compilations"),
     ],
 )
-def test_the_users_cache_folder(platform, variable, inside, config, tmp_path, monkeypatch):
+def test_the_default_cache_folder(platform, variable, inside, config, tmp_path, monkeypatch):
     for name in (VARIABLE, "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compilation.sys, "platform", platform)
@@ -104,13 +104,13 @@ def test_the_users_cache_folder(platform, variable, inside, config, tmp_path, mo
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "false"])
-def test_off(word, config, monkeypatch):
+def test_the_cache_can_be_disabled(word, config, monkeypatch):
     monkeypatch.setenv(VARIABLE, word)
     enable_compilation_cache()
     assert config.jax_compilation_cache_dir is None
 
 
-def test_what_the_user_has_set_up_stays(config, tmp_path, monkeypatch):
+def test_a_cache_configured_in_jax_stays(config, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
     config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
     enable_compilation_cache()
@@ -118,16 +118,16 @@ def test_what_the_user_has_set_up_stays(config, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_told(config, tmp_path, monkeypatch, capsys):
+def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
     enable_compilation_cache()
     assert config.jax_compilation_cache_dir is None
-    told = capsys.readouterr()
-    assert told.err.startswith("jaxkv: no compilation cache: ") and told.out == ""
+    reported = capsys.readouterr()
+    assert reported.err.startswith("jaxkv: no compilation cache: ") and reported.out == ""
 
 
-def test_the_clock_counts_compiling_and_nothing_else():
+def test_the_clock_counts_only_compile_time():
     watch, work = clock(), jax.jit(lambda x: (x @ x).sum())
     assert clock() is watch
     x = np.ones((500, 500), np.float32)
@@ -140,20 +140,20 @@ def test_the_clock_counts_compiling_and_nothing_else():
     assert watch.seconds == compiled
 
 
-def test_what_is_traced_inside_another_counts_once():
-    """Inner ones are told of first; 1 to 2 and 3 to 4 lie in 0 to 5, then comes 6 to 8."""
+def test_nested_traces_count_once():
+    """JAX reports inner traces first: 1-2 and 3-4 are inside 0-5. 6-8 follows."""
     watch = Clock()
-    told = []
+    reported = []
     for end, duration in ((2, 1), (4, 1), (5, 5), (8, 2)):
         watch.add(end, duration)
-        told.append(watch.seconds)
-    assert told == [1, 2, 5, 7]
-    watch.add(9, 1.5)  # of another thread, half of it while 6 to 8 went on
+        reported.append(watch.seconds)
+    assert reported == [1, 2, 5, 7]
+    watch.add(9, 1.5)  # 7.5-9, from another thread
     assert watch.seconds == 8
 
 
-def test_no_more_is_counted_than_went_by():
-    watch, begun = clock(), time.perf_counter()
+def test_compile_time_is_at_most_the_elapsed_time():
+    watch, begin = clock(), time.perf_counter()
     before = watch.seconds
 
     @jax.jit
@@ -163,4 +163,4 @@ def test_no_more_is_counted_than_went_by():
         return x
 
     nested(np.ones(7, np.float32)).block_until_ready()
-    assert 0 < watch.seconds - before <= time.perf_counter() - begun
+    assert 0 < watch.seconds - before <= time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""config.json: both dialects, every family, and what is refused."""
+"""config.json: both dialects, every family, and refused values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_dialects_agree(tmp_path):
         assert read(tmp_path, FAMILIES[old]) == read(tmp_path, FAMILIES[new])
 
 
-def test_rope_reaches_the_encoding(tmp_path):
+def test_rope_settings_define_the_encoding(tmp_path):
     plain = rotary(16, 10000.0, None, 512)
     assert read(tmp_path, FAMILIES["llama2"]).encoding == plain
     scaled = rotary(16, 500000.0, {"kind": "llama3", **LLAMA3}, 512)
@@ -84,7 +84,7 @@ def test_windows(name, change, windows, tmp_path):
     assert read(tmp_path, FAMILIES[name] | change).windows == windows
 
 
-def test_absent_keys_mean_what_the_family_says(tmp_path):
+def test_absent_keys_have_the_defaults_of_the_family(tmp_path):
     def bare(name: str) -> Config:
         keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         sizes = {k: SIZES[k] for k in keep} | {"num_attention_heads": 32, "hidden_size": 256}
@@ -168,7 +168,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, tmp_path):
+def test_unsupported_configs_are_refused(case, tmp_path):
     config, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, config)
@@ -179,13 +179,13 @@ def test_refused(case, tmp_path):
     ("content", "message"),
     [(b"{", "not valid JSON"), (b'{"a": "\xff"}', "not UTF-8"), (b"[]", "JSON object")],
 )
-def test_broken_file(content, message, tmp_path):
+def test_invalid_json_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_config(tmp_path)
 
 
-def test_nothing_there(tmp_path):
+def test_missing_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         read_config(tmp_path / "nowhere")
     with pytest.raises(UserError, match=re.escape(f"no config.json in {tmp_path}")):
@@ -195,7 +195,7 @@ def test_nothing_there(tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", FAMILIES)
 def test_agrees_with_transformers(name, tmp_path):
-    """Shapes by name, windows and ids as transformers understands the same config.json."""
+    """Shapes by name, windows and ids equal those of transformers for the same config.json."""
     import transformers
     from torch import device
 

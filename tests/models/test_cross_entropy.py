@@ -1,4 +1,4 @@
-"""The loss in blocks and its own gradient, beside plain JAX over all logits at once."""
+"""The loss in blocks and its hand-written gradient equal plain JAX over all logits at once."""
 
 import re
 
@@ -34,8 +34,8 @@ def plain(head, hidden, targets, share):
 
 
 @pytest.mark.parametrize("logits_at_once", [1, VOCAB * ROWS * 5, VOCAB * ROWS * 8, 2**30])
-def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logits_at_once):
-    """One token, five (which leaves three), eight (seven) and all of a row at a time."""
+def test_any_block_size_gives_the_loss_and_its_gradient(monkeypatch, logits_at_once):
+    """Blocks of 1, 5, 8 and all 23 tokens. The last block is shorter for 5 and 8."""
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     head, hidden, *rest = arrays()
     of = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
@@ -51,7 +51,7 @@ def test_any_number_of_blocks_gives_the_loss_and_its_gradient(monkeypatch, logit
 
 @pytest.mark.parametrize("logits_at_once", [VOCAB * 5, 2**30])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_over_a_mesh(monkeypatch, size, logits_at_once):
+def test_the_loss_over_a_mesh(monkeypatch, size, logits_at_once):
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
     given = arrays()
@@ -61,7 +61,7 @@ def test_over_a_mesh(monkeypatch, size, logits_at_once):
         np.testing.assert_allclose(one, other, atol=4e-6)
 
 
-def test_logits_of_a_batch_never_stand(monkeypatch):
+def test_the_logits_of_a_whole_batch_are_never_in_memory(monkeypatch):
     def sizes(at_once):
         monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": at_once})
         step = jax.value_and_grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
@@ -73,7 +73,7 @@ def test_logits_of_a_batch_never_stand(monkeypatch):
     assert max(sizes(VOCAB * ROWS)) <= max(VOCAB * DEPTH, 2 * DEPTH * ROWS * TOKENS)
 
 
-def test_half_precision_keeps_what_it_gets():
+def test_gradients_keep_the_dtypes_of_their_arguments():
     head, hidden, *rest = arrays("bfloat16")
     gradient = jax.grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
     found = gradient(head, hidden, *rest)

@@ -1,4 +1,4 @@
-"""cuDNN's flash attention on an NVIDIA GPU: values and gradients of the blocks of plain XLA."""
+"""cuDNN's flash attention on an NVIDIA GPU: values and gradients equal those of plain XLA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.mark.parametrize("tokens", [128, 300, 2048])
 @pytest.mark.parametrize("case", CASES)
-def test_cudnn_is_attention(rng, case, tokens):
+def test_cudnn_equals_xla(rng, case, tokens):
     window, zero = CASES[case].get("window"), CASES[case].get("sink")
     shapes = ((2, tokens, HEADS, DIM), *((2, tokens, KV_HEADS, DIM),) * 2)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Token shards, and batches that are a function of the seed and the step alone."""
+"""Token shards, and batches that depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxkv.models.tokenizer import read_tokenizer
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
 
-def test_every_text_comes_back_and_ends(tokens):
+def test_every_text_is_restored_and_ends_with_its_token(tokens):
     tokenizer = read_tokenizer(tokens.folder)
     texts = sorted((tokens.folder.parent / "texts").glob("*.txt"))
     for split, of in (("train", texts[:-1]), ("valid", texts[-1:])):
@@ -29,25 +29,25 @@ def test_every_text_comes_back_and_ends(tokens):
     assert listed == {p.name: "train" for p in texts[:-1]} | {texts[-1].name: "valid"}
 
 
-def test_special_tokens_are_rows_of_their_own(tokens):
+def test_special_tokens_have_their_own_ids(tokens):
     ids = [tokens.id_of(name) for name in data.SPECIAL]
     assert len(set(ids)) == 3 and max(ids) < tokens.vocab == VOCAB
     everything = np.concatenate([tokens.run(s, 0, tokens.count(s)) for s in data.SPLITS])
     assert not np.isin(ids[1:], everything).any()
 
 
-def test_special_tokens_in_a_text_are_letters(tmp_path):
+def test_special_tokens_in_a_text_are_plain_text(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=2)
-    told = "a<|sink|>b<|endoftext|>c"
-    (texts / "0.txt").write_text(told)
+    text = "a<|sink|>b<|endoftext|>c"
+    (texts / "0.txt").write_text(text)
     made = corpus.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
     ids = made.run("train", 0, made.count("train"))
-    assert np.isin(ids, [made.id_of(name) for name in data.SPECIAL]).sum() == 1  # its own end
-    assert read_tokenizer(made.folder).decode(ids) == told
+    assert np.isin(ids, [made.id_of(name) for name in data.SPECIAL]).sum() == 1  # the final end
+    assert read_tokenizer(made.folder).decode(ids) == text
 
 
-def test_a_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
-    """Cut nowhere that a token crosses, such as two line ends in a row."""
+def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
+    """A cut never splits a token, such as two line ends in a row."""
     paths = [tmp_path / "text.txt", tmp_path / "held.txt"]
     for path in paths:
         path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
@@ -61,7 +61,7 @@ def test_a_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
 
 
 def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
-    """Every token of an epoch is seen once, but for the one that two runs share."""
+    """Each token of an epoch is an input once."""
     length, rows = 16, 1
     runs = (tokens.count("train") - 1) // length - 1
     seen = Counter()
@@ -97,8 +97,8 @@ def test_shards_are_read_as_one(tmp_path, monkeypatch):
         )
 
 
-def test_a_folder_of_others_is_left_alone(tmp_path):
-    """A folder of ours, whole or left by a run that was killed, is written anew."""
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    """A data folder is overwritten, whole or left by a killed run. Any other folder is refused."""
     texts = write_texts(tmp_path / "texts", documents=3)
     make = partial(corpus.prepare, [texts], vocab=VOCAB, share=0.4)
     (tmp_path / "model").mkdir()
@@ -125,7 +125,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path):
     assert make(out=out).manifest == first == make(out=out).manifest
 
 
-def test_documents_are_held_back_by_their_content(tmp_path):
+def test_validation_documents_are_chosen_by_content(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=30)
     held = corpus.prepare([texts], tmp_path / "one", VOCAB, share=0.2)
     again = corpus.prepare(sorted(texts.glob("*.txt"))[::-1], tmp_path / "two", VOCAB, share=0.2)
@@ -136,7 +136,7 @@ def test_documents_are_held_back_by_their_content(tmp_path):
     assert valid(held) == valid(again) and 0 < len(valid(held)) < 20
 
 
-def test_a_tokenizer_that_is_there_already(tmp_path, tokens):
+def test_an_existing_tokenizer_is_used(tmp_path, tokens):
     taken = corpus.prepare(
         [tokens.folder.parent / "texts"], tmp_path / "out",
         tokenizer=tokens.folder / "tokenizer.json", share=0.4,
@@ -144,10 +144,10 @@ def test_a_tokenizer_that_is_there_already(tmp_path, tokens):
     assert taken.vocab == tokens.vocab and taken.manifest["special"] == tokens.manifest["special"]
 
 
-MARKS = r"_|([^\w\s] ?)\1{3,}"  # of emphasis, and lines of one sign
+MARKS = r"_|([^\w\s] ?)\1{3,}"  # emphasis, and lines of one repeated sign
 
 
-def test_what_is_to_be_removed_is_in_no_text(tmp_path):
+def test_the_removed_pattern_is_in_no_text(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A _word_ alone.\n____\nNo more. . . . .\n" * 20, "utf-8")
     held = write_texts(tmp_path / "held")
@@ -164,7 +164,7 @@ def test_16_bits_where_they_suffice(tmp_path, tokens):
     wide = write_tokens(tmp_path, dtype="uint32")
     assert wide.manifest["dtype"] == "uint32"
     np.testing.assert_array_equal(wide.run("train", 5, 50), tokens.run("train", 5, 50))
-    # Said before a tokenizer is trained, which for lack of words would have another error.
+    # Raised before the tokenizer is trained: training on so little text fails with another error.
     with pytest.raises(UserError, match=r"uint16 holds ids up to 65,535, .* 65,537.*uint32"):
         write_tokens(tmp_path, vocab=65_537, dtype="uint16")
 
@@ -203,19 +203,19 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_folders_are_refused(tmp_path, damage):
     folder = write_tokens(tmp_path).folder
-    harm, told = DAMAGE[damage]
-    harm(folder)
-    with pytest.raises(UserError, match=told):
+    damage_folder, message = DAMAGE[damage]
+    damage_folder(folder)
+    with pytest.raises(UserError, match=message):
         data.read(folder)
 
 
-def test_nothing_to_train_on_is_refused(tmp_path, tokens):
+def test_unusable_texts_are_refused(tmp_path, tokens):
     texts = write_texts(tmp_path / "texts")
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
 
-    def refused(told, *args, **how):
-        with pytest.raises(UserError, match=told):
+    def refused(message, *args, **how):
+        with pytest.raises(UserError, match=message):
             corpus.prepare(*args, **how)
         assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -238,8 +238,8 @@ def test_nothing_to_train_on_is_refused(tmp_path, tokens):
         data.batch(tokens, "train", 0, 0, 8, 4096)
 
 
-def test_a_half_made_folder_is_none(tmp_path, monkeypatch, tokens):
-    """Whoever is stopped on the way leaves no manifest, not even an older one."""
+def test_an_unfinished_folder_is_not_a_data_folder(tmp_path, monkeypatch, tokens):
+    """An interrupted write leaves no manifest, not even the previous one."""
     folder = write_tokens(tmp_path).folder
 
     def fail(*_):

@@ -1,4 +1,4 @@
-"""Products of weights and activations, against numpy in double precision."""
+"""Products of weights and activations equal numpy in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from jaxkv.models.decoder import matmul
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("columns", [(1, 1), (3, 1), (1, 5)])
-@pytest.mark.parametrize("shape", [(1024, 520), (1021, 520), (64, 172)])  # in parts, and not
+@pytest.mark.parametrize(
+    "shape", [(1024, 520), (1021, 520), (64, 172)]
+)  # the first two are computed in parts
 def test_products(rng, shape, columns, dtype, tolerance):
     weight = jnp.asarray(rng.standard_normal(shape), dtype)
     x = jnp.asarray(rng.standard_normal((shape[1], *columns)), dtype)

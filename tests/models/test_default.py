@@ -1,4 +1,4 @@
-"""The model that comes with the package."""
+"""The default model, which the package contains."""
 
 import dataclasses
 import json
@@ -18,25 +18,25 @@ from jaxkv.models.recipes import PRESETS
 from jaxkv.models.run_metadata import sha256
 from tests.models.training_data import small, write_texts
 
-MOST = 10_000_000  # bytes of its weights
+MAX_BYTES = 10_000_000
 
 
-def test_it_is_what_the_record_says():
+def test_the_default_model_matches_its_record():
     record = read("default_model")
     weights = DEFAULT / "model.safetensors"
     assert record["data"]["models/default/model.safetensors"] == sha256(weights)
-    assert weights.stat().st_size <= MOST
+    assert weights.stat().st_size <= MAX_BYTES
     recipe = record["results"]["training"]["recipe"]
     preset = dataclasses.asdict(PRESETS["default"])
     assert {k: preset[k] for k in recipe} == recipe
 
 
-def test_its_card_is_in_step():
+def test_the_model_card_matches_the_record():
     card = (DEFAULT / default_model.CARD).read_text("utf-8")
     assert card == default_model.card(read("default_model"))
 
 
-def test_it_writes_words_with_a_sink_token_in_front():
+def test_the_default_model_has_a_sink_token_and_writes_english():
     llm = models.load()
     assert llm.folder == DEFAULT and len(llm.tokenizer.front) == 1
     assert llm.config.context >= 512
@@ -45,22 +45,22 @@ def test_it_writes_words_with_a_sink_token_in_front():
     words = default_model.words(answer.text)
     common = {"the", "and", "of", "to", "a", "in", "he", "she", "was", "that", "it", "his", "her"}
     share = np.mean([word in common for word in words])
-    assert 0.15 < share < 0.5  # of English prose a quarter to a third
+    assert 0.15 < share < 0.5  # 1/4 to 1/3 in English prose
     assert (
         json.loads((DEFAULT / "config.json").read_text("utf-8"))["bos_token_id"]
         == (llm.tokenizer.front[0])
     )
 
 
-def test_measures_of_a_text():
+def test_text_measures():
     found = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
     assert found == {"letters": 34, "words": 9, "known": 8 / 9, "anew": 4 / 6}
 
 
 @pytest.fixture
 def made(tokens, tmp_path, monkeypatch):
-    """The folder that `evals.training.default_model` writes for four steps and two texts."""
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+    """A function that runs `evals.training.default_model` on a run of four steps and two texts."""
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         pretrain(
             small("sinks=token", "context=256", "rows=1", "steps=4"),
             tokens,
@@ -83,7 +83,7 @@ def made(tokens, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_becomes_a_model_with_its_card(made, tokens):
+def test_a_training_run_becomes_a_model_with_a_card(made, tokens):
     out = made()
     record = read("default_model", out)
     results = record["results"]
@@ -101,7 +101,7 @@ def test_a_run_becomes_a_model_with_its_card(made, tokens):
 
 
 @pytest.mark.slow
-def test_nothing_is_stored_of_another_run(made, tmp_path):
+def test_mismatched_data_or_texts_write_nothing(made, tmp_path):
     (tmp_path / "one").mkdir()
     for other in ({"data": "texts"}, {"texts": "one"}):
         with pytest.raises((SystemExit, UserError)):

@@ -1,4 +1,4 @@
-"""An exported model is the one that was trained: for us, for transformers, and for a stream."""
+"""An exported model equals the trained one: in jaxkv, in transformers, and with a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.seldom import seldom
 
 
 def exported(tokens, folder, *settings, dtype="float32"):
-    """A folder with fresh weights, made large enough for attention to matter, and its setting."""
+    """Export initial weights, scaled so that attention matters; returns the setting and weights."""
     setting = setting_of(small("layers=2", *settings), tokens)
     weights = training.begin(setting).weights
     weights = {n: 8 * w if w.ndim > 1 else w for n, w in weights.items()}
@@ -39,8 +39,8 @@ def exported(tokens, folder, *settings, dtype="float32"):
     ["logit", "two_tokens",
      *(seldom(sinks) for sinks in ("none", "zero", "token"))],
 )  # fmt: skip
-def test_a_cache_sees_what_training_saw(tokens, tmp_path, sinks):
-    """The losses of training, from the loaded folder, token by token and in chunks."""
+def test_losses_with_a_cache_equal_those_of_training(tokens, tmp_path, sinks):
+    """The loaded model has the losses of training, token by token and in chunks."""
     setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
     llm = models.load(tmp_path / "hf")
     assert llm.tokenizer.front == setting.front
@@ -79,12 +79,12 @@ def test_transformers_gives_the_same_logits(tokens, tmp_path, sinks):
 
 
 @pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token"])
-def test_the_description_comes_back(tokens, tmp_path, sinks):
+def test_the_config_survives_export(tokens, tmp_path, sinks):
     setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
     assert read_config(tmp_path / "hf") == setting.config
     named = json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))
     sink = sinks in ("zero", "logit")
-    # Others must not load a model with sink logits as if it had none.
+    # Other libraries must not load a model with sink logits as if it had none.
     assert named["architectures"] == ["SinkLlamaForCausalLM" if sink else "LlamaForCausalLM"]
     assert (named["model_type"] == "llama") == (not sink)
     loaded = models.load(tmp_path / "hf").weights
@@ -104,7 +104,7 @@ def test_half_precision_halves_the_file(tokens, tmp_path):
     "other",
     [{"encoding": rotary(8, 5e5)}, {"windows": (4,)}, {"qk_norm": True}, {"family": "qwen3"}],
 )
-def test_what_the_description_would_leave_out_is_refused(tokens, tmp_path, other):
+def test_settings_that_the_config_cannot_store_are_refused(tokens, tmp_path, other):
     setting = setting_of(small(), tokens)
     config = dataclasses.replace(setting.config, **other)
     weights = training.begin(setting).weights
@@ -115,8 +115,8 @@ def test_what_the_description_would_leave_out_is_refused(tokens, tmp_path, other
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_tokenizer_with_a_bos_of_its_own_loses_it(tokens, tmp_path):
-    """A plain model is trained without; what its tokenizer came with must not put one there."""
+def test_the_bos_of_the_tokenizer_is_removed(tokens, tmp_path):
+    """A model without sinks is trained without a BOS, so its tokenizer must not add one."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 

@@ -1,4 +1,4 @@
-"""Text in, text out: the same however it is batched, cut into chunks and blocks, or streamed."""
+"""Generated text does not depend on batches, chunks, blocks or streaming."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = "streaming:sinks=2,window=14"
 PROMPTS = ["A", "Once upon a time there was a cat, ", "He said:", "x" * 14, "1 2 3 4 5 6 "]
 SEEDS = [3, 1, 4, 1, 5]
 WARM = Sampling(temperature=0.9, top_k=50)
-# Most of the time of these tests is compiling, so most of them share their shapes.
+# Compiling takes most of the time, so most tests share their shapes.
 COMMON = {"sampling": WARM, "ignore_eos": True, "chunk": 16}
 CONTEXT, EOS, VOCAB = 96, (1, 7), 258
 
@@ -35,20 +35,20 @@ def llm(tiny):
 
 @pytest.fixture(scope="module")
 def shallow(llm):
-    """Its first layer alone, where one is enough."""
+    """The model with its first layer only."""
     return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
 
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """Each prompt by itself."""
+    """The answer to each prompt, generated alone."""
     return [
         models.generate(llm, prompt, SMALL, 60, seed=seed, **COMMON)
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
 
 
-def test_an_answer_and_its_figures(llm, alone):
+def test_an_answer_and_its_metrics(llm, alone):
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         assert len(answer.tokens) == 60 and answer.finish_reason == "length"
         assert answer.text == llm.tokenizer.decode(answer.tokens, start=False)
@@ -62,7 +62,7 @@ def test_an_answer_and_its_figures(llm, alone):
     assert len({tuple(answer.tokens) for answer in alone}) == len(PROMPTS)
 
 
-def test_a_batch_is_its_rows(llm, alone):
+def test_a_batch_equals_its_sequences_alone(llm, alone):
     together = models.generate(llm, PROMPTS, SMALL, 60, seed=SEEDS, **COMMON)
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     assert [a.text for a in together] == [a.text for a in alone]
@@ -70,7 +70,7 @@ def test_a_batch_is_its_rows(llm, alone):
     assert all(a.tokens != b.tokens for a, b in zip(other, alone, strict=True))
 
 
-def test_ids_are_a_prompt(llm, alone):
+def test_token_ids_are_a_prompt(llm, alone):
     ids = llm.tokenizer.encode(PROMPTS[1])
     for prompt in (ids, np.asarray(ids), tuple(ids)):
         answer = models.generate(llm, prompt, SMALL, 60, seed=1, **COMMON)
@@ -80,7 +80,7 @@ def test_ids_are_a_prompt(llm, alone):
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling()], ids=["warm", "greedy"])
-def test_a_stream_is_an_answer(llm, sampling):
+def test_a_stream_equals_an_answer(llm, sampling):
     settings = COMMON | {"max_new_tokens": 150, "sampling": sampling, "seed": 4}
     pieces = list(models.stream(llm, PROMPTS[1], SMALL, **settings))
     answer = models.generate(llm, PROMPTS[1], SMALL, **settings)
@@ -88,7 +88,7 @@ def test_a_stream_is_an_answer(llm, sampling):
 
 
 @pytest.mark.parametrize("limit", [1, 7, BLOCK])
-def test_blocks_do_not_matter(llm, alone, limit):
+def test_text_does_not_depend_on_blocks(llm, alone, limit):
     stream = Stream(llm, SMALL, seed=1)
     stream.prefill([llm.tokenizer.encode(PROMPTS[1])], chunk=16)
     found = []
@@ -100,107 +100,114 @@ def test_blocks_do_not_matter(llm, alone, limit):
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_exactly_as_many_tokens(llm, tokens):
+def test_an_answer_has_the_requested_number_of_tokens(llm, tokens):
     answer = models.generate(llm, PROMPTS[1], SMALL, tokens, **COMMON)
     assert len(answer.tokens) == tokens and answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("policy", [SMALL, "full:max=128,start=16"])
-def test_chunks_of_a_prompt_do_not_matter(llm, policy):
+def test_text_does_not_depend_on_chunks_of_the_prompt(llm, policy):
     prompt = "".join(map(chr, np.random.default_rng(0).integers(32, 127, 55)))
     settings = COMMON | {"max_new_tokens": 30}
     answers = [models.generate(llm, prompt, policy, **settings | {"chunk": c}) for c in (7, 16, 64)]
     assert answers[0].tokens == answers[1].tokens == answers[2].tokens
 
 
-def test_a_second_turn_reads_on(llm):
-    """Reading, writing and reading again leaves what one reading of it all would have left."""
+def test_a_second_turn_continues_the_cache(llm):
+    """Prefill, decode and prefill again equals one prefill of all the tokens."""
     first, second = llm.tokenizer.encode("Hello there. "), llm.tokenizer.encode(" And then?")
     stream = Stream(llm, SMALL, seed=2)
     stream.prefill([first])
-    said = stream.decode(WARM, 20, ())[0][0].tolist()
+    answer = stream.decode(WARM, 20, ())[0][0].tolist()
     stream.prefill([second])
     whole = Stream(llm, SMALL, seed=2)
-    whole.prefill([first + said + second])
+    whole.prefill([first + answer + second])
     assert stream.decode(WARM, 20, ())[0].tolist() == whole.decode(WARM, 20, ())[0].tolist()
 
 
-# Where a row ends
+# The end of a sequence
 
 
-def test_ends(llm):
-    """Rows end at either eos, each by itself; until then they are what they are without one."""
+def test_sequences_end_at_either_eos(llm):
+    """Each sequence ends at its first EOS id, of two. Its tokens are those without any EOS id."""
     settings = COMMON | {"sampling": Sampling(temperature=3.0, top_k=VOCAB), "seed": SEEDS}
     endless = models.generate(llm, PROMPTS, SMALL, 2 * BLOCK, **settings)
     ended = models.generate(llm, PROMPTS, SMALL, 2 * BLOCK, **settings | {"ignore_eos": False})
-    met = set()
+    ends = set()
     for one, other in zip(ended, endless, strict=True):
         assert other.finish_reason == "length"
         at = [i for i, token in enumerate(other.tokens) if token in EOS]
         size = at[0] + 1 if at else 2 * BLOCK
         assert one.finish_reason == ("eos" if at else "length")
         assert one.tokens == other.tokens[:size]
-        shown = one.tokens[:-1] if at else one.tokens  # an end has no text
+        shown = one.tokens[:-1] if at else one.tokens  # an EOS token has no text
         assert one.text == llm.tokenizer.decode(shown, start=False)
-        met |= {one.tokens[-1]} & set(EOS)
-    assert met == set(EOS), "both were to be met"
+        ends |= {one.tokens[-1]} & set(EOS)
+    assert ends == set(EOS), "the test must reach both EOS ids"
 
 
 def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:
-    """A row fed one letter a token."""
+    """An `OutputText` after `text`, one letter per token, and the pieces it returned."""
 
     class Tokenizer:
         table, special, strip = tuple(bytes([i]) for i in range(128)), frozenset(), 0
 
-    row = OutputText(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
-    return row, [row.push(ord(letter)) for letter in text]
+    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
+    return sequence, [sequence.push(ord(letter)) for letter in text]
 
 
 def test_a_stop_string_across_tokens():
-    row, pieces = letters("one two three", stops=["two"])
+    sequence, pieces = letters("one two three", stops=["two"])
     assert pieces == ["o", "n", "e", " ", "", "", "", "", "", "", "", "", ""]
-    assert (row.text, row.reason, len(row.tokens)) == ("one ", "stop", 7)
-    assert row.end("length") == "" and row.reason == "stop"
+    assert (sequence.text, sequence.reason, len(sequence.tokens)) == ("one ", "stop", 7)
+    assert sequence.end("length") == "" and sequence.reason == "stop"
 
 
-def test_what_was_held_back_comes_out():
-    row, pieces = letters("a tw", stops=["two"])
-    assert pieces == ["a", " ", "", ""] and row.text == "a "
-    assert row.end("length") == "tw" and (row.text, row.reason) == ("a tw", "length")
-    row, pieces = letters("a tw.", eos=".", stops=["two"])
-    assert pieces == ["a", " ", "", "", "tw"] and (row.text, row.reason) == ("a tw", "eos")
-    row, pieces = letters("a twin", stops=["two"])
-    assert pieces == ["a", " ", "", "", "twi", "n"] and row.reason == ""
+def test_text_withheld_for_a_stop_string_is_returned():
+    sequence, pieces = letters("a tw", stops=["two"])
+    assert pieces == ["a", " ", "", ""] and sequence.text == "a "
+    assert sequence.end("length") == "tw" and (sequence.text, sequence.reason) == ("a tw", "length")
+    sequence, pieces = letters("a tw.", eos=".", stops=["two"])
+    assert pieces == ["a", " ", "", "", "tw"] and (sequence.text, sequence.reason) == (
+        "a tw",
+        "eos",
+    )
+    sequence, pieces = letters("a twin", stops=["two"])
+    assert pieces == ["a", " ", "", "", "twi", "n"] and sequence.reason == ""
 
 
-def test_half_a_character_comes_out_at_the_end():
+def test_an_incomplete_character_is_returned_at_the_end():
     class Tokenizer:
         table, special, strip = ("é".encode()[:1], b"x"), frozenset(), 0
 
-    row = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], [])
-    assert row.push(0) == "" and row.end("length") == "\ufffd"
+    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], [])
+    assert sequence.push(0) == "" and sequence.end("length") == "\ufffd"
 
 
 @pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abab", "ba"], ["aaa", "abb", "bbbb"]])
-def test_stop_strings_against_a_search(stops, rng):
-    """Tokens of one to three letters; the plain way looks through the whole text each time."""
+def test_stop_strings_equal_a_plain_search(stops, rng):
+    """Tokens of one to three letters, against a search of the whole text after each token."""
     vocabulary = ["a", "b", "c", "ab", "ba", "bb", "aca", "cab"]
 
     class Tokenizer:
         table, special, strip = tuple(v.encode() for v in vocabulary), frozenset(), 0
 
     for _ in range(200):
-        row, whole, wanted = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops), "", None
+        sequence, whole, wanted = (
+            OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops),
+            "",
+            None,
+        )
         pieces = []
         for token in rng.integers(0, len(vocabulary), 6):
-            pieces.append(row.push(int(token)))
+            pieces.append(sequence.push(int(token)))
             if wanted is None:
                 whole += vocabulary[token]
                 found = [whole.index(stop) for stop in stops if stop in whole]
                 wanted = whole[: min(found)] if found else None
-        assert row.reason == ("" if wanted is None else "stop")
-        pieces.append(row.end("length"))
-        assert "".join(pieces) == row.text == (whole if wanted is None else wanted)
+        assert sequence.reason == ("" if wanted is None else "stop")
+        pieces.append(sequence.end("length"))
+        assert "".join(pieces) == sequence.text == (whole if wanted is None else wanted)
 
 
 def test_stop_strings_of_a_batch(llm, alone):
@@ -209,26 +216,32 @@ def test_stop_strings_of_a_batch(llm, alone):
         llm, PROMPTS, SMALL, 60, seed=SEEDS, stop=[stop, "never said"], **COMMON
     )
     for one, free in zip(stopped, alone, strict=True):
-        met = stop in free.text
-        assert one.text == free.text[: free.text.index(stop) if met else None]
-        assert one.finish_reason == ("stop" if met else "length")
+        stops = stop in free.text
+        assert one.text == free.text[: free.text.index(stop) if stops else None]
+        assert one.finish_reason == ("stop" if stops else "length")
         assert one.tokens == free.tokens[: len(one.tokens)]
     assert stopped[1].finish_reason == "stop" and len(stopped[1].tokens) < 60
-    settings = COMMON | {"max_new_tokens": 60, "seed": SEEDS[1], "stop": stop}  # one alone will do
+    settings = COMMON | {
+        "max_new_tokens": 60,
+        "seed": SEEDS[1],
+        "stop": stop,
+    }  # one string instead of a list
     assert "".join(models.stream(llm, PROMPTS[1], SMALL, **settings)) == stopped[1].text
 
 
-# What it costs
+# Memory and limits
 
 
-def test_full_doubles_and_refuses(llm, monkeypatch):
+def test_a_full_cache_doubles_up_to_its_maximum(llm, monkeypatch):
     stream = Stream(llm, "full:max=80,start=16")
     sizes = []
     for tokens in (16, 1, 40, 23):
         stream.reserve(tokens)
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
-    monkeypatch.setattr("jaxkv.models.streams.prefill_chunk", None)  # nothing may run
+    monkeypatch.setattr(
+        "jaxkv.models.streams.prefill_chunk", None
+    )  # the error must precede any computation
     with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise max"):
         stream.prefill([[65]])
     with pytest.raises(UserError, match=r"at most 80 tokens and 105 are needed"):
@@ -237,8 +250,8 @@ def test_full_doubles_and_refuses(llm, monkeypatch):
         models.stream(llm, "abcd", "full:max=80,start=16", 100)
 
 
-def test_rows_that_end_early_leave_room(llm):
-    """A row counts the tokens it holds, not those it was allowed to write."""
+def test_sequences_that_end_early_use_fewer_slots(llm):
+    """A sequence counts its cached tokens, not the limit of each call."""
     stream = Stream(llm, SMALL)
     for _ in range(5):
         stream.prefill([[65, 66]], chunk=16)
@@ -247,7 +260,7 @@ def test_rows_that_end_early_leave_room(llm):
     assert stream.lengths.max() <= 15
 
 
-def test_past_the_trained_context(llm):
+def test_logits_stay_finite_beyond_the_trained_context(llm):
     stream = Stream(llm, SMALL)
     stream.prefill([[65] * 10], chunk=16)
     for _ in range(4 * CONTEXT // BLOCK + 1):
@@ -258,10 +271,10 @@ def test_past_the_trained_context(llm):
 
 
 @pytest.mark.parametrize(
-    ("policy", "reach"), [("streaming:sinks=4,window=100", 104), ("full:max=512", 110)]
+    ("policy", "lookback"), [("streaming:sinks=4,window=100", 104), ("full:max=512", 110)]
 )
-def test_a_reach_beyond_the_trained_context_is_told(llm, policy, reach):
-    with pytest.warns(UserWarning, match=rf"reaches back {reach} tokens.*trained on {CONTEXT}"):
+def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
+    with pytest.warns(UserWarning, match=rf"reaches back {lookback} tokens.*trained on {CONTEXT}"):
         Run(llm, [[65] * 10], policy, max_new_tokens=100)
     Run(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
 
@@ -281,7 +294,7 @@ def test_half_precision(llm, dtype):
 
 
 def test_a_policy_that_compresses_the_prompt(shallow):
-    """Exact until the prompt is complete, and halved after it, for each sequence by itself."""
+    """Dense during prefill and halved at its end, for each sequence separately."""
     halving = "uniform:sinks=2,window=4,rounds=1,start=8"
     prompts = [[65 + i % 20 for i in range(30)], [70 + i % 9 for i in range(11)]]
     run = Stream(shallow, halving, batch=2)
@@ -293,22 +306,26 @@ def test_a_policy_that_compresses_the_prompt(shallow):
     together = models.generate(shallow, prompts, halving, 12, **COMMON)
     alone = models.generate(shallow, prompts[0], halving, 12, **COMMON)
     assert together[0].tokens == alone.tokens
-    assert together[0].state_bytes > 2 * run.state_bytes // 3  # the compressed state, and its tail
+    assert (
+        together[0].state_bytes > 2 * run.state_bytes // 3
+    )  # the compressed state and the slots after it
 
 
 def test_a_policy_that_samples(shallow):
-    """What is remembered depends on a row's own seed, not on its neighbours."""
+    """The sample depends on the seed of a sequence, not on the other sequences."""
     sampling = "reservoir:sinks=1,window=3,sample=2"
     settings = COMMON | {"sampling": Sampling(), "max_new_tokens": 25}
     together = models.generate(shallow, PROMPTS, sampling, seed=SEEDS, **settings)
-    for row in (0, 4):
-        alone = models.generate(shallow, PROMPTS[row], sampling, seed=SEEDS[row], **settings)
-        assert alone.tokens == together[row].tokens
+    for sequence in (0, 4):
+        alone = models.generate(
+            shallow, PROMPTS[sequence], sampling, seed=SEEDS[sequence], **settings
+        )
+        assert alone.tokens == together[sequence].tokens
     other = models.generate(shallow, PROMPTS, sampling, seed=6, **settings)
     assert [a.tokens for a in other] != [a.tokens for a in together]
 
 
-# What a caller can mend
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -334,13 +351,13 @@ def test_a_policy_that_samples(shallow):
         (["A", "B"], {"policy": "window:window=1000000000"}, r"caches of 2 sequence.*GiB is free"),
     ],
 )
-def test_what_is_refused(llm, prompt, options, message):
+def test_invalid_arguments_are_refused(llm, prompt, options, message):
     with pytest.raises(UserError, match=message):
         models.generate(llm, prompt, **options)
 
 
 def test_a_text_without_tokens_is_refused(llm):
-    """A normaliser may leave nothing of a text, and not every tokenizer has a BOS."""
+    """A normaliser may remove all of a text, and not every tokenizer has a BOS."""
     tokenizer = replace(llm.tokenizer, front=(), ids_of=lambda text: [])
     silent = replace(llm, tokenizer=tokenizer)
     with pytest.raises(UserError, match="the prompt is empty; give at least one token"):
@@ -348,39 +365,39 @@ def test_a_text_without_tokens_is_refused(llm):
 
 
 @pytest.mark.parametrize("eos", [(), tuple(range(VOCAB))])
-def test_a_model_that_gives_no_numbers_is_told(shallow, eos):
-    spoilt = replace(shallow, weights=shallow.weights | {"norm": shallow.weights["norm"] * np.nan})
-    stream = Stream(spoilt, SMALL)
+def test_nan_logits_after_prefill_are_reported(shallow, eos):
+    broken = replace(shallow, weights=shallow.weights | {"norm": shallow.weights["norm"] * np.nan})
+    stream = Stream(broken, SMALL)
     stream.prefill([[65, 66]])
     with pytest.raises(UserError, match=r"logits that are not finite .* check the weights"):
         stream.decode(Sampling(), 5, eos)
 
 
-def test_a_number_that_is_none_for_one_token_is_told(shallow):
-    """Nor does it count as an end, though the first NaN stands where an eos may be."""
+def test_nan_logits_after_one_token_are_reported(shallow):
+    """Argmax picks the first NaN, here at an EOS id. That must not end the sequence."""
     embed = np.array(shallow.weights["embed"])
     stream = Stream(shallow, SMALL)
     stream.prefill([[65, 66]])
     first = int(np.argmax(stream.decoding.logits[0]))
-    embed[first] = np.nan  # the first new token spoils what comes after it
-    spoilt = replace(shallow, weights=shallow.weights | {"embed": jnp.asarray(embed)})
-    stream = Stream(spoilt, SMALL)
+    embed[first] = np.nan  # logits after the first new token are NaN
+    broken = replace(shallow, weights=shallow.weights | {"embed": jnp.asarray(embed)})
+    stream = Stream(broken, SMALL)
     stream.prefill([[65, 66]])
     with pytest.raises(UserError, match="not finite numbers"):
         stream.decode(Sampling(), 5, (0,))
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.5, top_k=3), Sampling(1.0, top_p=0.5)])
-def test_one_logit_that_is_no_number_is_told_however_tokens_are_drawn(shallow, sampling):
+def test_one_nan_logit_is_reported_under_every_sampling(shallow, sampling):
     stream = Stream(shallow, SMALL)
     stream.prefill([[65, 66]])
-    spoilt = stream.decoding.logits.at[0, 5].set(jnp.nan)
-    stream.decoding = stream.decoding._replace(logits=spoilt)
+    broken = stream.decoding.logits.at[0, 5].set(jnp.nan)
+    stream.decoding = stream.decoding._replace(logits=broken)
     with pytest.raises(UserError, match="not finite numbers"):
         stream.decode(sampling, 2, ())
 
 
-def test_reading_says_how_far_it_has_come(shallow):
+def test_prefill_reports_its_progress(shallow):
     seen: list[tuple[int, int]] = []
     Stream(shallow, SMALL, batch=2).prefill(
         [[65] * 20, [66] * 45], chunk=16, progress=lambda *at: seen.append(at)

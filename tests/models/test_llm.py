@@ -1,4 +1,4 @@
-"""Loading a whole model: what comes back, and one clear error for whatever is wrong with it."""
+"""Loading a whole model, and one clear error for each fault of a folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.tiny import write_tiny
 
 @pytest.fixture
 def folder(tiny_folder, tmp_path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
-def test_what_comes_back(tiny, tiny_folder):
+def test_the_fields_of_a_loaded_model(tiny, tiny_folder):
     assert tiny.folder == tiny_folder and tiny.mesh is None
-    assert tiny.eos == (1, 7), "of the config, then of the tokenizer, each once"
+    assert tiny.eos == (1, 7), "ids of the config, then of the tokenizer, without repeats"
     assert tiny.tokenizer.decode(tiny.tokenizer.encode("Hello, 東京")) == "Hello, 東京"
     assert tiny.spec == jaxkv.Spec(
         kv_heads=4, head_dim=4, scale=0.5, encoding=tiny.config.encoding, dtype="float32", group=2
@@ -37,8 +37,8 @@ def test_what_comes_back(tiny, tiny_folder):
     assert tiny.policies("0=full;1=window") == (jaxkv.Full(), jaxkv.Window())
 
 
-def test_the_module_is_the_model(tiny):
-    """`decoder` is an nnx module over the same weights, for people with a loop of their own."""
+def test_the_nnx_module_has_the_weights_of_the_model(tiny):
+    """`decoder` is an nnx module over the same weights, for users with their own decode loop."""
     from flax import nnx
 
     ids = np.array([[0, 65, 66, 67]], np.int32)
@@ -70,11 +70,11 @@ def test_dtype(published, tmp_path, monkeypatch):
         llm = models.load(folder, **options)
         return llm.dtype, {str(w.dtype) for w in llm.weights.values()}, llm.spec.dtype
 
-    # A CPU's bfloat16 products are ten times slower, so it takes float32 unless told.
+    # The default is float32 on a CPU, where bfloat16 products are ten times slower.
     assert dtypes() == ("float32", {"float32"}, "float32")
-    for asked in ("float32", "bfloat16", "float16"):
-        for same in (asked, getattr(jnp, asked), jnp.dtype(asked)):
-            assert dtypes(dtype=same) == (asked, {asked}, asked)
+    for requested in ("float32", "bfloat16", "float16"):
+        for same in (requested, getattr(jnp, requested), jnp.dtype(requested)):
+            assert dtypes(dtype=same) == (requested, {requested}, requested)
     monkeypatch.setattr("jaxkv.models.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
 
@@ -86,7 +86,7 @@ def test_progress(tiny_folder):
     assert seen == sorted(seen) and seen[-1] == (total, total) and len(seen) > 3
 
 
-def test_a_name_and_a_path_are_the_same(tiny, tiny_folder):
+def test_a_folder_may_be_a_string(tiny, tiny_folder):
     llm = models.load(str(tiny_folder))
     assert llm.folder == tiny.folder and llm.config == tiny.config
 
@@ -96,7 +96,7 @@ def corrupt_weights(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def no(name: str):
+def without(name: str):
     return lambda folder: (folder / name).unlink()
 
 
@@ -109,12 +109,12 @@ def config(**fields):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (shutil.rmtree, "no such folder"),
-        (no("config.json"), "no config.json in"),
-        (no("model.safetensors"), "no .*safetensors"),
-        (no("tokenizer.json"), "no tokenizer in"),
+        (without("config.json"), "no config.json in"),
+        (without("model.safetensors"), "no .*safetensors"),
+        (without("tokenizer.json"), "no tokenizer in"),
         (corrupt_weights, "model.safetensors"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is corrupt"),
         (lambda f: (f / "config.json").write_text("{"), "config.json"),
@@ -126,11 +126,11 @@ def config(**fields):
         (config(num_hidden_layers=1), r"layers\.1"),
     ],
 )
-def test_what_is_wrong_with_a_folder(folder, spoil, message):
-    spoil(folder)
-    with pytest.raises(UserError, match=message) as told:
+def test_damaged_folders_are_refused_in_one_line(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message) as error:
         models.load(folder)
-    assert "\n" not in str(told.value), "one line"
+    assert "\n" not in str(error.value), "one line"
 
 
 def test_an_unknown_dtype(tiny_folder):
@@ -138,10 +138,10 @@ def test_an_unknown_dtype(tiny_folder):
         models.load(tiny_folder, dtype="fp8")
 
 
-def test_weights_of_another_head(tiny):
-    """Two heads over one body: an Llm is data, and may be put together anew."""
-    turned = replace(tiny, weights=tiny.weights | {"head": -tiny.weights["head"]})
-    streams = [models.Stream(llm, "window:window=8") for llm in (tiny, turned)]
+def test_weights_may_be_replaced(tiny):
+    """An Llm is data: two output heads can share its other weights."""
+    negated = replace(tiny, weights=tiny.weights | {"head": -tiny.weights["head"]})
+    streams = [models.Stream(llm, "window:window=8") for llm in (tiny, negated)]
     for stream in streams:
         stream.prefill([[65, 66, 67]])
     one, other = (np.asarray(stream.decoding.logits) for stream in streams)

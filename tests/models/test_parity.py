@@ -1,4 +1,4 @@
-"""The same logits and the same text as transformers, for every family we claim to load."""
+"""The logits and greedy tokens of transformers, for every supported family."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.seldom import seldom
 
 LIMIT = 1e-4  # largest difference of a float32 logit
 NEW = 200  # greedy tokens
-CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens read at a time: before, at and beyond windows of 24
-FULL = "full:max=512,start=256"  # doubled once on the way
-EVERY_DAY = ("llama32", "llama_biases", "mistral", "qwen3_layers", "smollm2", "yarn_new")
+CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens per call: less and more than windows of 24
+FULL = "full:max=512,start=256"  # doubles once
+NOT_SLOW = ("llama32", "llama_biases", "mistral", "qwen3_layers", "smollm2", "yarn_new")
 
 
 def untokenized(folder: Path) -> Llm:
@@ -40,7 +40,7 @@ def reference(folder: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)  # models this small are far slower on more
+    torch.set_num_threads(1)  # more threads are slower for models this small
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
@@ -63,7 +63,7 @@ def reference_greedy(model, ids: list[int], tokens: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-# Half the time of compiling; the greedy tokens come from the programs that users run.
+# This level halves the compile time. The greedy tokens come from the usual programs.
 @partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0})
 def _logits(config, policies, weights, states, tokens, positions, valid):
     decoder = Decoder(config, weights)
@@ -71,20 +71,23 @@ def _logits(config, policies, weights, states, tokens, positions, valid):
     return decoder.logits(hidden).transpose(1, 2, 0), states
 
 
-def read(stream: Stream, rows: list[list[int]], chunks=CHUNKS) -> list[np.ndarray]:
-    """Every position's logits of every row [T, V], read in chunks of these sizes.
+def prefill(stream: Stream, sequences: list[list[int]], chunks=CHUNKS) -> list[np.ndarray]:
+    """The logits [T,V] at every position of each sequence, prefilled in chunks of these sizes.
 
-    The stream is left as `Stream.read` leaves it. Rows are padded on the right to one width, so
-    that one compilation does.
+    Afterwards the stream is as after `Stream.prefill`. Chunks are padded to one width, so that
+    there is one compilation.
     """
     llm, width, starts = stream.llm, max(chunks), np.cumsum([0, *chunks])
-    assert starts[-1] >= max(map(len, rows))
-    found = [[] for _ in rows]
-    stream.reserve(max(map(len, rows)))
-    states, last = stream.decoding.states, np.zeros((len(rows), llm.config.vocab), np.float32)
+    assert starts[-1] >= max(map(len, sequences))
+    found = [[] for _ in sequences]
+    stream.reserve(max(map(len, sequences)))
+    states, last = stream.decoding.states, np.zeros((len(sequences), llm.config.vocab), np.float32)
     for start, size in zip(starts, chunks, strict=False):
-        tokens, valid = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
-        for row, ids in enumerate(rows):
+        tokens, valid = (
+            np.zeros((len(sequences), width), np.int32),
+            np.zeros((len(sequences), width), bool),
+        )
+        for row, ids in enumerate(sequences):
             part = ids[start : start + size]
             tokens[row, : len(part)], valid[row, : len(part)] = part, True
         positions = (start + np.broadcast_to(np.arange(width), tokens.shape)).astype(np.uint32)
@@ -94,7 +97,7 @@ def read(stream: Stream, rows: list[list[int]], chunks=CHUNKS) -> list[np.ndarra
         for row, n in enumerate(valid.sum(axis=1)):
             found[row].append(np.asarray(logits[row, :n]))
             last[row] = found[row][-1][-1] if n else last[row]
-    lengths = jnp.asarray([len(ids) for ids in rows], jnp.uint32)
+    lengths = jnp.asarray([len(ids) for ids in sequences], jnp.uint32)
     stream.decoding = stream.decoding._replace(
         states=states, logits=jnp.asarray(last), position=lengths, done=lengths == 0
     )
@@ -110,27 +113,27 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "family",
-    [name if name in EVERY_DAY else seldom(name)
+    [name if name in NOT_SLOW else seldom(name)
      for name in FAMILIES],
 )  # fmt: skip
 def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     folder = write_model(tmp_path, family)
     llm, theirs = untokenized(folder), reference(folder)
     random = np.random.default_rng(7)
-    rows = [random.integers(0, llm.config.vocab, n).tolist() for n in (150, 61)]
+    sequences = [random.integers(0, llm.config.vocab, n).tolist() for n in (150, 61)]
     stream = Stream(llm, FULL, batch=2)
-    ours = read(stream, rows)
+    ours = prefill(stream, sequences)
     worst = 0.0
-    for row, ids in enumerate(rows):
+    for row, ids in enumerate(sequences):
         expected = reference_logits(theirs, ids)
         assert ours[row].shape == expected.shape
         worst = max(worst, float(np.abs(ours[row] - expected).max()))
     record_property("largest_logit_difference", worst)
     record_property("logit_standard_deviation", float(expected.std()))
     assert worst < LIMIT
-    for ids, tokens in zip(rows, greedy(stream, NEW), strict=True):
+    for ids, tokens in zip(sequences, greedy(stream, NEW), strict=True):
         assert tokens == reference_greedy(theirs, ids, NEW)
-    record_property("equal_greedy_tokens", NEW * len(rows))
+    record_property("equal_greedy_tokens", NEW * len(sequences))
 
 
 @pytest.mark.parity
@@ -139,7 +142,7 @@ def test_stories(stories, shared, record_property):
     text = (shared / "text/tinystories/valid.txt").read_text(encoding="utf-8")[:1500]
     ids = llm.tokenizer.encode(text)[:430]
     stream = Stream(llm, FULL)
-    ours = read(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
+    ours = prefill(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
     worst = float(np.abs(ours - reference_logits(theirs, ids)).max())
     record_property("largest_logit_difference", worst)
     assert worst < LIMIT
@@ -152,12 +155,12 @@ def test_stories(stories, shared, record_property):
 
 
 def test_recorded_reference(stories):
-    """What transformers gave, from a file: this one needs no torch."""
+    """Against recorded results of transformers, without torch."""
     llm = models.load(stories)
     for case in json.loads((stories / "reference.json").read_text(encoding="utf-8"))["prompts"]:
         assert llm.tokenizer.encode(case["prompt"]) == case["ids"]
         stream = Stream(llm, FULL)
-        logits = read(stream, [case["ids"]])[0][-1]
+        logits = prefill(stream, [case["ids"]])[0][-1]
         np.testing.assert_allclose(logits[:16], case["logits_first16"], rtol=0, atol=LIMIT)
         assert abs(logits.astype(np.float64).sum() - case["logits_sum"]) < len(logits) * LIMIT / 10
         assert logits.argmax() == case["logits_argmax"]

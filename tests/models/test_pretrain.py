@@ -1,4 +1,4 @@
-"""A whole training run in real processes: killed, resumed, on one device and on many."""
+"""Whole training runs in real processes: killed, resumed, on one device and on many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxkv.models.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def optax_promotes_dtypes():
 
 @pytest.fixture(scope="module")
 def start(tokens):
-    """Starts `jaxkv pretrain` on the small corpus."""
+    """A function that starts `jaxkv pretrain` on the small corpus."""
 
     def start(
         out: Path, *settings: str, flags=(), devices: int = 1, limit: int | None = None
@@ -60,14 +60,14 @@ def start(tokens):
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Standard error of a process that must end well."""
+    """The standard error of a process, which must succeed."""
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return err
 
 
 def lines(out: Path) -> list[dict]:
-    """What the log says, without what depends on the clock."""
+    """The lines of the log without their timings."""
     timed = {"seconds", "tokens_per_second", "mfu"}
     found = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
     for line in found:
@@ -76,16 +76,16 @@ def lines(out: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def straight(start, tmp_path_factory) -> Path:
-    """The folder of a run that nobody disturbed."""
-    out = tmp_path_factory.mktemp("straight") / "run"
+def uninterrupted(start, tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     finish(start(out, "sinks=token", "save_every=1", "steps=12"))
     return out
 
 
 @pytest.fixture(scope="module")
 def made(tokens, tmp_path_factory) -> Path:
-    """The folder of a run of this process."""
+    """The folder of a run in this process."""
     out = tmp_path_factory.mktemp("made") / "run"
     with jax.numpy_dtype_promotion("standard"):
         run_here(tokens, out, "sinks=token", "save_every=1")
@@ -96,7 +96,7 @@ def run_here(tokens, out, *settings, **how):
     return pretrain(small(*settings), tokens, out, tell=lambda line: None, **how)
 
 
-def test_what_a_run_leaves(made, tokens):
+def test_the_files_of_a_run(made, tokens):
     assert [line["step"] for line in lines(made)] == list(range(1, 13))
     looked = [line for line in lines(made) if "valid_loss" in line]
     assert [line["step"] for line in looked] == [6, 12]
@@ -108,8 +108,8 @@ def test_what_a_run_leaves(made, tokens):
     assert (made / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_exported_model_writes(made, tokens):
-    """It puts its sink token in front by itself, and its loss is that of the run."""
+def test_the_exported_model_generates(made, tokens):
+    """Its tokenizer adds the sink token, and its loss is that of the run."""
     llm = models.load(made / "hf")
     sink = tokens.id_of(data.SINK)
     assert llm.tokenizer.encode("the cat")[0] == llm.config.bos == sink
@@ -118,14 +118,14 @@ def test_the_exported_model_writes(made, tokens):
     found = [
         np.concatenate(list(models.losses(llm, [sink, *run[1:]], "full"))) for run in runs.tolist()
     ]
-    told = lines(made)[-1]["valid_loss"]
-    assert np.mean(found) == pytest.approx(told, rel=1e-5)
+    logged = lines(made)[-1]["valid_loss"]
+    assert np.mean(found) == pytest.approx(logged, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
-    """Killed again and again, at any moment: while starting, training, and writing checkpoints."""
-    out, moments, kills, struck = tmp_path / "run", random.Random(0), 0, 0
+def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tmp_path):
+    """Killed at random moments: at the start, in training, and while it writes checkpoints."""
+    out, moments, kills, killed_in_write = tmp_path / "run", random.Random(0), 0, 0
     settings = ("sinks=token", "save_every=1", "steps=12")
     log = out / "log.jsonl"
     for attempt in range(40):
@@ -135,7 +135,7 @@ def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
         while process.poll() is None:
             now = log.read_text("utf-8").count("\n") if log.exists() else 0
             half = list(out.glob("last/*tmp*"))
-            # Every other time in the midst of writing a checkpoint, else at any moment.
+            # Every second kill is during the write of a checkpoint, the others at random.
             if now > before + steps and (half or attempt % 2):
                 time.sleep(wait if attempt % 2 else 0)
                 process.send_signal(signal.SIGKILL)
@@ -143,19 +143,19 @@ def test_killed_and_resumed_it_is_the_same_run(start, straight, tmp_path):
                 break
             time.sleep(0.001)
         process.communicate(timeout=300)
-        struck += bool(list(out.glob("last/*tmp*")))
+        killed_in_write += bool(list(out.glob("last/*tmp*")))
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL
     assert process.returncode == 0 and kills >= 2
-    assert struck, "no kill fell on a checkpoint that was being written"
-    assert lines(out) == lines(straight)
+    assert killed_in_write, "no kill was during the write of a checkpoint"
+    assert lines(out) == lines(uninterrupted)
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (out / "hf" / file).read_bytes() == (straight / "hf" / file).read_bytes()
+        assert (out / "hf" / file).read_bytes() == (uninterrupted / "hf" / file).read_bytes()
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
+def test_ctrl_c_writes_a_checkpoint(start, tmp_path):
     out = tmp_path / "run"
     process = start(out, "steps=100000", "save_every=100000", "look_every=100000")
     while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
@@ -164,18 +164,18 @@ def test_ctrl_c_keeps_a_checkpoint(start, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "the same command resumes" in err
-    (kept,) = (out / "last").iterdir()
-    assert int(kept.name) == lines(out)[-1]["step"]
+    (last,) = (out / "last").iterdir()
+    assert int(last.name) == lines(out)[-1]["step"]
 
 
 @pytest.mark.slow
-def test_the_same_losses_in_two_processes(start, straight, tmp_path):
-    """Over loopback, a device each."""
+def test_two_processes_have_the_same_losses(start, uninterrupted, tmp_path):
+    """Over loopback, with one device each."""
     out, settings = tmp_path / "run", ("sinks=token", "steps=12", "save_every=12")
     both = two(start, out, *settings)
     for process in both:
         finish(process)
-    found, wanted = lines(out), lines(straight)
+    found, wanted = lines(out), lines(uninterrupted)
     for name in ("loss", "grad_norm"):
         ours, theirs = ([x[name] for x in some] for some in (found, wanted))
         np.testing.assert_allclose(ours[:4], theirs[:4], rtol=2e-5, err_msg=name)
@@ -184,7 +184,7 @@ def test_the_same_losses_in_two_processes(start, straight, tmp_path):
 
 
 def two(start, out: Path, *settings: str, mesh=("--mesh", "data=2")) -> list[subprocess.Popen]:
-    """Two processes of one run, of a device each."""
+    """Start two processes of one run, with one device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -194,37 +194,37 @@ def two(start, out: Path, *settings: str, mesh=("--mesh", "data=2")) -> list[sub
 
 @pytest.mark.slow
 def test_ctrl_c_in_two_processes(start, tmp_path):
-    """Pressed in one before the other: both stop at one step, and keep it."""
+    """One process is interrupted. Both stop at the same step and write its checkpoint."""
     out = tmp_path / "run"
     both = two(start, out, "steps=100000", "save_every=100000", "look_every=100000")
     while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
         assert both[0].poll() is None, both[0].communicate()
         time.sleep(0.05)
     both[1].send_signal(signal.SIGINT)
-    told = [process.communicate(timeout=300) for process in both]
-    assert [process.returncode for process in both] == [130, 130], told
-    (kept,) = (out / "last").iterdir()
-    assert int(kept.name) == lines(out)[-1]["step"]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [130, 130], outputs
+    (last,) = (out / "last").iterdir()
+    assert int(last.name) == lines(out)[-1]["step"]
 
 
 @pytest.mark.slow
-def test_what_one_process_finds_wrong_ends_both(start, tmp_path):
+def test_an_error_in_one_process_ends_both(start, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    for out, mesh, told in (
+    for out, mesh, message in (
         (tmp_path, ("--mesh", "data=2"), "holds other files"),
         (tmp_path / "run", (), "write --mesh data=2"),
     ):
         for process in two(start, out, mesh=mesh):
             _, err = process.communicate(timeout=100)
-            assert process.returncode == 2 and told in err and "Traceback" not in err, err
+            assert process.returncode == 2 and message in err and "Traceback" not in err, err
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tokens, tmp_path):
-    """It says at which step, and the last good checkpoint stays."""
-    with pytest.raises(UserError, match="not finite at step") as told:
+def test_a_nan_loss_stops_the_run(tokens, tmp_path):
+    """The error names the step. The last finite checkpoint stays."""
+    with pytest.raises(UserError, match="not finite at step") as error:
         run_here(tokens, tmp_path / "run", "lr=1e30", "clip=1e30", "warmup=0.5", "save_every=1")
-    failed, kept = map(int, re.findall(r" step (\d+)", str(told.value)))
-    assert kept == failed - 1 == max(int(p.name) for p in (tmp_path / "run" / "last").iterdir())
+    failed, last = map(int, re.findall(r" step (\d+)", str(error.value)))
+    assert last == failed - 1 == max(int(p.name) for p in (tmp_path / "run" / "last").iterdir())
     assert not (tmp_path / "run" / "hf").exists()
     with pytest.raises(UserError, match="not finite at step 1; there is no checkpoint yet"):
         run_here(tokens, tmp_path / "other", "z_loss=1e38")
@@ -253,18 +253,18 @@ def newest(out: Path) -> Path:
     return max((out / "last").iterdir(), key=lambda path: int(path.name))
 
 
-# Orbax leaves coroutines behind where it fails.
+# Orbax leaves unfinished coroutines when it fails.
 FAILING_READS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
-def swept():
-    """What a test left behind is collected in it, and is not another's warning."""
+def collect_garbage():
+    """Collect garbage within the test, so that its warnings do not appear in a later one."""
     yield
     gc.collect()
 
 
-HARM = {
+DAMAGE = {
     "a bit": lambda path, raw: path.write_bytes(
         raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
     ),
@@ -274,10 +274,10 @@ HARM = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("damage", DAMAGE)
 @FAILING_READS
-def test_no_damaged_checkpoint_is_taken(swept, tokens, tmp_path, harm):
-    """Every file of one in turn: what is read are the numbers that were written, or nothing."""
+def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_path, damage):
+    """For each damaged file, restoring returns the values that were written, or raises."""
     out = tmp_path / "run"
     run_here(tokens, out, "steps=4")
     run, like = (
@@ -289,7 +289,7 @@ def test_no_damaged_checkpoint_is_taken(swept, tokens, tmp_path, harm):
     refused = []
     for path in [path for path in newest(out).rglob("*") if path.is_file()]:
         raw = path.read_bytes()
-        HARM[harm](path, raw)
+        DAMAGE[damage](path, raw)
         with checkpoint.Checkpoints(out, run) as checkpoints:
             try:
                 found = jax.tree.leaves(checkpoints.restore(like))
@@ -303,8 +303,8 @@ def test_no_damaged_checkpoint_is_taken(swept, tokens, tmp_path, harm):
 
 @pytest.mark.slow
 @FAILING_READS
-def test_a_checkpoint_that_cannot_be_read_is_named(swept, tokens, tmp_path):
-    """Nothing is taken in its place until the user says so, by removing it."""
+def test_an_unreadable_checkpoint_is_named(collect_garbage, tokens, tmp_path):
+    """An earlier checkpoint is used only after the user removes the unreadable one."""
     out = tmp_path / "run"
     run_here(tokens, out, "steps=4")
     last = newest(out)
@@ -318,20 +318,20 @@ def test_a_checkpoint_that_cannot_be_read_is_named(swept, tokens, tmp_path):
 
 @pytest.mark.slow
 def test_tensorboard(tokens, tmp_path, monkeypatch):
-    """Every number of every logged step, and none twice where a run goes on."""
-    told = []
+    """Every metric of every logged step is written, after a purge of older values."""
+    calls = []
 
     class Board:
         def __init__(self, folder, purge_step):
             assert folder.endswith("tensorboard")
-            told.append(purge_step)
+            calls.append(purge_step)
 
-        add_scalar = staticmethod(lambda name, value, step: told.append((name, step)))
+        add_scalar = staticmethod(lambda name, value, step: calls.append((name, step)))
         flush = staticmethod(lambda: None)
 
     monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
     run_here(tokens, tmp_path / "run", "steps=2", tensorboard=True)
-    assert told[0] == 1 and ("loss", 2) in told and ("valid_loss", 2) in told
+    assert calls[0] == 1 and ("loss", 2) in calls and ("valid_loss", 2) in calls
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UserError, match="pip install tensorboardX, or omit"):
         run_here(tokens, tmp_path / "other", "steps=2", tensorboard=True)
@@ -340,8 +340,8 @@ def test_tensorboard(tokens, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["width=64", "seed=1"])
-def test_a_foreign_checkpoint_is_refused(tokens, tmp_path, setting):
-    """One of another model, or of an equal one, put where ours belongs."""
+def test_a_checkpoint_of_another_run_is_refused(tokens, tmp_path, setting):
+    """A checkpoint of a model of another size, or of another seed, copied into the run."""
     run_here(tokens, tmp_path / "other", "steps=2", setting)
     run_here(tokens, tmp_path / "run", "steps=2")
     shutil.rmtree(tmp_path / "run" / "last")
@@ -364,9 +364,10 @@ def wide(start, tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [20, pytest.param(300, marks=pytest.mark.record)])
 def test_a_full_disk(start, wide, tmp_path, limit):
-    """A limit on the size of files stands for it: one line, and earlier checkpoints stay.
+    """Simulated by a limit of file sizes: the error is one line, and earlier checkpoints stay.
 
-    limit: in half KiB; the first stops the picture of the curves, the second the checkpoint.
+    limit: in units of 512 bytes. The first stops the figure of the curves, the second the
+    checkpoint.
     """
     out = tmp_path / "run"
     shutil.copytree(wide, out)
@@ -380,7 +381,7 @@ def test_a_full_disk(start, wide, tmp_path, limit):
 
 
 def test_a_disk_too_small_for_a_checkpoint(tokens, tmp_path, monkeypatch):
-    """It is said before anything is written, and the checkpoint before stays."""
+    """The error precedes the write."""
     run_here(tokens, tmp_path / "run", "steps=2")
     shutil.rmtree(tmp_path / "run" / "last")
     shutil.rmtree(tmp_path / "run" / "best")
@@ -390,8 +391,8 @@ def test_a_disk_too_small_for_a_checkpoint(tokens, tmp_path, monkeypatch):
     assert not list((tmp_path / "run" / "last").iterdir())
 
 
-def test_killed_before_it_had_a_name(tokens, tmp_path):
-    """What a process left that was killed while it wrote run.json keeps nobody out."""
+def test_a_run_killed_before_its_first_file_does_not_block(tokens, tmp_path):
+    """The files of a process that was killed while it wrote run.json do not block the next."""
     out = tmp_path / "run"
     out.mkdir()
     (out / f".{checkpoint.RUN}.abcd").write_text("{")

@@ -1,4 +1,4 @@
-"""Losses of a text: the reference figures, and nothing but speed from the size of a chunk."""
+"""Losses of a text: the reference perplexities, for every chunk size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCE = {
     ("streaming:sinks=4,window=60", 4096): 3.9878,
     ("full", 4096): 32.824,
 }
-EVERY_DAY = [*REFERENCE][:3]
+NOT_SLOW = [*REFERENCE][:3]
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def losses(llm, tokens, policy, chunk):
     return np.concatenate(list(models.losses(llm, tokens, policy, chunk)))
 
 
-def test_the_reference_ids(stories, shared):
+def test_the_text_has_the_recorded_ids(stories, shared):
     recorded = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
     assert list(stories[1]) in recorded.values()
 
 
-@pytest.mark.parametrize("policy, tokens", EVERY_DAY)  # all of them: below, and slow
+@pytest.mark.parametrize("policy, tokens", NOT_SLOW)  # the slow test below has all of them
 def test_the_reference_figures(stories, policy, tokens):
     llm, ids = stories
     found = models.score(llm, ids[:tokens], policy, chunk=256)
@@ -59,16 +59,16 @@ def test_the_reference_figures(stories, policy, tokens):
 @pytest.mark.parametrize(
     "policy", [seldom("full"), seldom("window:window=64"), "streaming:sinks=4,window=60"]
 )
-def test_one_token_at_a_time(stories, policy):
+def test_losses_token_by_token_equal_those_in_chunks(stories, policy):
     llm, ids = stories
     whole, single = (losses(llm, ids[:600], policy, chunk) for chunk in (256, 1))
     np.testing.assert_allclose(single, whole, atol=2e-4)
 
 
 def any_chunk():
-    """Full attention to 4,096 tokens, few at a time, takes a minute; 7 at a time, records alone."""
+    """All pairs. Those that take a minute or chunks of 7 are marked `record`, the others `slow`."""
     for text in REFERENCE:
-        for chunk in (1, 7, 4096) if text in EVERY_DAY else (1, 7, 256, 4096):
+        for chunk in (1, 7, 4096) if text in NOT_SLOW else (1, 7, 256, 4096):
             long = chunk == 7 or (text == ("full", 4096) and chunk < 256)
             yield pytest.param(*text, chunk, marks=pytest.mark.record if long else pytest.mark.slow)
 
@@ -83,8 +83,8 @@ def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, reco
     assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
 
 
-def test_the_first_position_changes_nothing(tiny):
-    """Also across the end of the 32 bits that count positions."""
+def test_losses_do_not_depend_on_the_first_position(tiny):
+    """Losses do not depend on the first position, also across the wrap at 2^32."""
     ids = np.random.default_rng(0).integers(2, 258, 60)
     for start in (0, 5_000_000, 2**32 - 30):
         parts = models.losses(tiny, ids, "streaming:window=5", 16, start)
@@ -93,10 +93,10 @@ def test_the_first_position_changes_nothing(tiny):
 
 
 def test_progress_and_blocks(tiny):
-    told = []
+    seen = []
     ids = np.random.default_rng(0).integers(2, 258, 60)
-    found = models.score(tiny, ids, "window:window=5", 16, progress=told.append)
-    assert told == [16, 32, 48, 59]
+    found = models.score(tiny, ids, "window:window=5", 16, progress=seen.append)
+    assert seen == [16, 32, 48, 59]
     assert [(b["start"], b["end"]) for b in found.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
     assert found.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
 
@@ -107,13 +107,13 @@ def test_the_mean_of_many_losses_is_exact():
     assert math.isclose(found.loss, float(np.float32(1.1)), rel_tol=1e-9)
 
 
-def test_losses_that_are_no_numbers_are_told(tiny):
-    spoilt = replace(tiny, weights=tiny.weights | {"norm": tiny.weights["norm"] * np.nan})
+def test_nan_losses_are_reported(tiny):
+    broken = replace(tiny, weights=tiny.weights | {"norm": tiny.weights["norm"] * np.nan})
     with pytest.raises(UserError, match="logits that are not finite numbers"):
-        models.score(spoilt, [2, 3, 4])
+        models.score(broken, [2, 3, 4])
 
 
-def test_what_is_refused(tiny):
+def test_invalid_arguments_are_refused(tiny):
     with pytest.raises(UserError, match="start must be left out, got 5"):
         models.losses(tiny, [2, 3, 4], start=5, stream=models.Stream(tiny))
     with pytest.raises(UserError, match=r"start must be a whole number .* 4294967295, got -1"):

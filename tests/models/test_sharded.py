@@ -1,4 +1,4 @@
-"""Generation over many devices: the same tokens, and a cache that stays where it lies."""
+"""Generation over many devices: the same tokens, and caches that keep their sharding."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COLLECTIVE = re.compile(
 )
 
 
-def begin(llm: models.Llm, policy: str = SMALL, read: bool = True) -> Stream:
-    """Eight rows that have read their prompts, or that begin with any token at all."""
+def begin(llm: models.Llm, policy: str = SMALL, prefill: bool = True) -> Stream:
+    """Eight sequences, with their prompts prefilled or, with prefill=False, empty."""
     stream = Stream(llm, policy, batch=8, seed=range(8))
-    if read:
+    if prefill:
         stream.prefill(PROMPTS, chunk=16)
     else:
         stream.decoding = stream.decoding._replace(done=~stream.decoding.done)
@@ -36,39 +36,44 @@ def begin(llm: models.Llm, policy: str = SMALL, read: bool = True) -> Stream:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_same_tokens(tiny, tiny_folder, mesh):
-    read = mesh == MESHES[0]  # reading is compiled for one mesh, writing for all
-    alone = begin(tiny, read=read).decode(WARM, 100, ())[0]
+def test_tokens_do_not_depend_on_the_mesh(tiny, tiny_folder, mesh):
+    prefill = mesh == MESHES[0]  # prefill is compiled for one mesh only, to save time
+    alone = begin(tiny, prefill=prefill).decode(WARM, 100, ())[0]
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
-    rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
-    stream = begin(llm, read=read)
+    data_shards, head_shards = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
+    stream = begin(llm, prefill=prefill)
     before = compiled_decode_block()._cache_size()
     np.testing.assert_array_equal(stream.decode(WARM, 60, ())[0], alone[:, :60])
     np.testing.assert_array_equal(stream.decode(WARM, 40, ())[0], alone[:, 60:])
     assert compiled_decode_block()._cache_size() == before + 1
-    if read:
+    if prefill:
         before = prefill_chunk._cache_size()
         stream.prefill(PROMPTS, chunk=16)
         assert prefill_chunk._cache_size() == before, (
-            "what a call gives back, the next takes as it is"
+            "the sharding of the outputs must be that of the inputs"
         )
 
-    # Each device holds its rows and heads of every cache, and its part of the projections.
+    # Each device stores its sequences and heads of every cache, and its part of the projections.
     for state in stream.decoding.states:
-        assert len(state.k.sharding.device_set) == rows * heads
-        assert state.k.sharding.shard_shape(state.k.shape) == (8 // rows, 4 // heads, 16, 4)
+        assert len(state.k.sharding.device_set) == data_shards * head_shards
+        assert state.k.sharding.shard_shape(state.k.shape) == (
+            8 // data_shards,
+            4 // head_shards,
+            16,
+            4,
+        )
     for name, axis in (("q", 0), ("k", 0), ("v", 0), ("o", 1), ("gate", 0), ("up", 0), ("down", 1)):
         weight = llm.weights[f"layers.1.{name}"]
         shard = weight.sharding.shard_shape(weight.shape)
-        assert shard[axis] == weight.shape[axis] // heads, name
+        assert shard[axis] == weight.shape[axis] // head_shards, name
         assert shard[1 - axis] == weight.shape[1 - axis], name
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_nothing_but_sums_travels(tiny_folder, mesh):
-    """Between devices: the sums of two projections a layer, and whether all rows are done."""
+def test_only_sums_are_communicated(tiny_folder, mesh):
+    """Collectives: two sums of projections per layer, and whether all sequences are done."""
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
-    stream = begin(llm, read=mesh == MESHES[0])
+    stream = begin(llm, prefill=mesh == MESHES[0])
     program = compiled_decode_block().lower(
         stream._static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
     )
@@ -79,15 +84,15 @@ def test_nothing_but_sums_travels(tiny_folder, mesh):
         )
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", arrays)
     ]
-    rows, heads = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
-    sums = [("all-reduce", "f32", llm.config.width * 8 // rows)] * 2 * llm.config.layers
+    data_shards, head_shards = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
+    sums = [("all-reduce", "f32", llm.config.width * 8 // data_shards)] * 2 * llm.config.layers
     done = [("all-reduce", "pred", 1)]
-    assert sorted(found) == sorted(sums * (heads > 1) + done * (rows > 1))
+    assert sorted(found) == sorted(sums * (head_shards > 1) + done * (data_shards > 1))
 
 
 @pytest.mark.slow
 def test_stories(stories, record_property):
-    """A trained model, rows and heads split, at once and greedy."""
+    """Greedy tokens of a trained model, with sequences and heads sharded."""
     texts = []
     for mesh in (None, mesh_of("model=2"), mesh_of("data=2,model=4")):
         stream = begin(models.load(stories, mesh=mesh), "streaming:sinks=4,window=60")
@@ -98,7 +103,7 @@ def test_stories(stories, record_property):
     record_property("equal_tokens_on_2_and_8_devices", texts[0].size)
 
 
-def test_what_does_not_divide_is_told(tiny_folder):
+def test_a_mesh_that_does_not_divide_is_refused(tiny_folder):
     with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
         Stream(models.load(tiny_folder, mesh=mesh_of("model=8")), SMALL)
     with pytest.raises(UserError, match="must divide the sequences: 3 sequences over 2 places"):

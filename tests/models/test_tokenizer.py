@@ -1,4 +1,4 @@
-"""Tokenizers: ids as published, text that streams exactly, and what is refused."""
+"""Tokenizers: published ids, exact streaming, and refused files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def byte_level(tmp_path_factory) -> Path:
 
 
 def with_post_processor(folder: Path, out: Path) -> Path:
-    """The same tokenizer, made to put its <|begin|> in front, as Llama 3's does."""
+    """The same tokenizer, which prepends <|begin|> as that of Llama 3 does."""
     made = backend(folder)
     begin = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     made.post_processor = processors.Sequence([processors.ByteLevel(), begin])
@@ -53,7 +53,7 @@ def with_post_processor(folder: Path, out: Path) -> Path:
 
 @pytest.fixture(params=["stories", "sentencepiece", "byte_level"])
 def tokenizer(request, tmp_path) -> Tokenizer:
-    """Each kind of file."""
+    """One tokenizer of each file format."""
     if request.param == "byte_level":
         return read_tokenizer(request.getfixturevalue("byte_level"))
     stories = request.getfixturevalue("stories")
@@ -65,7 +65,7 @@ def tokenizer(request, tmp_path) -> Tokenizer:
 
 
 def test_reference_ids(stories):
-    """The ids that transformers gave for the same prompts, and their text."""
+    """Ids recorded from transformers, and their text."""
     tokenizer = read_tokenizer(stories)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, (2,), True)
     assert tokenizer.vocab == 512
@@ -77,14 +77,16 @@ def test_reference_ids(stories):
     assert tokenizer.decode([1, 403], special=True) == "<s> Once"
 
 
-def test_a_file_as_one_string(stories, shared):
+def test_a_whole_file_is_encoded_in_linear_time(stories, shared):
     text = (shared / "text" / "tinystories" / "valid.txt").read_text(encoding="utf-8")
     known = json.loads((stories / "perplexity.json").read_text())["first4096_ids"]
     tokenizer = read_tokenizer(stories)
     start = time.perf_counter()
     ids = tokenizer.encode(text, bos=True)
     assert ids[:4096] == known and len(ids) > 250_000
-    assert time.perf_counter() - start < 20  # 0.3 s alone; nothing quadratic
+    assert (
+        time.perf_counter() - start < 20
+    )  # 0.3 s on an idle machine; a quadratic algorithm takes longer
     assert tokenizer.decode(ids) == " ".join(text.strip(" ").split("  "))
 
 
@@ -101,7 +103,7 @@ def test_sentencepiece_agrees_with_json(stories, tmp_path):
     assert quiet.encode("a")[:1] != [1] == quiet.encode("a", bos=True)[:1]
 
 
-def test_sentencepiece_control_marks(stories, tmp_path):
+def test_sentencepiece_control_tokens(stories, tmp_path):
     shutil.copy(stories / "tokenizer.model", tmp_path)
     write_json(tmp_path / "added_tokens.json", {"<pad>": 512})
     tokenizer = read_tokenizer(tmp_path)
@@ -110,7 +112,7 @@ def test_sentencepiece_control_marks(stories, tmp_path):
     assert tokenizer.vocab == 513 and tokenizer.decode(ids[-1:], special=True) == "<pad>"
 
 
-def test_text_comes_back(tokenizer):
+def test_encoded_text_decodes_to_itself(tokenizer):
     assert tokenizer.decode(tokenizer.encode("the cat", bos=False)) == "the cat"
     odd = TEXT if tokenizer.strip == 0 else " ".join(TEXT.split(" ")).replace("   ", " ").rstrip()
     assert tokenizer.decode(tokenizer.encode(TEXT)) == odd
@@ -118,7 +120,7 @@ def test_text_comes_back(tokenizer):
 
 @pytest.mark.parametrize("folder", ["stories", "byte_level"])
 def test_decode_agrees_with_the_package(folder, request):
-    """On random ids whose bytes are text, and for byte-level tokens on any bytes."""
+    """On random ids. For SentencePiece, byte tokens are left out where they are invalid UTF-8."""
     folder = request.getfixturevalue(folder)
     ours, theirs = read_tokenizer(folder), backend(folder)
     random = np.random.default_rng(0)
@@ -134,8 +136,8 @@ def test_decode_agrees_with_the_package(folder, request):
     assert tried == 300
 
 
-def test_pieces_add_up(tokenizer):
-    """Random ids, broken characters among them, fed one by one: exactly `decode`."""
+def test_pieces_join_to_the_decoded_text(tokenizer):
+    """Random ids, one by one, give the text of `decode`, also with incomplete characters."""
     random = np.random.default_rng(1)
     texts = [tokenizer.encode(TEXT), [], *random.integers(0, tokenizer.vocab, (100, 20)).tolist()]
     for ids in texts:
@@ -145,7 +147,7 @@ def test_pieces_add_up(tokenizer):
             assert "".join(parts) + pieces.end() == tokenizer.decode(ids, start=start)
 
 
-def test_no_half_characters(tokenizer):
+def test_pieces_contain_whole_characters(tokenizer):
     pieces = Pieces(tokenizer)
     parts = [pieces.push(i) for i in tokenizer.encode("a 東京🙂 b")]
     assert pieces.end() == "" and "".join(parts) == "a 東京🙂 b"
@@ -168,10 +170,10 @@ def test_a_long_stream_costs_the_same_per_token(stories):
     pieces = Pieces(tokenizer)
     start = time.perf_counter()
     assert sum(len(pieces.push(i)) for i in [403, 407] * 200_000) > 1_000_000
-    assert time.perf_counter() - start < 10  # 0.3 s alone
+    assert time.perf_counter() - start < 10  # 0.3 s on an idle machine
 
 
-def test_bos_is_what_the_post_processor_does(byte_level, tmp_path):
+def test_the_bos_follows_the_post_processor(byte_level, tmp_path):
     plain = read_tokenizer(byte_level)
     assert (plain.bos, plain.adds_bos, plain.eos) == (None, False, (1,))
     assert plain.encode("a", bos=True) == plain.encode("a", bos=False) == plain.encode("a")
@@ -208,11 +210,11 @@ def test_ids_from_the_model_config(byte_level, tmp_path):
     assert read_tokenizer(tmp_path).eos == (1,)
 
 
-def test_padded_vocabulary(tokenizer):
+def test_ids_beyond_the_vocabulary_decode_to_nothing(tokenizer):
     assert tokenizer.decode([tokenizer.vocab, tokenizer.vocab + 7]) == ""
 
 
-def test_refused(tmp_path, byte_level):
+def test_invalid_tokenizers_are_refused(tmp_path, byte_level):
     with pytest.raises(UserError, match="no such folder"):
         read_tokenizer(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no tokenizer in"):
@@ -233,7 +235,7 @@ def test_refused(tmp_path, byte_level):
 
 
 @pytest.mark.parametrize("scheme", ["always", "never"])
-def test_metaspace(scheme, tmp_path):
+def test_a_metaspace_decoder(scheme, tmp_path):
     """The decoder of some Mistral and Llama conversions."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)

@@ -1,4 +1,4 @@
-"""The training step: against torch, against itself in parts and over devices, and when it fails."""
+"""The training step: equal to torch, in parts and over devices, and its failures."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def optax_promotes_dtypes():
 
 
 def steps(setting, tokens, count):
-    """So many steps; the run behind them, and what each told."""
-    recipe, trained, told = setting.recipe, training.begin(setting), []
+    """The state after `count` steps, and the loss and gradient norm of each step."""
+    recipe, trained, metrics = setting.recipe, training.begin(setting), []
     for step in range(count):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
-        trained, said = training.update(setting, trained, setting.split(runs))
-        told.append([float(said.loss), float(said.grad_norm)])
-    return trained, np.array(told)
+        trained, step_metrics = training.update(setting, trained, setting.split(runs))
+        metrics.append([float(step_metrics.loss), float(step_metrics.grad_norm)])
+    return trained, np.array(metrics)
 
 
-def differ(one, other):
-    """The largest difference of two runs' weights."""
+def largest_difference(one, other):
+    """The largest difference between the weights of two runs."""
     apart = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), one.weights, other.weights
     )
@@ -46,15 +46,17 @@ def differ(one, other):
 
 @pytest.mark.parity
 def test_torch_takes_the_same_steps(tmp_path, tokens):
-    """Loss, gradient, clipping, schedule and AdamW, from the same weights and samples."""
+    """Loss, gradient norm, clipping, schedule and AdamW, from the same weights and samples."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     recipe = small("steps=8", "warmup=0.3", "clip=0.5", "z_loss=1e-2")
     setting = setting_of(recipe, tokens)
-    begun = training.begin(setting)
-    folder = export(tmp_path / "hf", setting.config, begun.weights, tokens.folder / data.TOKENIZER)
+    initial = training.begin(setting)
+    folder = export(
+        tmp_path / "hf", setting.config, initial.weights, tokens.folder / data.TOKENIZER
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -93,29 +95,29 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
     [("none", "adamw"), seldom("zero", "muon"), ("token", "muon"), seldom("two_tokens", "adamw"),
      ("logit", "muon")],
 )  # fmt: skip
-def test_every_arm_learns(tokens, sinks, optimizer):
+def test_every_variant_learns(tokens, sinks, optimizer):
     setting = setting_of(small(f"sinks={sinks}", f"optimizer={optimizer}"), tokens)
     before = training.begin(setting).weights
-    trained, told = steps(setting, tokens, 12)
-    assert told[-3:, 0].mean() < told[:2, 0].mean() - 0.5
-    still = [n for n, w in trained.weights.items() if np.array_equal(w, before[n])]
-    assert not still
+    trained, metrics = steps(setting, tokens, 12)
+    assert metrics[-3:, 0].mean() < metrics[:2, 0].mean() - 0.5
+    unchanged = [n for n, w in trained.weights.items() if np.array_equal(w, before[n])]
+    assert not unchanged
     assert ("layers.0.sinks" in trained.weights) == (sinks == "logit")
 
 
-def test_arms_begin_alike(tokens):
-    """Every weight that two arms have in common is the same at one seed, and not at another."""
-    arms = [
+def test_variants_share_initial_weights(tokens):
+    """Weights that variants share are equal at one seed. Matrices change with the seed."""
+    variants = [
         training.begin(setting_of(small(f"sinks={sinks}"), tokens)).weights
         for sinks in ("none", "logit", "token")
     ]
     other = training.begin(setting_of(small("seed=1"), tokens)).weights
-    for name, weight in arms[0].items():
-        assert all(np.array_equal(weight, arm[name]) for arm in arms[1:])
+    for name, weight in variants[0].items():
+        assert all(np.array_equal(weight, variant[name]) for variant in variants[1:])
         assert np.array_equal(weight, other[name]) == (weight.ndim == 1)
 
 
-def test_sink_tokens_stand_in_front_and_cost_no_loss():
+def test_sink_tokens_replace_the_first_inputs_and_are_no_targets():
     runs = jnp.arange(10, 22).reshape(2, 6)
     inputs, targets, counts = training.samples(runs, ())
     assert inputs.tolist() == runs[:, :-1].tolist() and bool(counts.all())
@@ -128,11 +130,11 @@ def test_sink_tokens_stand_in_front_and_cost_no_loss():
         assert counts.tolist() == [[1] * 5 if len(front) == 1 else [0, 1, 1, 1, 1]] * 2
 
 
-def test_parts_of_a_batch_add_up_to_it(tokens):
-    whole, told = steps(setting_of(small(), tokens), tokens, 4)
-    parts, told_in_parts = steps(setting_of(small("accumulate=4"), tokens), tokens, 4)
-    np.testing.assert_allclose(told, told_in_parts, rtol=1e-5)
-    assert differ(whole, parts) < 1e-4
+def test_gradient_accumulation_equals_the_whole_batch(tokens):
+    whole, metrics = steps(setting_of(small(), tokens), tokens, 4)
+    parts, metrics_in_parts = steps(setting_of(small("accumulate=4"), tokens), tokens, 4)
+    np.testing.assert_allclose(metrics, metrics_in_parts, rtol=1e-5)
+    assert largest_difference(whole, parts) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -141,37 +143,37 @@ def test_parts_of_a_batch_add_up_to_it(tokens):
 )
 def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
     recipe = small(f"sinks={sinks}", f"optimizer={optimizer}", "lr=2e-3")
-    alone, told = steps(setting_of(recipe, tokens), tokens, 4)
+    alone, metrics = steps(setting_of(recipe, tokens), tokens, 4)
     setting = setting_of(recipe, tokens, mesh_of(f"data={devices}"))
-    spread, told_spread = steps(setting, tokens, 4)
-    np.testing.assert_allclose(told, told_spread, rtol=2e-5)
-    assert differ(alone, spread) < 2e-4
-    # Weights and moments lie in parts: one device holds little more than its share.
-    held = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(spread)]
-    assert sum(held) < 1.1 * sum(leaf.size for leaf in jax.tree.leaves(spread)) / devices
+    spread, metrics_spread = steps(setting, tokens, 4)
+    np.testing.assert_allclose(metrics, metrics_spread, rtol=2e-5)
+    assert largest_difference(alone, spread) < 2e-4
+    # Weights and moments are sharded: one device stores little more than its share.
+    sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(spread)]
+    assert sum(sizes) < 1.1 * sum(leaf.size for leaf in jax.tree.leaves(spread)) / devices
 
 
-def test_a_step_without_numbers_changes_nothing(tokens):
+def test_a_step_with_a_nan_gradient_changes_nothing(tokens):
     setting = setting_of(small(), tokens)
     trained, _ = steps(setting, tokens, 2)
-    poisoned = trained._replace(weights=trained.weights | {"norm": trained.weights["norm"] * 1e38})
-    before = jax.tree.map(np.array, poisoned.weights)
+    broken = trained._replace(weights=trained.weights | {"norm": trained.weights["norm"] * 1e38})
+    before = jax.tree.map(np.array, broken.weights)
     runs = setting.split(data.batch(tokens, "train", 0, 2, 8, 16))
     for step in (2, 3):
-        poisoned, told = training.update(setting, poisoned, runs)
-        assert not np.isfinite(float(told.grad_norm))
-        assert (int(poisoned.failed), int(poisoned.step)) == (2, step + 1)
-    assert all(np.array_equal(before[n], w) for n, w in poisoned.weights.items())
-    # Nor does a sound step that follows: what is kept is the last good state.
-    healed = poisoned._replace(weights=jax.tree.map(lambda w: w * 0 + 0.01, poisoned.weights))
-    kept = jax.tree.map(np.array, healed.weights)
-    healed, told = training.update(setting, healed, runs)
-    assert np.isfinite(float(told.loss)) and int(healed.failed) == 2
-    assert all(np.array_equal(kept[n], w) for n, w in healed.weights.items())
+        broken, metrics = training.update(setting, broken, runs)
+        assert not np.isfinite(float(metrics.grad_norm))
+        assert (int(broken.failed), int(broken.step)) == (2, step + 1)
+    assert all(np.array_equal(before[n], w) for n, w in broken.weights.items())
+    # A later finite step changes nothing either: the last finite state stays.
+    finite = broken._replace(weights=jax.tree.map(lambda w: w * 0 + 0.01, broken.weights))
+    last_finite = jax.tree.map(np.array, finite.weights)
+    finite, metrics = training.update(setting, finite, runs)
+    assert np.isfinite(float(metrics.loss)) and int(finite.failed) == 2
+    assert all(np.array_equal(last_finite[n], w) for n, w in finite.weights.items())
 
 
-def test_a_cooldown_ends_where_the_recipe_says():
-    """However long the warm-up was."""
+def test_a_cooldown_ends_at_the_final_rate():
+    """The final rate does not depend on the length of the warm-up."""
     recipe = read_recipe("tiny", ["decay=wsd", "warmup=0.9", "cooldown=0.5", "steps=100"])
     assert float(training.rate(recipe)(100)) == pytest.approx(recipe.lr * recipe.last_lr)
 
@@ -187,22 +189,22 @@ def test_the_learning_rate(decay):
     assert rate[600] == pytest.approx(middle, rel=1e-4)
 
 
-def test_half_precision_keeps_whole_weights(tokens):
-    """bfloat16 computes; the weights stay float32, and small updates are not lost in them."""
+def test_half_precision_keeps_float32_weights(tokens):
+    """Computation is in bfloat16. The weights stay float32, so small updates are not lost."""
     recipe = small("dtype=bfloat16", "steps=30")
-    trained, told = steps(setting_of(recipe, tokens), tokens, 6)
+    trained, metrics = steps(setting_of(recipe, tokens), tokens, 6)
     _, exact = steps(setting_of(small("steps=30"), tokens), tokens, 6)
     assert {w.dtype.name for w in trained.weights.values()} == {"float32"}
-    np.testing.assert_allclose(told[:, 0], exact[:, 0], rtol=0.02)
+    np.testing.assert_allclose(metrics[:, 0], exact[:, 0], rtol=0.02)
 
 
 def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
-    """Its row of the embedding takes a sum over thousands, which bfloat16 could not hold."""
+    """The gradient of its embedding sums thousands of terms, which is too inexact in bfloat16."""
     found = {}
     for dtype in ("float32", "bfloat16"):
         setting = setting_of(small(f"dtype={dtype}", "context=512"), tokens)
         runs = np.full((8, 513), 7, np.int32)
-        runs[:, 1::2] = np.arange(100, 356)[None] % 200 + 50  # what follows it, each time another
+        runs[:, 1::2] = np.arange(100, 356)[None] % 200 + 50  # a different token after each
         weights = training.begin(setting).weights
 
         def of_inputs(weights, setting=setting, runs=runs):
@@ -215,7 +217,7 @@ def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
     assert off[7] < 0.02 * np.linalg.norm(found["float32"][7])
 
 
-def test_an_update_that_is_no_number_changes_nothing(tokens):
+def test_a_nan_update_changes_nothing(tokens):
     setting = setting_of(small("warmup=0", "weight_decay=0"), tokens)
     setting = dataclasses.replace(
         setting, recipe=dataclasses.replace(setting.recipe, lr=float("inf"))
@@ -223,34 +225,35 @@ def test_an_update_that_is_no_number_changes_nothing(tokens):
     trained = training.begin(setting)
     before = jax.tree.map(np.array, trained.weights)
     runs = setting.split(data.batch(tokens, "train", 0, 0, 8, 16))
-    trained, told = training.update(setting, trained, runs)
-    assert np.isfinite(float(told.grad_norm)) and int(trained.failed) == 0
+    trained, metrics = training.update(setting, trained, runs)
+    assert np.isfinite(float(metrics.grad_norm)) and int(trained.failed) == 0
     assert all(np.array_equal(before[name], w) for name, w in trained.weights.items())
 
 
-def test_operations_of_a_token():
-    """6 N + 12 L (N H) T; the first number is from an independent count."""
+def test_operations_per_token():
+    """6 N + 12 L (N H) T, compared with an independent count."""
     config = partial(config_of, bos=None, eos=0)
     tiny = config(PRESETS["tiny"], 4096)
     assert training.flops_per_token(tiny, 512) == 26_409_600
-    own_head = dataclasses.replace(tiny, tied=False)  # the embedding is then only looked up
+    # An embedding that is not the head is a table look-up without operations.
+    own_head = dataclasses.replace(tiny, tied=False)
     assert training.flops_per_token(own_head, 512) == 26_409_600
 
 
 def test_the_first_token_mass(tokens):
-    """It is that of `look`, and a sink token is the first token."""
+    """The first token is the sink token, where there is one."""
     setting = setting_of(small("sinks=token"), tokens)
     weights = training.begin(setting).weights
     runs = data.batch(tokens, "valid", 0, 0, 3, 16)
     mass = training.first_token_mass(setting, weights, runs, 8)
     assert mass.shape == (1, 4)
-    # Fresh weights spread their attention evenly: 1/(t+1) on each token seen.
+    # Initial weights attend almost uniformly: 1/(t+1) to each token.
     np.testing.assert_allclose(mass, np.mean(1 / np.arange(9, 17)), rtol=0.05)
 
 
 def test_bad_meshes_and_recipes_are_refused(tokens):
-    for mesh, told in (("data=2,model=2", "one mesh axis, data"), ("model=2", "--mesh data=2")):
-        with pytest.raises(UserError, match=told):
+    for mesh, message in (("data=2,model=2", "one mesh axis, data"), ("model=2", "--mesh data=2")):
+        with pytest.raises(UserError, match=message):
             setting_of(small(), tokens, mesh_of(mesh))
     with pytest.raises(UserError, match=r"must divide .* 6 .* over 8 devices"):
         setting_of(small("rows=6"), tokens, mesh_of("data=8"))

@@ -1,4 +1,4 @@
-"""Attention of whole samples, with gradients: against plain numpy, and against JAX's own rule."""
+"""Attention over whole samples equals numpy; its gradients equal those of JAX."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 SPEC = Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 100.0))
 
 
-def drawn(rng, tokens, rows=2):
+def random_tokens(rng, tokens, rows=2):
     shapes = ((rows, tokens, HEADS, DIM), *((rows, tokens, KV_HEADS, DIM),) * 2)
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
 def oracle(q, k, v, scale, window=None, softcap=None, sink=None):
-    """Softmax attention as its definition has it, in float64 and without positions."""
+    """Softmax attention by its definition, in float64 and without positions."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out, seen = np.zeros(q.shape), np.zeros((q.shape[0], HEADS, q.shape[1], q.shape[1]))
     for b, t, n in np.ndindex(*q.shape[:3]):
@@ -48,24 +48,24 @@ CASES = {
 }
 
 
-# Blocks are of 128 queries: at the boundary, beyond it, and beyond the one after.
+# Blocks have 128 queries. The sizes are around one block and above two.
 SIZES = [(case, 300) for case in CASES] + [("learned sinks", n) for n in (1, 127, 128, 129)]
 
 
 @pytest.mark.parametrize("case, tokens", SIZES)
-def test_numpy_agrees(rng, case, tokens):
+def test_attention_equals_numpy(rng, case, tokens):
     how = dict(CASES[case])
-    q, k, v = drawn(rng, tokens, rows=1)
+    q, k, v = random_tokens(rng, tokens, rows=1)
     wanted, seen = oracle(q, k, v, SPEC.scale, **how)
     window, sink = how.get("window"), how.get("sink")
     spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
     out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink=sink)[0])(q, k, v)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
-    out, told = jax.jit(
+    out, probabilities = jax.jit(
         lambda *a: uncached.attend_with_probabilities(window, spec, None, *a, sink=sink)
     )(q, k, v)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
-    np.testing.assert_allclose(told, seen, atol=2e-6)
+    np.testing.assert_allclose(probabilities, seen, atol=2e-6)
 
 
 def gradients(attend, *arrays):
@@ -74,11 +74,11 @@ def gradients(attend, *arrays):
 
 
 @pytest.mark.parametrize("case, tokens", SIZES)
-def test_gradients(rng, case, tokens):
-    """Ours are written by hand; `look` leaves its own to JAX."""
+def test_gradients_equal_those_of_jax(rng, case, tokens):
+    """`attend` has hand-written gradients, `attend_with_probabilities` those of JAX."""
     how = CASES[case]
     spec = dataclasses.replace(SPEC, softcap=how.get("softcap"))
-    arrays = drawn(rng, tokens)
+    arrays = random_tokens(rng, tokens)
     if "sink" in how:
         arrays += (jnp.asarray(how["sink"]),)
 
@@ -97,11 +97,11 @@ def test_gradients(rng, case, tokens):
 
 
 @pytest.mark.parametrize("case", ["plain", "window", "zero sink", "learned sinks"])
-def test_a_fused_kernel_takes_sinks(rng, case):
-    """The function that cuDNN is called by, with another kernel in its place."""
+def test_a_fused_kernel_supports_sinks(rng, case):
+    """The function that calls cuDNN, here with the kernel of XLA."""
     sink, window = CASES[case].get("sink"), CASES[case].get("window")
-    arrays = drawn(rng, 37)
-    if case == "learned sinks":  # a sink that is known to be zero is no array of JAX
+    arrays = random_tokens(rng, 37)
+    if case == "learned sinks":  # a sink that is constant zero is a numpy array
         arrays += (jnp.asarray(sink),)
 
     def fused(q, k, v, given=sink):
@@ -117,7 +117,7 @@ def test_a_fused_kernel_takes_sinks(rng, case):
 
 
 def test_a_learned_sink_survives_half_precision():
-    """Three terms of bfloat16 hold a logit to 24 bits, where one would be off by up to 0.4 %."""
+    """Three bfloat16 terms store a logit in 24 bits; one would have an error of up to 0.4 %."""
     sink = jnp.array([-3.3, 0.123456, 1.7, 9.9], jnp.float32)
     terms = uncached._split(sink, jnp.bfloat16)
     assert terms.shape == (4, 8) and terms.dtype == jnp.bfloat16
@@ -125,7 +125,7 @@ def test_a_learned_sink_survives_half_precision():
 
 
 class Gpu:
-    """Stands for a device of JAX, of which cuDNN's flash attention asks two things."""
+    """A stand-in for a JAX device, with the two fields that the check for cuDNN reads."""
 
     def __init__(self, capability, version="cuda 12080", platform="gpu"):
         self.platform, self.compute_capability = platform, capability
@@ -150,16 +150,16 @@ FITS = {
 
 
 @pytest.mark.parametrize("case", FITS)
-def test_where_cudnn_is_to_be_had(case):
-    device, head_dim, how, told = FITS[case]
+def test_which_devices_support_cudnn(case):
+    device, head_dim, how, message = FITS[case]
     q = jax.ShapeDtypeStruct((1, 8, 4, head_dim), jnp.bfloat16)
     lacks = uncached.cudnn_lacks(device, q, **how)
-    assert told in lacks and bool(lacks) == bool(told)
+    assert message in lacks and bool(lacks) == bool(message)
     wide = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     assert uncached.cudnn_lacks(device, wide, **how)
 
 
-def test_by_name_it_is_refused_where_it_is_not(rng):
-    q, k, v = drawn(rng, 4)
+def test_cudnn_by_name_is_refused_on_a_cpu(rng):
+    q, k, v = random_tokens(rng, 4)
     with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; take"):
         uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")

@@ -1,4 +1,4 @@
-"""Weights: every layout of files, every mismatch named, and a peak of memory below 1.3 models."""
+"""Weights: every file layout, named mismatches, and peak memory below 1.3 times the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_family(name, tmp_path):
 def test_dtypes(stored, wanted, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "jaxkv.models.hf.weights.PIECE", 1000
-    )  # many windows a tensor, the last short
+    )  # several pieces per tensor, the last one shorter
     write_model(tmp_path, "llama32", dtype=stored)
     written = tensors(tmp_path, dtype=stored)
     expected = {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()}
@@ -73,7 +73,7 @@ def test_stories(stories):
     assert sum(array.size for array in loaded.values()) == 260_032 and "head" not in loaded
 
 
-def test_names_of_the_bare_model(tmp_path):
+def test_names_without_the_model_prefix(tmp_path):
     write_model(tmp_path, "llama2")
     written = tensors(tmp_path)
     bare = {name.removeprefix("model."): value for name, value in written.items()}
@@ -82,14 +82,14 @@ def test_names_of_the_bare_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["output.weight", "model.lm_head.weight"])
-def test_other_names_of_the_head(name, tmp_path):
+def test_other_names_of_the_head_are_accepted(name, tmp_path):
     write_model(tmp_path, "llama2")
     written = tensors(tmp_path)
     write_tensors(tmp_path, {name if k == HEAD else k: v for k, v in written.items()})
     same(load(tmp_path), tmp_path, written)
 
 
-def test_tied_under_either_name(tmp_path):
+def test_a_tied_head_is_found_under_either_name(tmp_path):
     write_model(tmp_path, "llama32")
     written = tensors(tmp_path)
     write_tensors(tmp_path, {HEAD if k == EMBED else k: v for k, v in written.items()})
@@ -101,14 +101,14 @@ def test_tied_under_either_name(tmp_path):
         load(tmp_path)
 
 
-def test_harmless_extra(tmp_path):
+def test_rotary_buffers_are_ignored(tmp_path):
     write_model(tmp_path, "llama2")
     buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}
     write_tensors(tmp_path, tensors(tmp_path) | buffer)
     same(load(tmp_path), tmp_path, tensors(tmp_path))
 
 
-def test_sharded(tmp_path):
+def test_weights_load_with_a_sharding(tmp_path):
     write_model(tmp_path, "llama2")
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     both = NamedSharding(mesh, P())
@@ -123,7 +123,7 @@ def test_sharded(tmp_path):
     assert load(tmp_path, sharding=split)["norm"].sharding == split
 
 
-# What is wrong with the file -> what the message must say.
+# Fault -> a function that makes it, and the message.
 WRONG = {
     "missing": (lambda w: w.pop("model.norm.weight"), "missing tensor model.norm.weight"),
     "missing head": (lambda w: w.pop(HEAD), "missing tensor lm_head.weight.*tie_word_embeddings"),
@@ -148,11 +148,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_tensors(case, tmp_path):
-    spoil, message = WRONG[case]
+def test_wrong_tensors_are_named(case, tmp_path):
+    damage, message = WRONG[case]
     write_model(tmp_path, "llama2")
     weights = tensors(tmp_path)
-    spoil(weights)
+    damage(weights)
     write_tensors(tmp_path, weights)
     with pytest.raises(UserError, match=message) as error:
         load(tmp_path)
@@ -160,7 +160,7 @@ def test_wrong_tensors(case, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
-def test_truncated(keep, tmp_path):
+def test_a_truncated_file_is_refused(keep, tmp_path):
     file = write_model(tmp_path, "llama2") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(UserError, match=r"model.safetensors is truncated or corrupt"):
@@ -168,14 +168,14 @@ def test_truncated(keep, tmp_path):
 
 
 @pytest.mark.parametrize("header", [b"{]", b"[1]", b'{"a": {}}', b'{"a": {"dtype": 3}}'])
-def test_corrupt_header(header, tmp_path):
+def test_a_corrupt_header_is_refused(header, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(UserError, match="header is not valid"):
         read_header(file)
 
 
-def test_offsets_that_do_not_fit(tmp_path):
+def test_inconsistent_offsets_are_refused(tmp_path):
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
@@ -183,7 +183,7 @@ def test_offsets_that_do_not_fit(tmp_path):
         read_header(file)
 
 
-def test_no_weights(tmp_path):
+def test_a_folder_without_weights_is_refused(tmp_path):
     write_json(tmp_path / "config.json", FAMILIES["llama2"])
     with pytest.raises(UserError, match="no weights in"):
         load(tmp_path)
@@ -192,7 +192,7 @@ def test_no_weights(tmp_path):
         load(tmp_path)
 
 
-def test_lost_shard(tmp_path):
+def test_a_missing_shard_is_named(tmp_path):
     write_model(tmp_path, "llama2", shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(UserError, match=r"lacks weight files: model-00002-of-00003.safetensors"):
@@ -202,7 +202,7 @@ def test_lost_shard(tmp_path):
         load(tmp_path)
 
 
-def test_lost_only_shard(tmp_path):
+def test_a_missing_single_shard_is_named(tmp_path):
     write_model(tmp_path, "llama2", shards=1)
     (tmp_path / "model.safetensors").unlink(missing_ok=True)
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": "part.safetensors"}})
@@ -214,7 +214,7 @@ def test_lost_only_shard(tmp_path):
     "content, words",
     [(b"", "it is empty"), (b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull")],
 )
-def test_files_that_are_no_weights(content, words, tmp_path):
+def test_invalid_weight_files_are_refused(content, words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=words):
         read_header(tmp_path / "model.safetensors")
@@ -235,7 +235,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def peak(folder: Path, dtype: str) -> int:
-    """The most resident bytes of a process that loads the model (or nothing, for dtype '').
+    """Peak resident bytes of a process that loads the model, or loads nothing if dtype is empty.
 
     Not getrusage's ru_maxrss: a new process inherits the peak of the one that started it.
     """
@@ -248,7 +248,7 @@ def peak(folder: Path, dtype: str) -> int:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> dict[str, Path]:
-    """A model of 50 million weights, most of them in one tensor, in float32 and bfloat16."""
+    """A model of 50 million weights in float32 and bfloat16. One tensor has most of them."""
     config = FAMILIES["llama32"] | {"vocab_size": 160_000, "hidden_size": 256}
     folder = tmp_path_factory.mktemp("large")
     dtypes = ("float32", "bfloat16")
@@ -269,7 +269,7 @@ def test_peak_memory(stored, wanted, large):
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
 
 
-def test_find(tmp_path, monkeypatch):
+def test_names_of_folders_and_hub_models(tmp_path, monkeypatch):
     assert find(tmp_path) == tmp_path and find(str(tmp_path)) == tmp_path
     for name in (tmp_path / "no", str(tmp_path / "no"), "./a/b", "no-such-model", "a/b/c"):
         with pytest.raises(UserError, match="no such folder"):
@@ -284,15 +284,15 @@ def test_find(tmp_path, monkeypatch):
 
 def test_hub_errors_are_one_line(monkeypatch):
     hub_package = pytest.importorskip("huggingface_hub")
-    asked = {}
+    requested = {}
 
     def offline(name, **options):
-        asked.update(options, name=name)
+        requested.update(options, name=name)
         raise OSError("no network\nlong explanation")
 
     monkeypatch.setattr(hub_package, "snapshot_download", offline)
     with pytest.raises(UserError, match="did not give org/name@v1: no network; check") as error:
         find("org/name@v1")
     assert "\n" not in str(error.value)
-    assert (asked["name"], asked["revision"]) == ("org/name", "v1")
-    assert all(p.startswith("*.") for p in asked["allow_patterns"])
+    assert (requested["name"], requested["revision"]) == ("org/name", "v1")
+    assert all(p.startswith("*.") for p in requested["allow_patterns"])

@@ -18,7 +18,7 @@ VOCAB = 300
 
 
 def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 0) -> Path:
-    """So many documents of random words."""
+    """Write text files of random words."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
@@ -28,7 +28,7 @@ def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 
 
 
 def write_tokens(folder: Path, vocab: int = VOCAB, **how) -> data.Tokens:
-    """A data folder over such documents, the last of them held back."""
+    """Write a data folder of such texts. The last one is the validation text."""
     texts = sorted(write_texts(folder / "texts").glob("*.txt"))
     return corpus.prepare(texts[:-1], folder / "tokens", vocab, valid=texts[-1:], **how)
 

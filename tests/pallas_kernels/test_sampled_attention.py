@@ -1,6 +1,6 @@
-"""Sampled attention: every implementation equals numpy, and gradients those of a masked softmax.
+"""Sampled attention: outputs equal numpy, gradients equal those of a masked softmax.
 
-The kernels are also compiled for hardware that is absent.
+The kernels are also compiled for TPU and GPU ahead of time, without the hardware.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def settings_of(weight, softcap=None):
 
 
 def plain(settings, q, k, v, slots, count, weight):
-    """The softmax of the definition in numpy, head by head, in float64."""
+    """The definition in numpy, head by head, in float64."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     slots, count = np.asarray(slots), np.asarray(count)
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
@@ -153,7 +153,7 @@ def test_slots_and_counts_out_of_bounds_are_clipped():
 
 @pytest.mark.parametrize("on", ON)
 def test_empty_samples_give_out_0_and_lse_minus_infinity(on):
-    """No slot at all, and weights of -inf. Zero queries and keys agree with numpy."""
+    """Without slots, and with weights of -inf. Zero queries and keys equal numpy."""
     shape = shapes.SMALL["tiles"]
     q, k, v, slots, count, weight = shapes.inputs(shape, "log")
     for none in ((slots, count * 0, weight), (slots, count, jnp.full_like(weight, -jnp.inf))):
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_a_masked_softmax(weight, implementation):
 
     def loss(attend, q, k, v, log_weight):
         out, lse = attend(q, k, v, log_weight)
-        lse = jnp.where(count == 0, np.float32(0), lse)  # its cosine would be NaN
+        lse = jnp.where(count == 0, np.float32(0), lse)  # the cosine of -inf would be NaN
         return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.cos(lse))
 
     def sampled(q, k, v, log_weight):
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_a_masked_softmax(weight, implementation):
         )
 
     def masked(q, k, v, log_weight):
-        """Over all keys; slots outside the sample have a bias of -inf."""
+        """Attention to all keys, with a bias of -inf outside the sample."""
         product = jnp.einsum("bnh,bnsh->bns", q, jnp.repeat(k, 2, 1), precision="highest")
         if weight == "angles":
             a = Angles(*(x[..., None] for x in log_weight[1:]), None)
@@ -243,8 +243,8 @@ def test_equal_settings_are_compiled_once():
     assert attend._cache_size() == 1
 
 
-def test_where_dense_attention_should_be_cheaper_on_a_tpu():
-    """MagicPIG's sample size: four query heads per KV head, and one (its section 6)."""
+def test_when_dense_attention_is_cheaper_on_a_tpu():
+    """MagicPIG's sample size (its section 6), with four query heads per KV head and with one."""
     cheaper = partial(tpu.dense_is_cheaper, slots=131_072, head_dim=128)
     assert cheaper(2621, 4, itemsize=2) and cheaper(2621, 4, itemsize=4)
     assert not cheaper(2621, 1, itemsize=2) and not cheaper(2621, 1, itemsize=4)
@@ -264,7 +264,7 @@ def test_the_kernel_is_lowered_for_cuda(dtype, weight):
 
 
 def call(shape, weight, implementation, place=None):
-    """The public function, jitted, and the shapes of its arguments."""
+    """The jitted public function and the shapes of its arguments."""
     function = partial(
         sampled_attention, settings=settings_of(weight), implementation=implementation
     )

@@ -1,6 +1,6 @@
 """Signs of walks: the scan equals numpy, and the kernels equal the scan.
 
-The kernels are also compiled for hardware that is absent.
+The kernels are also compiled for TPU and GPU ahead of time, without the hardware.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plain(gram, thresholds):
 
 
 @pytest.mark.parametrize("name", shapes.SMALL)
-def test_the_scan_is_the_walk(name):
+def test_the_scan_equals_numpy(name):
     given = gram(shapes.SMALL[name])
     walk = api.sign_walk(*given)
     signs, inner = plain(*given)
@@ -73,7 +73,7 @@ def test_gram_matrices_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("platform", ON)
-def test_the_kernels_walk_bit_for_bit(platform):
+def test_the_kernels_equal_the_scan_bit_for_bit(platform):
     for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (MANY, 1.0)]:
         given = gram(shape, share)
         signs, inner = reference.walk(*given)
@@ -100,7 +100,7 @@ def test_the_fused_kernels_give_the_same_signs(platform, name):
 
 
 def check_fused(platform, shape, interpret):
-    """A sign may differ where s is close to its threshold, and after such a step."""
+    """Signs must be equal until a step where s is close to its threshold."""
     given = shapes.inputs(shape, share=0.8)
     wanted, inner = (np.asarray(x) for x in reference.balance(*given, TAU))
     signs, _ = ON[platform]("balance", {"tau": TAU}, *given, interpret=interpret)
@@ -142,7 +142,7 @@ def test_the_kernel_is_lowered_for_cuda(what, name):
 
 
 def abstract_h100():
-    """An abstract GPU, which the lowering of Triton needs from jax 0.12 on where there is none."""
+    """An abstract GPU. From jax 0.12 on, Triton cannot be lowered without it or a real GPU."""
     kind = getattr(jax.sharding, "AbstractDevice", None)
     if kind is None or "platform" not in inspect.signature(kind).parameters:
         return contextlib.nullcontext()
@@ -157,7 +157,7 @@ def lowered(what, shape, implementation, platforms):
 
 
 def call(what, shape, implementation, place=None):
-    """The public function, jitted, and the shapes of its arguments."""
+    """The jitted public function and the shapes of its arguments."""
     given = jax.eval_shape(partial(shapes.arguments, shape))
     if what == "walk":
         square = (shape.blocks, shape.steps, shape.steps)
@@ -182,8 +182,8 @@ def test_a_tpu_compiles_the_largest_walks(reports):
 
 @pytest.mark.slow
 @pytest.mark.tpu_check
-def test_fused_no_gram_matrix_is_in_memory(reports):
-    """The control, a walk over a given matrix, has them."""
+def test_the_fused_walk_has_no_gram_matrix_in_memory(reports):
+    """The control, a walk over a given Gram matrix, has one in memory."""
     for report in reports:
         assert report["gram matrices"] == (report["what"] == "walk"), report
         if report["what"] == "balance":

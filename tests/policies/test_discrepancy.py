@@ -1,7 +1,7 @@
 """Halving blocks of tokens: exact sizes, and the error against uniform sampling.
 
-The practical walk is better than random. With the theorem's constant it is not. The bounds come
-from an independent numpy implementation.
+The practical walk has a smaller error than uniform sampling. The walk with the theorem's constant
+does not. The bounds come from an independent numpy implementation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import MODES, Halving, certain, halve
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
-COLD = Halving("walk", 0.1)  # the practical walk
-# The theorem's c = 30 log(n / delta) with delta 1/n, for vectors no longer than 1: almost a coin.
+PRACTICAL = Halving("walk", 0.1)  # the practical walk
+# The theorem's c = 30 log(n / delta) with delta 1/n, for vectors of length 1 at most. Its signs are
+# almost fair coins.
 THEORY = Halving("walk", 1.0, 457.0)
 
 
 def walks(tokens, order, seed):
-    """Keys and values of an AR(1) process of 0.95 with unit variance, in order or permuted."""
+    """Keys and values of an AR(1) process, coefficient 0.95, unit variance; ordered or permuted."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=(2, tokens, HEAD_DIM))
     x = np.zeros_like(noise)
@@ -35,7 +36,7 @@ def walks(tokens, order, seed):
 
 @functools.cache
 def streams(order):
-    """k, v [seeds,n,d], queries, and full attention."""
+    """k, v [seeds,n,d], queries, and their full attention."""
     k, v = np.stack([walks(TOKENS, order, seed) for seed in range(SEEDS)], axis=1)
     q = np.random.default_rng(99).normal(size=(QUERIES, HEAD_DIM))
     return k, v, q, attention(q, k, v)
@@ -57,7 +58,7 @@ def error(order, chosen):
 
 
 @functools.cache
-def of_uniform(order):
+def error_of_uniform(order):
     random = np.random.default_rng(5)
     chosen = [random.permutation(TOKENS)[: TOKENS // 2] for _ in range(SEEDS)]
     return error(order, np.stack(chosen))
@@ -75,9 +76,9 @@ def halved(how, order, seed=0):
     return (np.asarray(done.chosen) + first).reshape(SEEDS, -1), np.asarray(done.inner)
 
 
-# The error of each halving over that of uniform sampling: lower and upper bounds (reference, 4 a).
+# Bounds of the error of each halving, divided by that of uniform sampling (reference, 4 a).
 RATIOS = {
-    "walk": (COLD, {"ordered": (0.0, 0.35), "permuted": (0.0, 0.80)}),
+    "walk": (PRACTICAL, {"ordered": (0.0, 0.35), "permuted": (0.0, 0.80)}),
     "pairs": (Halving("pairs", 0.1), {"ordered": (0.0, 0.35), "permuted": (0.0, 0.80)}),
     "coin": (Halving("coin"), {"ordered": (0.0, 0.40), "permuted": (0.90, 1.12)}),
     "theory": (THEORY, {"ordered": (0.90, 1.10), "permuted": (0.90, 1.10)}),
@@ -88,23 +89,23 @@ RATIOS = {
 @pytest.mark.parametrize("name", RATIOS)
 def test_error_beside_uniform(name, order, record_property):
     how, bounds = RATIOS[name]
-    ratio = error(order, halved(how, order)[0]) / of_uniform(order)
+    ratio = error(order, halved(how, order)[0]) / error_of_uniform(order)
     record_property("ratio", float(ratio))
     least, most = bounds[order]
     assert least <= ratio <= most
 
 
 def test_the_share_of_signs_without_randomness():
-    """Half of the practical walk is greedy; with the theorem's constant every sign is random."""
+    """About half the signs of the practical walk are certain; with the theorem's constant, none."""
     saturated = lambda how: np.mean(certain(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
-    assert 0.4 < saturated(COLD) < 0.8
+    assert 0.4 < saturated(PRACTICAL) < 0.8
     assert saturated(THEORY) == 0
 
 
 def test_a_step_with_a_nan_is_certain():
     """One NaN key makes every inner product of its block NaN, except the first step's."""
     k = jnp.ones((1, 16, 8)).at[0, 9].set(jnp.nan)
-    inner = halve(COLD, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).inner
+    inner = halve(PRACTICAL, 8**-0.5, k, jnp.ones((1, 16, 8)), jnp.full((1, 16), 0.5)).inner
     assert np.asarray(certain(inner)).tolist() == [[False] + 15 * [True]]
     edges = jnp.asarray([0.0, 0.5, -0.5, 0.51, -0.51, jnp.inf])
     assert np.asarray(certain(edges)).tolist() == 3 * [False] + 3 * [True]
@@ -115,7 +116,7 @@ def test_a_step_with_a_nan_is_certain():
 def test_exactly_half_of_the_tokens_stay(mode, count):
     random = np.random.default_rng(1)
     k, v = (jnp.asarray(random.normal(size=(50, 16, 8)), jnp.float32) for _ in range(2))
-    k = k.at[:, count:].set(jnp.nan)  # padding may be anything
+    k = k.at[:, count:].set(jnp.nan)  # padding may have any values
     uniforms = jnp.asarray(random.random((50, 16)), jnp.float32)
     counts = jnp.full(50, count, jnp.int32)
     chosen = np.asarray(halve(Halving(mode), 8**-0.5, k, v, uniforms, counts).chosen)
@@ -143,8 +144,11 @@ def test_each_token_stays_half_of_the_time(mode):
     ids=["pairs-greedy", "pairs", "walk-greedy"],
 )
 def test_doubled_tokens_are_halved_exactly(how):
-    """Of x0,x0,x1,x1,... one of each stays: pairs have nothing to balance, and a greedy walk gives
-    the second of two equal tokens the other sign."""
+    """Of x0,x0,x1,x1,... one token of each pair stays.
+
+    The difference of a pair is 0, so pairs have nothing to balance. A greedy walk gives the second
+    of two equal tokens the other sign.
+    """
     random = np.random.default_rng(3)
     k, v = (np.repeat(random.normal(size=(1, 128, HEAD_DIM)), 2, axis=1) for _ in range(2))
     uniforms = jnp.asarray(random.random((1, 256)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Full attention grows to its maximum, and reports every token that it loses."""
+"""Full attention grows to its maximum, and reports every token without a slot."""
 
 import functools
 
@@ -26,7 +26,7 @@ def feed(state, start, length):
     return jitted_step(state, x, x, x, positions, jnp.ones((1, length), bool))
 
 
-def test_it_doubles_up_to_its_maximum():
+def test_the_cache_doubles_up_to_its_maximum():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     sizes = []
     for tokens in range(1, 13):
@@ -58,7 +58,7 @@ def test_overfull_sequences_output_nan_from_then_on(size):
     for start in range(4, 40, size):
         out, state = feed(state, start, size)
         assert np.isnan(out).all()
-    # Later growth does not bring the lost tokens back.
+    # Later growth does not restore the lost tokens.
     out, _ = feed(POLICY.reserve(SPEC, state, 12), 40, size)
     assert np.isnan(out).all()
 
@@ -74,7 +74,7 @@ def test_a_start_beyond_the_maximum_is_the_maximum():
     assert state.positions.shape == (1, 3)
 
 
-def test_tokens_without_room_are_refused_outside_compiled_calls():
+def test_tokens_without_slots_are_refused_outside_compiled_calls():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     x, positions = jnp.ones((1, 5, 1, 8)), jnp.arange(5, dtype=jnp.uint32)[None]
     valid = jnp.ones((1, 5), bool)

@@ -1,4 +1,4 @@
-"""The distribution of the sample: uniform where claimed, and distinguished from a biased one."""
+"""The distribution of the sample: the uniform scheme is uniform, the published one is not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw(policy, tokens, seeds, chunk):
 
 
 def sampled(scheme, sample, n, seeds, chunk=1):
-    """Which of the tokens 0 .. n-1 are in the sample when n tokens have left a window of one."""
+    """The tokens of 0 .. n-1 in the sample after n tokens left a window of one."""
     return np.asarray(draw(Reservoir(0, 1, sample, scheme), n + 1, seeds, chunk))
 
 
@@ -47,14 +47,14 @@ SCHEMES = ("uniform", "geometric")
 
 
 def chi_square(chosen, n):
-    """Chi-square of inclusion counts, n - 1 degrees of freedom: no token is sampled twice."""
+    """Chi-square of inclusion counts with n - 1 degrees of freedom. No token is sampled twice."""
     seeds, k = chosen.shape
     counts, p = np.bincount(chosen.ravel(), minlength=n), k / n
     return (n - 1) / n * ((counts - seeds * p) ** 2).sum() / (seeds * p * (1 - p))
 
 
 def test_uniform_is_accepted_and_the_listing_is_not(record_property):
-    """Gate: p > 1e-4 of chi-square with 63 degrees of freedom, which is 119.9."""
+    """Threshold: chi-square of 119.9 with 63 degrees of freedom, where p is 1e-4."""
     setting = {"tokens": 64, "sample": 8, "seeds": 4000}
     found = {name: float(chi_square(sampled(name, 8, 64, 4000), 64)) for name in SCHEMES}
     for name, value in (setting | found).items():
@@ -63,7 +63,7 @@ def test_uniform_is_accepted_and_the_listing_is_not(record_property):
 
 
 def test_figure_4():
-    """Every token that left the window is included with probability 2/3, then 1/2, then 2/5."""
+    """Of 3, 4 and 5 evicted tokens, each is sampled with probability 2/3, 1/2 and 2/5."""
     for left, share in ((3, 2 / 3), (4, 1 / 2), (5, 2 / 5)):
         chosen = sampled("uniform", 2, left, 8000)
         of_each = np.bincount(chosen.ravel(), minlength=left) / len(chosen)
@@ -97,8 +97,8 @@ def test_the_sample_does_not_depend_on_chunking(scheme):
         np.testing.assert_array_equal(one, sampled(scheme, 8, 499, 4, chunk))
 
 
-def test_samples_of_two_parts_merge_into_that_of_the_whole():
-    """The sample of a stream has the lowest draws among the samples of its parts."""
+def test_samples_of_two_parts_merge_to_the_sample_of_the_whole():
+    """The lowest draws of the samples of two parts are the sample of the whole stream."""
     whole = sampled("uniform", 16, 400, 1)[0]
     policy, rng = Reservoir(0, 1, 16), jax.random.key(0)
     seeds = np.asarray(policy.init(SPEC, 1, rng).rng)[0, 0]

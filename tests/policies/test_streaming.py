@@ -43,7 +43,7 @@ def cached(policy, state):
 
 
 def padded(tokens):
-    """The same tokens and one of padding, which takes the path of longer chunks."""
+    """The same tokens and one of padding, so that the code for longer chunks runs."""
     return jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 0), (0, 1)] + [(0, 0)] * (leaf.ndim - 2)),
                        tokens)  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_the_published_code_sees_one_key_more(rng):
         assert np.abs(np.asarray(one - other)).max() > 1e-3
 
 
-def test_positions_differ_after_the_first_eviction(rng):
+def test_cache_relative_and_absolute_positions_differ_after_the_first_eviction(rng):
     past, new = chunk(rng, 0, 12), chunk(rng, 12, 1)
     cache, absolute = Streaming(2, 3), Streaming(2, 3, "absolute")
     pairs = (outputs(p, feed(p, past), new) for p in (cache, absolute))

@@ -1,4 +1,4 @@
-"""A naive pool that keeps whole prefixes in a dict and searches all of them: the reference."""
+"""A naive pool, which the tests compare with: a dict of whole prefixes, searched linearly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Entry:
 @dataclass
 class Table:
     tokens: list[int]
-    prefixes: list[tuple | None]  # None: a block that nobody else finds
+    prefixes: list[tuple | None]  # None: a block that no lookup finds
 
 
 @dataclass
 class Naive:
-    """Full blocks alone, and every release at a time of its own."""
+    """It caches only full blocks. No two releases have the same time."""
 
     block: int
     num_blocks: int | None
@@ -38,7 +38,7 @@ class Naive:
         ]
 
     def cached(self):
-        """Prefixes that nobody uses, the next to be evicted first."""
+        """Unused prefixes in eviction order."""
         unused = [prefix for prefix, entry in self.entries.items() if not entry.refs]
         return sorted(unused, key=self.rank)
 
@@ -62,16 +62,16 @@ class Naive:
         if not self.make_room(new, shared):
             return None
         for prefix in shared:
-            self.hold(prefix)
+            self.add_reference(prefix)
         self.private += new
         return Table(list(tokens), [*shared, *[None] * new])
 
-    def make_room(self, new, kept=()):
-        """Whether so many pages can be had, and if so have them."""
+    def make_room(self, new, shared=()):
+        """Make `new` pages available by eviction; False, without evicting, if too few can be."""
         if self.num_blocks is None:
             return True
         free = self.num_blocks - self.private - len(self.entries)
-        evictable = [prefix for prefix in self.cached() if prefix not in kept]
+        evictable = [prefix for prefix in self.cached() if prefix not in shared]
         if new > free + len(evictable):
             return False
         for prefix in evictable[: max(new - free, 0)]:
@@ -82,7 +82,7 @@ class Naive:
         del self.entries[prefix]
         self.evictions += 1
 
-    def hold(self, prefix):
+    def add_reference(self, prefix):
         self.entries[prefix].refs += 1
         self.entries[prefix].uses += 1
 
@@ -93,7 +93,7 @@ class Naive:
             table.prefixes[number] = prefix
             self.private -= 1
             if prefix in self.entries:
-                self.hold(prefix)
+                self.add_reference(prefix)
                 if number:
                     parent = self.entries[table.prefixes[number - 1]]
                     self.entries[prefix].uses = min(self.entries[prefix].uses, parent.uses)

@@ -1,11 +1,11 @@
-"""Prompts, and helpers that most tests of the prefix index use."""
+"""A prompt, and helpers for tests of the prefix index."""
 
 from __future__ import annotations
 
 from jaxkv.prefix import root_hash
 
 ROOT = root_hash(policy="full")
-P = list(range(100, 114))  # in blocks of 4: three full ones and a tail of 2
+P = list(range(100, 114))  # three full blocks of 4 and a tail of 2
 
 
 def admit(pool, tokens, root=ROOT, computed=None, **options):
@@ -16,7 +16,7 @@ def admit(pool, tokens, root=ROOT, computed=None, **options):
 
 
 def serve(pool, tokens, root=ROOT, new=()):
-    """Serve a request to its end; returns the tokens that were cached."""
+    """Serve a whole request; returns the number of its tokens that were cached."""
     lease = admit(pool, tokens, root)
     for token in new:
         pool.append(lease, token)
@@ -53,7 +53,7 @@ def drop_block(pool, hash):
 
 
 def drop_snapshot(index, hash):
-    """Evict a snapshot by force; False if it is absent, or read or written at the moment."""
+    """Evict a snapshot by force; False if it is absent, being read, or being written."""
     snapshot = index._index.get(hash)
     if snapshot is None or snapshot.refs or not snapshot.ready:
         return False

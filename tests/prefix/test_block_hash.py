@@ -1,4 +1,4 @@
-"""Keys: equal for equal prefixes, and for nothing else."""
+"""Hashes of blocks: equal exactly for equal prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ABOUT = {
 
 
 def tokens_found(first, second, tokens=tuple(range(13))):
-    """Tokens of a prompt that a root finds where another one left them."""
+    """Tokens that a lookup with the second root finds after a request with the first root."""
     pool = BlockPool(4, mode="full")
     lease = pool.admit(pool.hash_prompt(tokens, first))
     pool.publish(lease)
@@ -30,7 +30,7 @@ def tokens_found(first, second, tokens=tuple(range(13))):
     return pool.match(pool.hash_prompt(tokens, second)).usable
 
 
-def test_salts_keep_apart():
+def test_different_salts_share_no_blocks():
     """Behaviour 18."""
     a, b, none = root_hash(salt="a"), root_hash(salt="b"), root_hash()
     assert tokens_found(a, b) == 0
@@ -41,15 +41,15 @@ def test_salts_keep_apart():
             root_hash(salt=empty)
 
 
-def test_a_field_is_its_name_type_and_value():
+def test_a_field_counts_with_its_name_type_and_value():
     """Behaviour 19."""
-    told = [
+    all_fields = [
         {}, {"adapter": "x"}, {"salt": "x"}, {"salt": None}, {"salt": b"x"},
         {"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}, {"a": ("ab", "c")}, {"a": ("a", "bc")},
         {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"a": (1,)}, {"a": ((1,),)}, {"a": ()},
         {"ab": ""}, {"a": "b"}, {"a": None, "b": None}, {"a": (None, None)},
     ]  # fmt: skip
-    assert len({root_hash(**fields) for fields in told}) == len(told)
+    assert len({root_hash(**fields) for fields in all_fields}) == len(all_fields)
     assert root_hash(a=1, b="2") == root_hash(b="2", a=np.int64(1))
     assert root_hash(a=("x", 1)) == root_hash(a=["x", 1])
     assert len(root_hash()) == 32
@@ -58,7 +58,7 @@ def test_a_field_is_its_name_type_and_value():
 
 
 @pytest.mark.parametrize("field", ABOUT)
-def test_whatever_a_cache_depends_on_changes_its_root(field):
+def test_every_setting_of_a_cache_changes_its_root(field):
     """Behaviour 20."""
     value = ABOUT[field]
     other = value + 1 if isinstance(value, int) else value[:-1]
@@ -66,14 +66,14 @@ def test_whatever_a_cache_depends_on_changes_its_root(field):
     assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT | {field: other})) == 0
 
 
-def test_tokens_are_numbers_whatever_holds_them():
-    """Behaviour 22: one key for each kind of integer, and equal keys in every process."""
+def test_the_integer_type_of_tokens_does_not_matter():
+    """Behaviour 22: every integer type gives one hash, and every process gives the same one."""
     tokens = [0, 65_536, 7, 2**31 - 1]
     kinds = [tokens, tuple(tokens), [np.int64(t) for t in tokens]]
     kinds += [np.array(tokens, dtype) for dtype in ("i4", "i8", "u4", "u8", ">i8", ">u4")]
     assert {encode(kind) for kind in kinds} == {b"".join(t.to_bytes(4, "little") for t in tokens)}
-    keys = Chain(2).hash_prompt(tokens, root_hash()).hashes
-    assert all(Chain(2).hash_prompt(kind, root_hash()).hashes == keys for kind in kinds)
+    hashes = Chain(2).hash_prompt(tokens, root_hash()).hashes
+    assert all(Chain(2).hash_prompt(kind, root_hash()).hashes == hashes for kind in kinds)
     assert (
         Chain(1).hash_prompt([65_536], root_hash()).hashes
         != Chain(1).hash_prompt([0], root_hash()).hashes
@@ -83,7 +83,7 @@ def test_tokens_are_numbers_whatever_holds_them():
     for seed in ("0", "1"):
         env = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-        assert run.stdout.strip() == keys[-1].hex(), run.stderr
+        assert run.stdout.strip() == hashes[-1].hex(), run.stderr
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_tokens_are_numbers_whatever_holds_them():
     [[-1], [2**32], [1.5], ["a"], None, 5, np.array([-1]), np.array([2**32]), np.array([1.0]),
      np.zeros((1, 2), int)],
 )  # fmt: skip
-def test_what_is_no_token_is_refused(tokens, unchecked):
+def test_invalid_tokens_are_refused(tokens, unchecked):
     with pytest.raises(UserError, match="tokens must be whole numbers from 0"):
         encode(tokens)
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**64, (1, "\udfff"), object()])
-def test_what_can_be_no_field(value):
+def test_invalid_fields_are_refused(value):
     with pytest.raises(UserError, match=r"must (be|consist of) "):
         root_hash(a=value)
 
@@ -121,7 +121,7 @@ def test_the_index_needs_no_jax():
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
 
 
-def test_a_key_covers_all_before_it():
+def test_a_hash_covers_the_whole_prefix():
     for hashing in ("chained", "direct"):
         chain = Chain(2, hashing)
         one, other = (
@@ -135,10 +135,10 @@ def test_a_key_covers_all_before_it():
     assert Chain(2).hash_prompt([1], root_hash(), partial=True).hashes != one.hashes[:1]
 
 
-def test_the_hash_of_a_chained_key():
-    """What it is made of is part of its meaning: another machine may compute it anew."""
-    (key,) = Chain(2).hash_prompt([1, 2], root_hash()).hashes
-    assert key == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
+def test_a_chained_hash_by_its_definition():
+    """The definition is fixed, because another machine may recompute the hash."""
+    (found,) = Chain(2).hash_prompt([1, 2], root_hash()).hashes
+    assert found == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)

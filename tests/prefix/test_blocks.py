@@ -15,7 +15,7 @@ MODES = ("rekey", "alias", "full")
 
 
 @pytest.mark.parametrize("mode, entries", [("rekey", 4), ("alias", 4), ("full", 3)])
-def test_01_a_prompt_enters_whole(mode, entries):
+def test_01_every_block_of_a_prompt_is_cached(mode, entries):
     pool = BlockPool(4, mode=mode)
     lease = admit(pool, P)
     assert (pool.entries, lease.cached, pool.active) == (entries, 0, 4)
@@ -41,7 +41,7 @@ def test_03_the_last_token_is_always_computed():
     assert serve(BlockPool(1), P[:1]) == 0
 
 
-def test_04_a_tail_is_read_from_a_copy():
+def test_04_a_shared_tail_is_copied():
     pool = BlockPool(4, mode="alias")
     first = admit(pool, P)
     pool.append(first, 1)
@@ -53,13 +53,13 @@ def test_04_a_tail_is_read_from_a_copy():
     assert first.pages[3] != second.pages[3] and refs(first) == [2, 2, 2, 1]
 
 
-def test_04_a_full_last_block_is_read_from_a_copy_too():
+def test_04_a_full_last_block_is_copied_too():
     pool = BlockPool(4, mode="alias")
     serve(pool, P[:12])
     second = admit(pool, P[:12], computed=11)
     assert second.cached == 11
     assert [copy.tokens for copy in second.copies] == [3]
-    pool.publish(second)  # the same as the donor's: one of the two is enough
+    pool.publish(second)  # equal to the copied block, so only one of them stays
     assert second.copies[0].source == second.pages[2]
     assert pool.counts.duplicates == 1
 
@@ -84,13 +84,13 @@ def test_05_an_alias_keeps_the_hash_of_the_prompt():
         pool.append(lease, size)
         pool.publish(lease)
         assert match(pool, P).matched == 14
-    assert match(pool, [*P, 15, 16, 17]).matched == 16  # which is what the next chat turn sends
+    assert match(pool, [*P, 15, 16, 17]).matched == 16  # what the next chat turn sends
     assert pool.entries == 5
     pool.release(lease)
     assert match(pool, P).matched == 14 and (pool.cached, pool.free) == (4, 1)
 
 
-def test_06_whoever_writes_to_a_shared_tail_copies_it():
+def test_06_a_shared_tail_is_copied_before_a_write():
     pool = BlockPool(4, mode="rekey", cap=False)
     first, second = admit(pool, P), admit(pool, P)
     assert first.pages == second.pages and refs(first) == [2, 2, 2, 2]
@@ -101,12 +101,12 @@ def test_06_whoever_writes_to_a_shared_tail_copies_it():
     assert second.pages[3] not in before and refs(first) == [2, 2, 2, 1]
     assert match(pool, P).pages == first.pages
     assert match(pool, [*P, 1]).pages == second.pages
-    pool.append(first, 2)  # now it is alone
+    pool.append(first, 2)  # no other request uses the tail now
     assert not first.copies and first.pages == before
 
 
 @pytest.mark.parametrize("order", ["lru", "lru-deepest-first", "lfu"])
-def test_07_blocks_are_cached_when_the_last_one_leaves(order):
+def test_07_blocks_become_evictable_when_the_last_request_releases_them(order):
     pool = BlockPool(4, mode="full", order=order)
     first, second = admit(pool, P[:12]), admit(pool, [*P[:12], 1])
     pool.release(first)
@@ -115,7 +115,7 @@ def test_07_blocks_are_cached_when_the_last_one_leaves(order):
     assert (pool.cached, pool.active) == (3, 0)
 
 
-def test_08_tails_come_before_heads():
+def test_08_tails_are_evicted_before_heads():
     pool = BlockPool(4, mode="alias")
     lease = admit(pool, P)
     pool.release(lease)
@@ -124,23 +124,23 @@ def test_08_tails_come_before_heads():
     lease = admit(pool, P)
     pool.release(lease)
     assert cached(pool) == lease.pages[2::-1]
-    assert pool._pages.free == lease.pages[3:]  # the tail, which nobody finds
+    assert pool._pages.free == lease.pages[3:]  # the tail, which no lookup finds
 
 
 @pytest.mark.parametrize("order", ["lru", "lru-deepest-first", "lfu"])
-@pytest.mark.parametrize("kept", [0, 1, 2, 3])
-def test_09_heads_are_left(order, kept):
-    pool = BlockPool(4, capacity=kept, mode="full", order=order)
+@pytest.mark.parametrize("capacity", [0, 1, 2, 3])
+def test_09_heads_stay_cached(order, capacity):
+    pool = BlockPool(4, capacity=capacity, mode="full", order=order)
     lease = admit(pool, [*P[:12], 1, 2, 3, 4])
-    live = serve(pool, [*P[:12], 9])  # hits by sharing even where nothing is kept
+    live = serve(pool, [*P[:12], 9])  # shares blocks in use, even with no capacity
     pages = lease.pages
     pool.release(lease)
     assert live == 12
-    assert sorted(cached(pool)) == sorted(pages[:kept])
-    assert (pool.free, pool.counts.evictions) == (pool.num_blocks - kept, 4 - kept)
+    assert sorted(cached(pool)) == sorted(pages[:capacity])
+    assert (pool.free, pool.counts.evictions) == (pool.num_blocks - capacity, 4 - capacity)
 
 
-def test_10_what_is_used_cannot_be_evicted():
+def test_10_blocks_in_use_are_not_evicted():
     pool = BlockPool(4, num_blocks=12, capacity=6, mode="full")
     serve(pool, P[:12])
     lease = admit(pool, P)
@@ -150,7 +150,7 @@ def test_10_what_is_used_cannot_be_evicted():
     assert pool.cached == 6 and match(pool, P).pages == lease.pages[:3]
 
 
-def test_11_the_least_recently_used_goes_first():
+def test_11_the_least_recently_used_is_evicted_first():
     pool = BlockPool(4, mode="full", order="lru-deepest-first")
     a, b = admit(pool, P[:8]), admit(pool, list(range(8)))
     pool.release(a)
@@ -159,7 +159,7 @@ def test_11_the_least_recently_used_goes_first():
     assert cached(pool) == [b.pages[1], b.pages[0], a.pages[1], a.pages[0]]
 
 
-def test_12_one_clock_tick_for_two_releases():
+def test_12_eviction_order_of_two_releases_at_one_time():
     left = {}
     for order in ("lru-deepest-first", "lru"):
         pool = BlockPool(4, mode="full", order=order, clock=repeat(5).__next__)
@@ -173,17 +173,17 @@ def test_12_one_clock_tick_for_two_releases():
 
 
 @pytest.mark.parametrize("order", ["lru", "lru-deepest-first", "lfu"])
-def test_14_a_fork_shares_its_stem(order):
+def test_14_prompts_share_blocks_up_to_their_branch_point(order):
     x, y, z = P[:8], [1, 2, 3, 4], [5, 6, 7, 8]
     pool = BlockPool(4, mode="full", order=order)
     first, second = admit(pool, x + y), admit(pool, x + z)
     assert refs(first) == refs(second) == [2, 2, 1]
-    stem = first.pages[:2]
+    common = first.pages[:2]
     pool.release(first)
     pool.release(second)
     while pool.cached > 2:
         pool._pages.evict()
-    assert sorted(cached(pool)) == sorted(stem)
+    assert sorted(cached(pool)) == sorted(common)
     assert match(pool, [*x, 0]).usable == 8
 
 
@@ -196,7 +196,7 @@ def test_16_nothing_is_found_after_a_gap():
     assert (found.matched, found.missed) == (0, {"tail": 2, "evicted": 12})
     assert (pool.entries, pool.cached) == (2, 2)
     lease = admit(pool, P)
-    drop_block(pool, prompt.hashes[0])  # while it is used
+    drop_block(pool, prompt.hashes[0])  # while a request uses it
     pool.release(lease)
     assert pool.free + pool.cached == pool.num_blocks
 
@@ -210,15 +210,15 @@ def test_21_equal_hashes_are_not_equal_tokens(mode, hashing):
     assert pool.match(other).missed == {"collision": 8}
     second = admit(pool, range(8))
     assert second.cached == 0 and not set(first.pages) & set(second.pages)
-    assert match(pool, [*P[:4], 9]).pages == first.pages  # the first entry is kept
+    assert match(pool, [*P[:4], 9]).pages == first.pages  # the first entry stays
     assert pool.entries == 1
     pool.release(second)
-    assert pool.free == 2  # what nobody finds is not cached
+    assert pool.free == 2  # blocks that no lookup finds are not cached
     # Roots are compared too, although all hashes are equal.
     assert match(pool, P[:5], root_hash(salt="x")).matched == 0
 
 
-def test_21_a_parent_is_compared_by_identity():
+def test_21_parents_are_compared_by_identity():
     """The second block has the requested tokens and hash, but another parent."""
     pool = BlockPool(1, mode="full", cap=False, hash=lambda data: data[-4:])
     first = admit(pool, [1, 2])
@@ -234,7 +234,7 @@ def test_21_a_parent_is_compared_by_identity():
     assert match(pool, [3, 2]).matched == 2
 
 
-def test_23_of_two_that_compute_the_same_one_is_kept():
+def test_23_blocks_computed_twice_are_stored_once():
     pool = BlockPool(4, mode="full")
     prompt = pool.hash_prompt(P, ROOT)
     first, second = pool.admit(prompt), pool.admit(prompt)
@@ -251,7 +251,7 @@ def test_23_of_two_that_compute_the_same_one_is_kept():
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("mode", ["alias", "rekey"])
-def test_23_of_two_tails_one_is_found(mode, later):
+def test_23_lookups_find_one_of_two_equal_tails(mode, later):
     pool = BlockPool(4, mode=mode)
     prompt = pool.hash_prompt(P, ROOT)
     first, second = pool.admit(prompt), pool.admit(prompt)
@@ -259,7 +259,7 @@ def test_23_of_two_tails_one_is_found(mode, later):
     pool.publish(second)
     assert pool.match(prompt).pages == first.pages and second.pages[3] != first.pages[3]
     for lease in (second, first) if later else (first, second):
-        for token in (7, 8, 9):  # until the tails are full, and alike again
+        for token in (7, 8, 9):  # until the tails are full, and equal again
             pool.append(lease, token)
             pool.publish(lease)
     assert second.pages[:4] == first.pages[:4]
@@ -270,7 +270,7 @@ def test_23_of_two_tails_one_is_found(mode, later):
     assert match(pool, P).matched == (14 if mode == "alias" else 12)
 
 
-def test_25_only_what_was_computed_is_left():
+def test_25_a_cancelled_request_leaves_only_computed_blocks():
     pool = BlockPool(4, mode="alias")
     other = admit(pool, P[:4])
     before = refs(other)
@@ -318,7 +318,7 @@ def test_27_a_request_counts_once():
         ("full", range(900, 914), {"evicted": 12, "tail": 2}),
     ],
 )
-def test_28_each_token_is_found_or_has_one_reason(mode, tokens, missed):
+def test_28_every_missed_token_has_one_reason(mode, tokens, missed):
     pool = BlockPool(4, mode=mode)
     serve(pool, range(900, 914))
     while pool.cached:
@@ -329,7 +329,7 @@ def test_28_each_token_is_found_or_has_one_reason(mode, tokens, missed):
     assert sum(missed.values()) + found.usable == len(tokens)
 
 
-def test_28_what_was_evicted_long_ago_is_cold():
+def test_28_tokens_evicted_long_ago_count_as_cold():
     pool = BlockPool(1, capacity=0, mode="full", ghosts=4)
     for token in range(10):
         serve(pool, [token])
@@ -352,7 +352,7 @@ def test_35_reset_and_double_release():
 
 
 @pytest.mark.parametrize("order", ["lru", "lru-deepest-first", "lfu"])
-def test_a_tail_that_was_copied_was_used(order):
+def test_copying_a_tail_counts_as_use(order):
     pool = BlockPool(4, order=order)
     first = admit(pool, P)
     pool.release(first)
@@ -362,8 +362,8 @@ def test_a_tail_that_was_copied_was_used(order):
     assert cached(pool) == other.pages[::-1] + first.pages[::-1]
 
 
-def test_what_is_copied_and_then_shared_counts_once():
-    """Else the last block would be used more often than those that lead to it, and outlive them."""
+def test_a_block_copied_and_then_shared_counts_one_use():
+    """Otherwise the last block would count more uses than its parents and outlive them."""
     pool = BlockPool(4, order="lfu")
     for _ in range(4):
         serve(pool, P[:12])
@@ -382,7 +382,7 @@ def test_publishing_less_than_before_changes_nothing(mode):
         assert (pool.entries, match(pool, P).matched) == before
 
 
-def test_a_lone_request_gets_the_page_of_the_tail_that_it_would_have_copied():
+def test_without_free_pages_the_tail_is_evicted_instead_of_copied():
     pool = BlockPool(4, num_blocks=4)
     serve(pool, P)
     lease = admit(pool, P)
@@ -390,7 +390,7 @@ def test_a_lone_request_gets_the_page_of_the_tail_that_it_would_have_copied():
     assert pool.counts.lookups.missed["evicted"] == 2
 
 
-def test_blocks_of_extra_tokens_are_taken_on_admission():
+def test_admission_allocates_blocks_for_extra_tokens():
     pool = BlockPool(4, num_blocks=6)
     lease = admit(pool, P, extra_tokens=10)
     assert (len(lease.blocks), pool.free) == (6, 0)
@@ -402,7 +402,7 @@ def test_blocks_of_extra_tokens_are_taken_on_admission():
     assert pool.cached == 6
 
 
-def test_growth_evicts_what_nobody_uses():
+def test_growth_evicts_unused_blocks():
     pool = BlockPool(4, num_blocks=5, mode="full")
     serve(pool, P[:8])
     lease = admit(pool, range(12))
@@ -420,8 +420,8 @@ def test_settings_are_checked(wrong, unchecked):
         BlockPool(**{"block_size": 4} | wrong)
 
 
-def test_what_holds_all_pages_is_found_all_the_same():
-    """Its last token must be recomputed, and no page is left for that."""
+def test_a_prompt_in_all_pages_is_found_in_part():
+    """The last token must be recomputed, and no page is free for that."""
     pool = BlockPool(4, num_blocks=3, mode="full")
     first = admit(pool, P[:12])
     again = pool.admit(pool.hash_prompt(P[:12], ROOT), partly=True)

@@ -17,7 +17,7 @@ def drain(order):
 
 
 def fill(order, times):
-    """A of two blocks and B of three, released one after the other, tails first."""
+    """Add prompt A of two blocks, then prompt B of three, each from its last block to its first."""
     for name, blocks in (("A", 2), ("B", 3)):
         time = next(times)
         for depth in reversed(range(blocks)):
@@ -25,8 +25,8 @@ def fill(order, times):
     return order
 
 
-def test_equal_times_tell_heap_from_list():
-    """Behaviour 12, and the trap of the clock."""
+def test_equal_times_distinguish_heap_from_list():
+    """Behaviour 12: with equal times a heap orders by depth, a list by insertion."""
     by_list = ["A1", "A0", "B2", "B1", "B0"]
     assert drain(fill(LRUDeepestFirst(), iter([5, 5]))) == ["B2", "A1", "B1", "A0", "B0"]
     assert drain(fill(LRU(), iter([5, 5]))) == by_list
@@ -35,7 +35,7 @@ def test_equal_times_tell_heap_from_list():
 
 
 @pytest.mark.parametrize("order", [LRU, LRUDeepestFirst, LFU])
-def test_an_order_holds_what_was_put_in(order):
+def test_an_order_contains_what_was_added(order):
     one = fill(order(), count())
     assert len(one) == 5 and list(one) == ["A1", "A0", "B2", "B1", "B0"]
     one.remove("A0")
@@ -49,68 +49,67 @@ def test_an_order_holds_what_was_put_in(order):
 
 
 def test_heap_and_list_pop_the_same():
-    """Behaviour 13: over 100,000 operations, each release at a time of its own."""
+    """Behaviour 13: over 100,000 operations. No two releases have the same time."""
     rng, times = random.Random(0), count()
-    heap, linked, inside, free = LRUDeepestFirst(), LRU(), set(), list(range(3000))
+    heap, in_list, inside, free = LRUDeepestFirst(), LRU(), set(), list(range(3000))
     operations = pops = 0
     while operations < 100_000:
         kind = rng.random()
-        if kind < 0.3:  # a request is released, its tail first
+        if kind < 0.3:  # a request is released, its last block first
             time = next(times)
             for depth in reversed(range(min(rng.randint(1, 8), len(free)))):
                 item = free.pop()
                 heap.add(item, time, depth, 1)
-                linked.add(item, time, depth, 1)
+                in_list.add(item, time, depth, 1)
                 inside.add(item)
                 operations += 1
         elif inside:
             if kind < 0.6:  # a block is used again
                 item = inside.pop()
                 heap.remove(item)
-                linked.remove(item)
+                in_list.remove(item)
             else:
                 item = heap.pop()
-                assert linked.pop() == item
+                assert in_list.pop() == item
                 inside.remove(item)
                 pops += 1
             free.append(item)
             operations += 1
-    assert list(heap) == list(linked) and len(heap) == len(inside)
+    assert list(heap) == list(in_list) and len(heap) == len(inside)
     assert pops > 20_000
 
 
-def test_a_heap_does_not_grow_with_what_was_removed():
+def test_a_heap_does_not_grow_with_removed_items():
     for order in (LRUDeepestFirst(), LFU()):
         for time in range(10_000):
-            order.add("kept" if not time else "used", time, 0, 1)
+            order.add("stays" if not time else "used", time, 0, 1)
             if time:
                 order.remove("used")
         heaps = [order._heap] if isinstance(order, LFU) else order._heaps.values()
         assert sum(map(len, heaps)) < 200
-        assert drain(order) == ["kept"]
+        assert drain(order) == ["stays"]
 
 
-def test_inserting_comes_before_evicting():
-    """Behaviour 9, and the second trap: whatever comes first, the head of a chain is left."""
-    for kept in (0, 1, 2, 3):
+def test_inserting_before_evicting_keeps_chains_whole():
+    """Behaviour 9: in either insertion order, the first blocks of a chain stay."""
+    for capacity in (0, 1, 2, 3):
         for depths in ([0, 1, 2, 3], [3, 2, 1, 0]):
             heap = LRUDeepestFirst()
             for depth in depths:
                 heap.add(depth, 7, depth, 1)
-                if len(heap) > kept:
+                if len(heap) > capacity:
                     heap.pop()
-            assert sorted(heap) == list(range(kept))
-    late, left = LRUDeepestFirst(), []
-    for depth in [0, 1, 2, 3]:  # the other way round cuts chains
-        if len(late) == 2:
-            late.pop()
-        late.add(depth, 7, depth, 1)
-    left = sorted(late)
-    assert left == [0, 3]
+            assert sorted(heap) == list(range(capacity))
+    heap = LRUDeepestFirst()
+    for depth in [0, 1, 2, 3]:  # evicting before inserting would cut the chain
+        if len(heap) == 2:
+            heap.pop()
+        heap.add(depth, 7, depth, 1)
+    assert sorted(heap) == [0, 3]
 
 
-def test_the_most_used_goes_last():
-    """Behaviour 17: by how often, then how long ago, then how deep."""
+def test_lfu_evicts_the_most_used_last():
+    """Behaviour 17: LFU orders by number of uses, then by time of last use, then by depth."""
     order = LFU()
     for item, time, depth, uses in (("often", 1, 3, 9), ("new", 8, 1, 2), ("deep", 4, 2, 2),
                                     ("shallow", 4, 1, 2), ("once", 9, 0, 1)):  # fmt: skip
@@ -118,13 +117,13 @@ def test_the_most_used_goes_last():
     assert list(order) == drain(order) == ["once", "deep", "shallow", "new", "often"]
 
 
-def test_the_most_used_prefix_stays_in_a_pool():
-    """Behaviour 17: one used often outlives one used lately; a list would keep the latter."""
-    left = {}
+def test_lfu_keeps_the_most_used_prefix_in_a_pool():
+    """Behaviour 17: LFU keeps the most used prefix; the other orders keep the most recent one."""
+    matched = {}
     for order in ("lfu", "lru", "lru-deepest-first"):
         pool = BlockPool(4, num_blocks=4, order=order, cap=False)
-        often, lately, other = (list(range(n, n + 8)) for n in (0, 100, 200))
-        for prompt in (often, often, often, lately, other):
+        often, recent, other = (list(range(n, n + 8)) for n in (0, 100, 200))
+        for prompt in (often, often, often, recent, other):
             serve(pool, prompt)
-        left[order] = [match(pool, prompt).matched for prompt in (often, lately)]
-    assert left == {"lfu": [8, 0], "lru": [0, 8], "lru-deepest-first": [0, 8]}
+        matched[order] = [match(pool, prompt).matched for prompt in (often, recent)]
+    assert matched == {"lfu": [8, 0], "lru": [0, 8], "lru-deepest-first": [0, 8]}

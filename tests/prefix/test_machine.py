@@ -1,7 +1,7 @@
 """Random operations on a pool in random order: behaviours 15, 28 and 34 of the reference.
 
-The pages have content here: a slot holds the whole prefix up to its token. The tokens that the pool
-reports as cached must be there, and in full mode it must find all that a naive pool finds.
+Here each slot of a page contains the whole prefix up to its token. The slots of tokens that the
+pool reports as cached must have their prefix. In full mode the pool must agree with a naive pool.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MORE = st.sampled_from([0, 0, 0, 1, 2, 5])
 
 
 @dataclass
-class Held:
+class Request:
     lease: Lease
     root: bytes
     tokens: list[int]
-    computed: int
+    computed: int  # tokens
     naive: Table | None
 
 
 class Machine(RuleBasedStateMachine):
-    """hash: of blocks. forced: blocks are also removed by force, so chains may have gaps."""
+    """hash: the hash function. forced: blocks are removed by force, which leaves gaps in chains."""
 
     modes = ("full", "alias", "rekey")
     hash = staticmethod(sha256)
@@ -69,18 +69,19 @@ class Machine(RuleBasedStateMachine):
         )
         exact = mode == "full" and self.hash is sha256 and not self.forced and not host
         self.naive = Naive(self.block, lfu=order == "lfu", **about) if exact else None
-        self.held: list[Held] = []
-        self.pages: dict[int | tuple, dict[int, tuple]] = {}  # of the host too
-        self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
+        self.requests: list[Request] = []
+        self.pages: dict[int | tuple, dict[int, tuple]] = {}  # by page, or ("host", page)
+        # Later prompts begin like earlier ones.
+        self.prompts = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]
         self.queried = 0
 
-    @precondition(lambda self: len(self.held) < 5)
+    @precondition(lambda self: len(self.requests) < 5)
     @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE, room=MORE, now=st.booleans(), data=st.data())
     def admit(self, salt, like, keep, more, room, now, data):
-        """A request comes; `now`: its prompt is computed at once."""
-        tokens = [*self.said[like % len(self.said)][:keep]]
+        """Admit a request. now: compute its prompt at once."""
+        tokens = [*self.prompts[like % len(self.prompts)][:keep]]
         tokens += data.draw(st.lists(TOKENS, min_size=more, max_size=more))
-        self.said = [*self.said[-6:], tokens]
+        self.prompts = [*self.prompts[-6:], tokens]
         prompt = self.pool.hash_prompt(tokens, salt)
         found = self.pool.match(prompt)
         assert found.usable + sum(found.missed.values()) == len(tokens)
@@ -100,129 +101,129 @@ class Machine(RuleBasedStateMachine):
             )
         if self.pool.cap:
             assert lease.cached < len(tokens)
-        one = Held(lease, salt, tokens, lease.cached, table)
-        self.move()
+        request = Request(lease, salt, tokens, lease.cached, table)
+        self.follow_transfers()
         self.copy(lease)
         for position in range(lease.cached):
             page, row = lease.pages[position // self.block], position % self.block
             assert self.pages[page][row] == (salt, *tokens[: position + 1])
-        self.held.append(one)
+        self.requests.append(request)
         if now:
-            self.read(one, len(tokens))
+            self.read(request, len(tokens))
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.requests)
     @rule(pick=PICK, count=st.sampled_from([1, 2, 3, 99]))
     def compute(self, pick, count):
-        self.read(self.held[pick % len(self.held)], count)
+        self.read(self.requests[pick % len(self.requests)], count)
 
-    def read(self, one, count):
-        for position in range(one.computed, min(one.computed + count, len(one.tokens))):
-            self.write(one, position)
-        self.publish(one)
+    def read(self, request, count):
+        for position in range(request.computed, min(request.computed + count, len(request.tokens))):
+            self.write(request, position)
+        self.publish(request)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.requests)
     @rule(pick=PICK, tokens=st.lists(TOKENS, min_size=1, max_size=6))
     def generate(self, pick, tokens):
-        one = self.held[pick % len(self.held)]
-        for token in tokens if one.computed == len(one.tokens) else ():
-            done = self.pool.append(one.lease, token)
+        request = self.requests[pick % len(self.requests)]
+        for token in tokens if request.computed == len(request.tokens) else ():
+            done = self.pool.append(request.lease, token)
             if self.naive:
-                assert self.naive.append(one.naive, token) == done
+                assert self.naive.append(request.naive, token) == done
             if not done:
                 return
-            self.move()
-            self.copy(one.lease)
-            one.tokens = [*one.tokens, token]
-            self.write(one, len(one.tokens) - 1)
-            self.publish(one)
-        self.said = [*self.said[-6:], one.tokens]
+            self.follow_transfers()
+            self.copy(request.lease)
+            request.tokens = [*request.tokens, token]
+            self.write(request, len(request.tokens) - 1)
+            self.publish(request)
+        self.prompts = [*self.prompts[-6:], request.tokens]
 
     @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE,
           new=st.lists(TOKENS, max_size=6), data=st.data())  # fmt: skip
     def serve(self, salt, like, keep, more, new, data):
-        """A request from beginning to end."""
-        before = len(self.held)
+        """Serve a whole request."""
+        before = len(self.requests)
         self.admit(salt, like, keep, more, 0, True, data)
-        if len(self.held) > before:
+        if len(self.requests) > before:
             self.generate(before, new)
             self.release(before)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.requests)
     @rule(pick=PICK)
     def release(self, pick):
-        one = self.held.pop(pick % len(self.held))
-        self.pool.release(one.lease)
-        self.move()
+        request = self.requests.pop(pick % len(self.requests))
+        self.pool.release(request.lease)
+        self.follow_transfers()
         with pytest.raises(RuntimeError):
-            self.pool.release(one.lease)
+            self.pool.release(request.lease)
         if self.naive:
-            self.naive.release(one.naive)
+            self.naive.release(request.naive)
 
     @precondition(lambda self: self.forced)
     @rule(salt=SALT, like=PICK, number=PICK)
     def drop(self, salt, like, number):
-        hashes = self.pool.hash_prompt(self.said[like % len(self.said)], salt).hashes
+        hashes = self.pool.hash_prompt(self.prompts[like % len(self.prompts)], salt).hashes
         if hashes:
             drop_block(self.pool, hashes[number % len(hashes)])
 
-    @precondition(lambda self: not self.held and self.pool.cached > 4)
+    @precondition(lambda self: not self.requests and self.pool.cached > 4)
     @rule()
     def reset(self):
         assert self.pool.reset()
         if self.naive:
             self.naive.entries.clear()
 
-    def move(self):
+    def follow_transfers(self):
         for source, page, target, slot in self.pool.transfers:
             old = ("host", page) if source == "host" else page
             new = ("host", slot) if target == "host" else slot
-            self.pages[new] = self.pages.pop(old)  # nobody may read it there any more
+            self.pages[new] = self.pages.pop(old)  # the old page must not be read again
         self.pool.transfers.clear()
 
     def copy(self, lease):
         for source, target, rows in lease.copies:
             assert source != target
-            kept = self.pages.setdefault(source, {})
-            self.pages[target] = {row: kept.get(row) for row in range(rows)}
+            content = self.pages.setdefault(source, {})
+            self.pages[target] = {row: content.get(row) for row in range(rows)}
         lease.copies.clear()
 
-    def write(self, one, position):
-        block, row = one.lease.blocks[position // self.block], position % self.block
-        sharers = [other for other in self.held if block in other.lease.blocks]
-        assert sharers == [one], "written where others read"
-        assert not block.hashes or row >= len(block.tokens) // TOKEN, "written where others find"
-        prefix = (one.root, *one.tokens[: position + 1])
+    def write(self, request, position):
+        block, row = request.lease.blocks[position // self.block], position % self.block
+        sharers = [other for other in self.requests if block in other.lease.blocks]
+        assert sharers == [request], "written while another request uses it"
+        assert not block.hashes or row >= len(block.tokens) // TOKEN, "written where it is cached"
+        prefix = (request.root, *request.tokens[: position + 1])
         self.pages.setdefault(block.page, {})[row] = prefix
-        one.computed = max(one.computed, position + 1)
+        request.computed = max(request.computed, position + 1)
 
-    def publish(self, one):
-        self.pool.publish(one.lease, one.computed)
+    def publish(self, request):
+        self.pool.publish(request.lease, request.computed)
         if self.naive:
-            self.naive.publish(one.root, one.naive, one.computed)
+            self.naive.publish(request.root, request.naive, request.computed)
 
     @invariant()
     def add_up(self):
         type(self).steps += 1
         pool = self.pool
-        standing = Counter(block for one in self.held for block in one.lease.blocks)
-        assert all(block.refs == count for block, count in standing.items())
-        assert not any(block.on_host for block in standing)
+        in_use = Counter(block for request in self.requests for block in request.lease.blocks)
+        assert all(block.refs == count for block, count in in_use.items())
+        assert not any(block.on_host for block in in_use)
         cached = list(pool._pages.cached)
         assert all(not block.refs and block.hashes for block in cached)
-        pages = [*pool._pages.free, *(b.page for b in cached), *(b.page for b in standing)]
+        pages = [*pool._pages.free, *(b.page for b in cached), *(b.page for b in in_use)]
         assert sorted(pages) == list(range(pool.num_blocks))
         assert pool.free + pool.active + pool.cached == pool.num_blocks
-        assert pool.active == len(standing) and pool.cached == len(cached)
+        assert pool.active == len(in_use) and pool.cached == len(cached)
         assert pool.capacity is None or pool.cached <= pool.capacity
-        far = [block for block in set(pool._index._entries.values()) if block.on_host]
-        assert pool.host_taken == len({block.page for block in far}) == len(far)
-        assert not any(block.refs for block in far)
+        on_host = [block for block in set(pool._index._entries.values()) if block.on_host]
+        assert pool.host_taken == len({block.page for block in on_host}) == len(on_host)
+        assert not any(block.refs for block in on_host)
         found = pool.counts.lookups
         assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
         assert found.blocks_hit <= found.blocks and found.full_blocks_hit <= found.full_blocks
 
     @invariant()
-    def what_is_found_is_there(self):
+    def cached_tokens_have_their_content(self):
         pool, known = self.pool, {root: (root,) for root in ROOTS}
         entries = pool._index._entries
         assert all(hash in block.hashes for hash, block in entries.items())
@@ -239,9 +240,9 @@ class Machine(RuleBasedStateMachine):
             )
             assert block.depth == (len(known[parent]) - 1) // self.block
             for row in range(len(block.tokens) // TOKEN):
-                begun = len(prefix) - len(block.tokens) // TOKEN
+                begin = len(prefix) - len(block.tokens) // TOKEN
                 page = ("host", block.page) if block.on_host else block.page
-                assert self.pages[page][row] == prefix[: begun + row + 1]
+                assert self.pages[page][row] == prefix[: begin + row + 1]
 
     @invariant()
     def a_naive_pool_agrees(self):
@@ -255,32 +256,32 @@ class Machine(RuleBasedStateMachine):
 
     @rule(salt=SALT, like=PICK, end=st.sampled_from([99, 7, 5, 4]))
     def match(self, salt, like, end):
-        """A lookup finds the longest chain of entries with the prompt's tokens."""
-        tokens = self.said[like % len(self.said)][:end]
+        """A lookup must find the longest chain of entries with the prompt's tokens."""
+        tokens = self.prompts[like % len(self.prompts)][:end]
         found = self.pool.match(self.pool.hash_prompt(tokens, salt))
         if self.naive:
             assert found.usable == self.naive.usable(salt, tokens)
         if self.hash is not sha256 or self.forced:
             return
-        spelled, matched = set(), 0
+        published, matched = set(), 0
         for block in set(self.pool._index._entries.values()):
             chain = [block]
             while not isinstance(chain[-1].parent, bytes):
                 chain.append(chain[-1].parent)
-            data = b"".join(one.tokens for one in reversed(chain))
-            spelled.add(chain[-1].parent + data)
-            if self.pool.mode == "alias" and len(block.hashes) > 1:  # its prompt's tail too
+            data = b"".join(link.tokens for link in reversed(chain))
+            published.add(chain[-1].parent + data)
+            if self.pool.mode == "alias" and len(block.hashes) > 1:  # the tail of its prompt too
                 sizes = [len(p) for p in self.tails(block, data, chain[-1].parent)]
-                spelled.update(chain[-1].parent + data[:size] for size in sizes)
+                published.update(chain[-1].parent + data[:size] for size in sizes)
         whole = [n for n in range(self.block, len(tokens) + 1, self.block)]
         for size in whole + ([len(tokens)] if self.pool.mode != "full" else []):
-            if salt + encode(tokens[:size]) not in spelled:
+            if salt + encode(tokens[:size]) not in published:
                 break
             matched = size
         assert found.matched == matched
 
     def tails(self, block, data, salt):
-        """The shorter prompts by whose hashes a full block is found besides its own."""
+        """Shorter prompts whose hashes also name a full block."""
         begin = len(data) - len(block.tokens)
         for size in range(begin + TOKEN, len(data), TOKEN):
             count = size // TOKEN
@@ -290,7 +291,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class Colliding(Machine):
-    """Only sixteen hashes, so that collisions are common."""
+    """There are only 16 hashes, so collisions are common."""
 
     hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
 
@@ -300,15 +301,15 @@ class Forced(Machine):
 
 
 @pytest.mark.parametrize("kind, examples", [(Machine, 100), (Colliding, 60), (Forced, 40)])
-def test_whatever_is_done_to_a_pool(kind, examples):
-    """Each step is followed by every check."""
+def test_a_pool_keeps_its_invariants(kind, examples):
+    """Every invariant is checked after every step."""
     run(kind, examples)
     assert kind.steps >= 20 * examples
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
-def test_whatever_is_done_to_a_pool_for_long(kind):
+def test_a_pool_keeps_its_invariants_in_a_long_run(kind):
     run(kind, 500)
     assert kind.steps >= 10_000
 

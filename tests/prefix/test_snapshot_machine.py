@@ -1,7 +1,7 @@
-"""Random operations on snapshots in random order, with two memories and shared pages.
+"""Random operations on snapshots in random order, with device and host memory and shared pages.
 
-The entries have content here: the tokens that the state has seen. A page holds what a level of
-balance-stream depends on: the tokens up to the one that wrote it.
+Here each snapshot contains the tokens that its state has read. Each page contains the tokens up to
+the one that wrote it, because a level of balance-stream depends on no others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PAGES = len(REWRITTEN.last_write(0))
 
 
 class Memory(HostTier):
-    """Host entries for content that is no array."""
+    """Host entries whose content is not an array."""
 
     def __init__(self):
-        self.held = {}
+        self.entries = {}
 
     def put(self, slot, content, ids):
-        self.held[slot] = content, ids
+        self.entries[slot] = content, ids
 
     def take(self, slot):
-        return self.held.pop(slot)
+        return self.entries.pop(slot)
 
 
 class Machine(RuleBasedStateMachine):
@@ -57,20 +57,21 @@ class Machine(RuleBasedStateMachine):
             hash=self.hash,
         )
         self.pages = SharedPages(PAGES * (self.capacity or 99))
-        self.device, self.far, self.written = {}, Memory(), {}
+        self.device, self.host, self.written = {}, Memory(), {}
         self.plans, self.claims = [], []
-        self.said = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]  # that others begin with
+        # Later prompts begin like earlier ones.
+        self.prompts = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]
         self.queried = 0
 
-    def move(self):
-        transfer(self.index.transfers, self.far, self.take, self.save)
+    def follow_transfers(self):
+        transfer(self.index.transfers, self.host, self.take, self.save)
 
     def take(self, slot):
         self.check(slot)
         return self.device.pop(slot), self.pages.ids(slot)
 
     def save(self, slot, content, ids):
-        """As the engine does: pages that nobody has are written, the others are not."""
+        """As in the engine, write only the pages that no snapshot has yet."""
         self.pages.release(slot)
         salt, tokens = content
         last = REWRITTEN.last_write(len(tokens))
@@ -79,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         self.device[slot] = content
 
     def check(self, slot):
-        """What is in a slot and in its pages is what its tokens make."""
+        """Check that the pages of a slot belong to its tokens."""
         salt, tokens = self.device[slot]
         for number, (page, last) in enumerate(
             zip(self.pages.of(slot), REWRITTEN.last_write(len(tokens)), strict=True)
@@ -90,21 +91,21 @@ class Machine(RuleBasedStateMachine):
     @rule(salt=st.sampled_from([0, 0, 0, 1]), like=PICK, keep=st.sampled_from([99, 99, 9, 6, 4]),
           new=st.lists(st.sampled_from([0, 1]), max_size=5))  # fmt: skip
     def plan(self, salt, like, keep, new):
-        tokens = (*self.said[like % len(self.said)][:keep], *new)
-        self.said = [*self.said[-6:], tokens]
+        tokens = (*self.prompts[like % len(self.prompts)][:keep], *new)
+        self.prompts = [*self.prompts[-6:], tokens]
         prompt = self.index.hash_prompt(tokens, ROOTS[salt])
         deepest, planned = self.index.find(prompt), self.usable(ROOTS[salt], tokens)
         if self.hash is sha256:
             assert (deepest.boundary if deepest else 0) == planned
         plan = self.index.plan_prefill(prompt)
-        self.move()
+        self.follow_transfers()
         self.queried += len(tokens)
         assert plan.start < len(tokens) and plan.start % self.chunk == 0
         readers = sum(one.snapshot is not None for one, *_ in self.plans)
         if self.hash is sha256 and (
             self.capacity is None or readers + len(self.claims) < self.capacity
         ):
-            assert plan.start == planned, "a slot could be had"
+            assert plan.start == planned, "a slot was available"
         if plan.start:
             assert self.device[plan.snapshot.index] == (ROOTS[salt], tokens[: plan.start])
             self.check(plan.snapshot.index)
@@ -113,14 +114,12 @@ class Machine(RuleBasedStateMachine):
         self.plans.append((plan, tokens, ROOTS[salt]))
 
     def usable(self, salt, tokens):
-        """The deepest boundary with a snapshot that leaves a token."""
-        there = {
-            (s.data, s.hash) for s in self.index._index.values() if s.ready
-        }  # fmt: skip
+        """The deepest boundary that has a snapshot and leaves a token to compute."""
+        ready = {(s.data, s.hash) for s in self.index._index.values() if s.ready}
         prompt = self.index.hash_prompt(tokens, salt)
         ends = range((len(tokens) - 1) // self.chunk, 0, -1)
         hashes = ((salt + encode(tokens[: n * self.chunk]), prompt.hashes[n - 1], n) for n in ends)
-        return next((n * self.chunk for data, hash, n in hashes if (data, hash) in there), 0)
+        return next((n * self.chunk for data, hash, n in hashes if (data, hash) in ready), 0)
 
     @precondition(lambda self: self.plans and len(self.claims) < 3)
     @rule(pick=PICK, which=PICK, anywhere=st.booleans())
@@ -131,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             return
         boundary = ends[which % len(ends)]
         snapshot = self.index.claim(plan.prompt, boundary)
-        self.move()
+        self.follow_transfers()
         if snapshot is not None:
             self.claims.append((snapshot, plan.prompt, salt, tuple(tokens[:boundary])))
 
@@ -153,13 +152,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(like=PICK, number=PICK, salt=st.sampled_from(ROOTS))
     def drop(self, like, number, salt):
-        hashes = self.index.hash_prompt(self.said[like % len(self.said)], salt).hashes
+        hashes = self.index.hash_prompt(self.prompts[like % len(self.prompts)], salt).hashes
         snapshot = self.index._index.get(hashes[number % len(hashes)]) if hashes else None
         if snapshot is not None:
             idle = snapshot.ready and not snapshot.refs
             assert drop_snapshot(self.index, snapshot.hash) == idle
             if idle and snapshot.tier.name == "host":
-                del self.far.held[snapshot.index]  # the engine overwrites it
+                del self.host.entries[snapshot.index]  # the engine overwrites it
 
     @precondition(lambda self: self.index.taken > 2)
     @rule()
@@ -170,7 +169,7 @@ class Machine(RuleBasedStateMachine):
             assert self.index.taken == self.index.host_taken == 0
             self.pages.clear()
             self.device.clear()
-            self.far.held.clear()
+            self.host.entries.clear()
 
     @invariant()
     def add_up(self):
@@ -183,19 +182,19 @@ class Machine(RuleBasedStateMachine):
         assert self.capacity is None or index.taken <= self.capacity
         assert index.host_taken <= self.host_capacity
         places = {(snapshot.tier.name, snapshot.index) for snapshot in snapshots}
-        assert len(places) == len(snapshots), "two in one slot"
+        assert len(places) == len(snapshots), "two snapshots in one slot"
         readers = Counter(plan.snapshot for plan, *_ in self.plans if plan.snapshot)
         assert all(snapshot.refs == readers[snapshot] for snapshot in snapshots)
-        assert set(readers) <= set(snapshots), "one that is read is there"
+        assert set(readers) <= set(snapshots), "a snapshot is gone while it is read"
         assert not index.transfers
 
     @invariant()
-    def what_is_found_is_there(self):
+    def snapshots_have_their_content(self):
         for snapshot in self.index._index.values():
             if not snapshot.ready:
                 continue
             at, slot = snapshot.tier.name, snapshot.index
-            salt, tokens = self.device[slot] if at == "device" else self.far.held[slot][0]
+            salt, tokens = self.device[slot] if at == "device" else self.host.entries[slot][0]
             assert snapshot.data == salt + encode(tokens) and len(tokens) == snapshot.boundary
             assert self.index.hash_prompt(tokens, salt).hashes[-1] == snapshot.hash
             if at == "device":
@@ -203,19 +202,19 @@ class Machine(RuleBasedStateMachine):
 
 
 class Colliding(Machine):
-    """Only sixteen hashes, so that collisions are common."""
+    """There are only 16 hashes, so collisions are common."""
 
     hash = staticmethod(lambda data: bytes([sha256(data)[0] % 16]))
 
 
 @pytest.mark.parametrize("kind, examples", [(Machine, 80), (Colliding, 40)])
-def test_whatever_is_done_to_snapshots(kind, examples):
+def test_snapshots_keep_their_invariants(kind, examples):
     run(kind, examples)
     assert kind.steps >= 20 * examples
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding])
-def test_whatever_is_done_to_snapshots_for_long(kind):
+def test_snapshots_keep_their_invariants_in_a_long_run(kind):
     run(kind, 500)
     assert kind.steps >= 10_000

@@ -1,4 +1,4 @@
-"""Snapshots: behaviours 18, 20, 21, 24, 25, 27, 28 and 31 to 33 of the reference, and two tiers."""
+"""Snapshots: behaviours 18, 20, 21, 24, 25, 27, 28 and 31 to 33 of the reference; two tiers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resume_at(index, tokens, root=ROOT):
     return 0 if found is None else found.boundary
 
 
-def test_24_what_is_not_computed_cannot_be_found():
+def test_24_a_snapshot_is_found_only_when_published():
     index = Snapshots(4, 4)
     prompt = index.hash_prompt(range(9), ROOT)
     snapshot = index.claim(prompt, 8)
@@ -38,7 +38,7 @@ def test_24_what_is_not_computed_cannot_be_found():
     assert resume_at(index, range(9)) == 8
 
 
-def test_25_what_was_given_up_is_not_found():
+def test_25_a_cancelled_request_leaves_only_published_snapshots():
     index = Snapshots(2, 4, "every=1")
     plan = index.plan_prefill(index.hash_prompt(range(9), ROOT))
     assert plan.save == (4, 8)
@@ -49,7 +49,7 @@ def test_25_what_was_given_up_is_not_found():
         index.release(plan)
 
 
-def test_31_the_deepest_one_that_leaves_a_token():
+def test_31_prefill_resumes_from_the_deepest_snapshot_that_leaves_a_token():
     index = Snapshots(4, 16, "every=1")
     tokens = list(range(32))
     prefill(index, [*tokens, 99])
@@ -60,7 +60,7 @@ def test_31_the_deepest_one_that_leaves_a_token():
     assert resume_at(index, tokens[:17]) == 16
 
 
-def test_32_snapshots_stand_alone():
+def test_32_a_snapshot_needs_no_earlier_one():
     index = Snapshots(4, 16, "every=1")
     prompt = index.hash_prompt(range(33), ROOT)
     prefill(index, range(33))
@@ -73,7 +73,7 @@ def test_32_snapshots_stand_alone():
     assert drop_snapshot(index, prompt.hashes[1])
 
 
-def test_33_where_two_prompts_part_is_saved_when_the_second_comes():
+def test_33_the_second_prompt_saves_the_branch_point():
     index = Snapshots(8, 4)
     common = list(range(20))
     first = prefill(index, [*common, *range(100, 107)])
@@ -95,13 +95,13 @@ def test_33_where_two_prompts_part_is_saved_when_the_second_comes():
         ("every=100", [(), ()]),
     ],
 )
-def test_rules(where, saved):
+def test_where_snapshots_are_saved(where, saved):
     index = Snapshots(20, 4, where)
     prompts = [[*range(20), *range(100 * n, 100 * n + length)] for n, length in ((1, 7), (2, 9))]
     assert [prefill(index, prompt).save for prompt in prompts] == saved
 
 
-def test_roots_keep_apart():
+def test_different_roots_share_no_snapshots():
     index = Snapshots(4, 4)
     prefill(index, range(9), root_hash(salt="a"))
     assert resume_at(index, range(9), root_hash(salt="b")) == resume_at(index, range(9)) == 0
@@ -112,12 +112,12 @@ def test_21_equal_hashes_are_not_equal_tokens():
     index = Snapshots(4, 4, hash=lambda data: b"same")
     prefill(index, range(5))
     plan = prefill(index, range(10, 15))
-    assert (plan.start, plan.save) == (0, ())  # the first entry is kept
+    assert (plan.start, plan.save) == (0, ())  # the first entry stays
     assert index.counts.lookups.missed["collision"] == 4
     assert resume_at(index, range(5)) == 4
 
 
-def test_only_what_was_used_becomes_new():
+def test_only_use_makes_a_snapshot_recent():
     index = Snapshots(2, 4, "every=1")
     prefill(index, range(9))  # 4 and 8, in this order
     prefill(index, [*range(4), 100])
@@ -128,7 +128,7 @@ def test_only_what_was_used_becomes_new():
     assert resume_at(index, range(9)) == 0
 
 
-def test_what_is_read_is_not_evicted():
+def test_a_snapshot_being_read_is_not_evicted():
     index = Snapshots(1, 4, "last")
     prefill(index, range(5))
     reader = index.plan_prefill(index.hash_prompt(range(5), ROOT))
@@ -152,7 +152,7 @@ def test_what_is_read_is_not_evicted():
         ([*range(100, 104), 1], {"evicted": 4, "tail": 1}),
     ],
 )
-def test_28_each_token_is_found_or_has_one_reason(tokens, missed):
+def test_28_every_missed_token_has_one_reason(tokens, missed):
     index = Snapshots(8, 4, "last")
     prefill(index, [*range(100, 108), 1], save=(4, 8))
     for hash in index.hash_prompt(range(100, 108), ROOT).hashes:
@@ -174,30 +174,27 @@ def test_branch_points_are_found_while_they_are_remembered():
         assert prefill(index, [*range(20), *range(700, 707)]).save == saved
 
 
-def test_what_falls_out_of_the_device_goes_to_the_host_and_comes_back():
+def test_snapshots_evicted_from_the_device_move_to_the_host_and_back():
     index = Snapshots(1, 4, "last", host_capacity=2)
     prompts = [range(n, n + 5) for n in (0, 10, 20, 30)]
     for prompt in prompts[:3]:
         prefill(index, prompt)
     down = [Transfer("device", 0, "host", 0), Transfer("device", 0, "host", 1)]
-    assert index.transfers == down and [resume_at(index, prompt) for prompt in prompts[:3]] == [
-        4,
-        4,
-        4,
-    ]
+    assert index.transfers == down
+    assert [resume_at(index, prompt) for prompt in prompts[:3]] == [4] * 3
     index.transfers.clear()
-    prefill(index, prompts[3])  # the host is full: what was used least recently is lost
+    prefill(index, prompts[3])  # the host is full, so the least recently used is evicted
     assert index.transfers == [Transfer("device", 0, "host", 0)]
     assert [resume_at(index, prompt) for prompt in prompts] == [0, 4, 4, 4]
     assert index.counts.evictions == 1
     index.transfers.clear()
     plan = index.plan_prefill(index.hash_prompt(prompts[1], ROOT))  # on the host, in entry 1
-    # The host has no third entry for the exchange, so the other snapshot there is lost.
+    # The host has no third entry for the exchange, so its other snapshot is evicted.
     assert index.transfers == [Transfer("device", 0, "host", 0), Transfer("host", 1, "device", 0)]
     assert (plan.start, plan.snapshot.index, index.taken, index.host_taken) == (4, 0, 1, 1)
     assert [resume_at(index, prompt) for prompt in prompts] == [0, 4, 0, 4]
     index.transfers.clear()
-    # All of the device is read: what is on the host cannot come back now.
+    # The only device entry is being read, so no snapshot can return from the host.
     blocked = index.plan_prefill(index.hash_prompt(prompts[3], ROOT))
     assert (blocked.start, index.transfers) == (0, [])
     assert index.counts.lookups.missed["evicted"] == 4
@@ -207,7 +204,7 @@ def test_what_falls_out_of_the_device_goes_to_the_host_and_comes_back():
     assert (index.counts.demotions, index.counts.promotions) == (5, 2)
 
 
-def test_a_host_of_one_entry_gives_way():
+def test_a_full_host_of_one_entry_swaps_with_the_device():
     index = Snapshots(1, 4, "last", host_capacity=1)
     prefill(index, range(5))
     prefill(index, range(10, 15))

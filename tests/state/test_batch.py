@@ -1,4 +1,4 @@
-"""Sequences of a state: taken, put, counted in bytes, moved to the host and saved to a file."""
+"""Operations on sequences of a state: take, put, reset, bytes, host copies and snapshots."""
 
 import os
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def test_unknown_indices_are_refused(rng, wrong):
         batch.put(state, wrong, state)
 
 
-def test_a_sequence_is_put_once(rng):
+def test_a_repeated_index_is_refused(rng):
     state = state_of(rng)
     with pytest.raises(UserError, match=r"put once, got \[1, 1\]"):
         batch.put(state, [1, 1], batch.take(state, [0, 2]))
@@ -124,7 +124,7 @@ def test_a_snapshot_of_another_identity_is_refused(tmp_path, rng):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped", "npz", "npy"])
-def test_a_file_that_is_no_snapshot_is_refused(tmp_path, rng, content):
+def test_invalid_snapshot_files_are_refused(tmp_path, rng, content):
     path, state = tmp_path / "snapshot", state_of(rng)
     if content == "npz":
         with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Sequences and KV heads over many devices: equal results, no communication."""
+"""Sequences and KV heads sharded over devices: equal results, and no communication."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def tokens(rng, size=4, length=3, kv_heads=4, group=2):
     return q, k, v, jnp.asarray(positions), jnp.asarray(valid)
 
 
-def test_mesh_of():
+def test_mesh_strings():
     mesh = mesh_of("data=2,model=4")
     assert dict(mesh.shape) == {"data": 2, "model": 4}
     assert dict(mesh_of(" model=2 ").shape) == {"model": 2}
@@ -42,17 +42,17 @@ def test_mesh_of():
 @pytest.mark.parametrize(
     "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
 )
-def test_mesh_of_refuses(text):
+def test_bad_mesh_strings_are_refused(text):
     with pytest.raises(UserError, match="a mesh is written"):
         mesh_of(text)
 
 
-def test_mesh_of_too_many_devices():
+def test_a_mesh_of_too_many_devices_is_refused():
     with pytest.raises(UserError, match="needs 512, got"):
         mesh_of("data=2,model=256")
 
 
-def test_specs_follow_the_letters():
+def test_partition_specs_follow_the_axis_letters():
     found = specs(POLICY.leaves)
     assert found.k == PartitionSpec("data", "model", None, None)
     assert found.positions == PartitionSpec("data", None)
@@ -82,7 +82,7 @@ def test_sharded_equals_unsharded(rng, mesh, encoding):
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_no_collective(rng, length):
+def test_a_sharded_step_has_no_collective(rng, length):
     mesh = mesh_of("data=2,model=4")
     state = POLICY.init(SPEC, 4, jax.random.key(0))
     place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
@@ -95,7 +95,7 @@ def test_no_collective(rng, length):
     assert not COLLECTIVE.search(text), COLLECTIVE.search(text)
 
 
-def test_a_mesh_that_does_not_divide(rng):
+def test_a_mesh_that_does_not_divide_is_refused(rng):
     state = Full().init(SPEC, 4, jax.random.key(0))
     chunk = tokens(rng)
     with pytest.raises(UserError, match="'data' must divide the sequences: 4 sequences over 3"):

@@ -1,4 +1,4 @@
-"""Tables, tallies and selection against plain numpy."""
+"""Hash tables, counts of matching tables, and selection, against numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_a_bucket_has_the_keys_of_its_code(tables, keys, bits, kind):
 
 @pytest.mark.parametrize(("tables", "size"), [(3, 1), (5, 31), (150, 200), (300, 500)])
 @pytest.mark.parametrize("share", [-1.0, 0.0, 0.5, 1.0])
-def test_codes_of_the_tail_are_compared_up_to_the_last_place(tables, size, share):
+def test_all_codes_of_the_tail_are_compared(tables, size, share):
     rng = np.random.default_rng(2)
     tail = rng.integers(0, 16, (2, 1, tables, size)).astype(np.uint16)
     code, last = tail[1, 0, :, 0].astype(np.int32), int(share * (size - 1)) if share >= 0 else -1

@@ -30,7 +30,7 @@ def test_the_probability_of_a_cross_polytope_is_its_integral(bits):
     """With two tables log u is 2 log P; with several hashes per table P is their product."""
     how = Hashing(bits, 2, hash="crosspolytope")
     cosines = np.cos(np.linspace(0.02, 3.1, 25)).astype(np.float32)
-    angles = np.arccos(cosines.astype(np.float64))  # of the cosines as float32 rounds them
+    angles = np.arccos(cosines.astype(np.float64))  # of the cosines in float32
     log_p = [
         sum(np.log(inclusion.cross_polytope(angle, 1 << piece - 1)) for piece in how.pieces)
         for angle in angles

@@ -1,5 +1,7 @@
-"""MagicPIG beyond the laws: the paper's sizes, keys in a cone, empty and overfull samples, bytes,
-host memory, bad settings."""
+"""MagicPIG beyond the laws.
+
+The paper's sizes, keys in a cone, empty and overfull samples, bytes, host memory, bad settings.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def chunk(tokens, first=0, seed=0, batch=1):
 
 
 def after(policy, prompt, spec=SPEC):
-    """The state after a prompt, its prefill finished, with room for one token more."""
+    """The state after prefill, with a slot for one more token."""
     size, tokens = prompt.valid.shape
     state = policy.reserve(spec, policy.init(spec, size, jax.random.key(0)), tokens)
     _, state = update(policy, spec, state, prompt)
@@ -75,8 +77,8 @@ def test_sinks_and_window_remain_if_no_key_is_found():
     np.testing.assert_allclose(output(rare, prompt, new), wanted, atol=1e-5)
 
 
-def test_tables_find_what_comparing_all_codes_finds():
-    """In the tables, in the unindexed tail, and in both after new tables were built."""
+def test_tables_find_the_keys_that_comparing_all_codes_finds():
+    """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
     prompt, rest = chunk(2000), chunk(300, 2000, seed=1)
     fresh = after(policy, prompt)
@@ -116,7 +118,7 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(offset):
     k = rng.normal(size=(keys, 128))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     k[:, 0] += offset
-    # Nearly opposite to the direction, so at right angles to the centred keys.
+    # Nearly opposite to the direction, so almost orthogonal to the centred keys.
     q = rng.normal(size=(4, 128)) * 0.01
     q[:, 0] = -1
     prompt = Chunk(
@@ -142,8 +144,8 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(offset):
 
 
 @pytest.mark.slow
-def test_a_question_after_the_end_of_prefill_sees_a_sample():
-    """Its chunk gives what its tokens give one by one, also where the chunk is scanned."""
+def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
+    """A chunk gives the outputs of its tokens one by one, also where the chunk is scanned."""
     policy = MagicPIG(K=3, L=8, sinks=2, window=4, start=512)
     prompt, question = chunk(200), chunk(300, 200, seed=1)
     state = policy.reserve(SPEC, after(policy, prompt), 300)
@@ -157,8 +159,8 @@ def test_a_question_after_the_end_of_prefill_sees_a_sample():
 
 
 @pytest.mark.slow
-def test_a_prompt_with_no_token_between_its_ends_is_attended_exactly():
-    """The center is then the mean of all keys, and 0 where there are none."""
+def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
+    """The center is then the mean of all keys, or 0 without keys."""
     policy = MagicPIG(K=2, L=4, sinks=4, window=64, start=8)
     for tokens in (1, 5, 67):
         prompt, new = chunk(tokens), chunk(1, tokens, seed=1)
@@ -172,7 +174,7 @@ def test_a_prompt_with_no_token_between_its_ends_is_attended_exactly():
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("lost", [150, 310])
 def test_a_nan_key_makes_the_output_nan(center, lost):
-    """Also a key that no query can find, in the prompt or among the generated tokens."""
+    """A NaN key in the prompt or among the generated tokens, even if its bucket never matches."""
     prompt, new = chunk(300), chunk(40, 300, seed=1)
     if lost < 300:
         prompt = prompt._replace(k=prompt.k.at[0, lost, 0].set(jnp.nan))
@@ -204,7 +206,7 @@ def test_bytes_after_the_end_of_prefill():
 
 
 def decode(policy, prompt, new):
-    """The outputs of tokens that come one by one, and the state after them."""
+    """The outputs of tokens one by one, and the state after them."""
     state, outs = after(policy, prompt), []
     for at in range(new.valid.shape[1]):
         state = policy.reserve(SPEC, state, at + 1)
@@ -215,7 +217,7 @@ def decode(policy, prompt, new):
 
 @pytest.mark.slow
 def test_host_memory_gives_the_same_outputs():
-    """With tables rebuilt once, sequences taken and put, and a question after the prompt."""
+    """With rebuilt tables, sequences taken and put, and a second chunk after the prompt."""
     prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     on_host = dataclasses.replace(device, memory="host")
@@ -277,7 +279,7 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_tokens_without_room_are_refused():
+def test_tokens_without_slots_are_refused():
     policy = MagicPIG(K=2, L=4, tail=16, start=64)
     state = after(policy, chunk(60))
     with pytest.raises(UserError, match=r"slots and \d+ are needed"):

@@ -8,8 +8,8 @@ from jaxkv.policies.merge_reduce.occupancy import Shape
 
 
 def test_occupancy_follows_the_binary_digits_of_the_number_of_blocks():
-    """t = 8, after each of 10,000 tokens: a level l >= 1 has t/2 tokens where bit l-1 of the number
-    of blocks is set. The multiplicities add up to the length of the stream."""
+    """t = 8, after each of 10,000 tokens: level l >= 1 has t/2 tokens if bit l-1 of the number of
+    blocks is set, otherwise none. The multiplicities add up to the length of the stream."""
     shape = Shape(levels=12, block=8)
     num_evicted = jnp.arange(10_001, dtype=jnp.uint32)
     fills = np.asarray(occupancy.fills(shape, num_evicted))
@@ -31,14 +31,14 @@ def test_when_the_last_level_is_full_every_multiplicity_doubles():
     assert fills[:7].tolist() == [
         [7, 4, 4], [0, 0, 4], [1, 0, 4], [8, 0, 4], [0, 4, 4], [8, 4, 4], [0, 0, 4]
     ]  # fmt: skip
-    # Where no group is begun, the multiplicities add up to all tokens.
+    # Where no group is incomplete, the multiplicities add up to all tokens.
     for m in (32, 34, 46, 48, 62, 64, 2**30):
         one = jnp.asarray([m], jnp.uint32)
         times = 2.0 ** (np.arange(3) + int(occupancy.raised(shape, one)[0]))
         assert np.asarray(occupancy.fills(shape, one))[0] @ times == m
 
 
-def test_the_count_is_halved_after_two_thousand_million_tokens():
+def test_the_count_is_halved_after_two_billion_tokens():
     shape = Shape(levels=3, block=8)
     at = [tree.FOLD_AT - np.uint32(1), tree.FOLD_AT // np.uint32(2)]
     before, folded = (jnp.asarray([x], jnp.uint32) for x in at)

@@ -19,7 +19,7 @@ from jaxkv.policies.merge_reduce.tree import Reducer, absorb
 from jaxkv.rotary import NoPosition, rotary
 from tests.seldom import seldom
 
-# Section 4 (c) of the reference: streams of unit vectors, each in a memory of t tokens.
+# Section 4 (c) of the reference: streams of unit vectors, each sampled to t tokens.
 N, DIM, STREAMS, QUERIES = 8192, 8, 12, 32
 SIZES = (16, 32, 64, 128, 256)
 
@@ -104,8 +104,11 @@ LAYOUT = Spec(kv_heads=2, head_dim=1, scale=1.0, encoding=NoPosition())
 
 @pytest.mark.parametrize("levels", [1, 2, 4])
 def test_cached_tokens_agree_with_the_occupancy(levels):
-    """3,000 tokens, one by one, with a block of 8: no token is cached twice, each comes from the
-    stretch that its slot represents, and the stretches make up the stream."""
+    """3,000 tokens, one by one, in blocks of 8. No token is cached twice.
+
+    Each slot represents a range of the stream and caches a token of it. The ranges cover all
+    tokens.
+    """
     shape, batch, tokens = Shape(levels, 8), 2, 3000
 
     def coin(keys, values, uniforms):
@@ -137,14 +140,14 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
             numbers = positions[after - 1, sequence, head][there]
             times = weights[after - 1, sequence][there].round().astype(int)
             order = np.argsort(numbers)
-            # Stretches are adjacent, oldest first; the last may not have its token yet.
+            # Ranges are adjacent, oldest first. The last one may not have its token yet.
             ends = np.cumsum(times[order])
             assert (numbers[order] >= ends - times[order]).all() and (numbers[order] < ends).all()
             assert ends[-1] <= after + times[order][-1] and after - ends[-1] < times.min() + 1
 
 
-def test_a_stream_continues_where_its_count_is_folded():
-    """Eight tokens across the fold, one by one and as a chunk."""
+def test_a_stream_continues_when_its_count_is_halved():
+    """Eight tokens across the halving of the count, one by one and as a chunk."""
     shape, tokens = Shape(3, 8), 8
 
     def coin(keys, values, uniforms):
@@ -195,7 +198,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         )
         k, v = jnp.asarray(rng.normal(size=(2, batch, heads, count, 4)), jnp.float32)
         at = jnp.broadcast_to(jnp.arange(num_left, dtype=jnp.int32), (batch, num_left))
-        there = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second one
+        there = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second sequence
         return Evicted(Sample(k, v, positions), at, there)
 
     empty = jnp.zeros((batch, heads, shape.slots, 4))

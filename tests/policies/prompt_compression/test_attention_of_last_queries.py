@@ -18,7 +18,7 @@ HEADS = KV_HEADS * GROUP
 
 
 def scores(q, k, window, theta, slopes, softcap):
-    """Attention of the last queries to each token [N,T], to the own token of a query too."""
+    """Attention of the last queries to each token [N,T], including their own tokens."""
     tokens, positions = len(q), np.arange(len(q))
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     if theta is not None:
@@ -47,7 +47,7 @@ def scores(q, k, window, theta, slopes, softcap):
     ids=["rotary", "softcap", "alibi"],
 )
 def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, tokens):
-    """Every score, not only the chosen tokens; each query attends to its own token too."""
+    """All scores are compared, not only those of the chosen tokens."""
     spec = Spec(KV_HEADS, HEAD_DIM, SCALE, encoding, softcap, group=GROUP)
     policy = SnapKV(capacity=WINDOW + 3, window=WINDOW, kernel=1, start=TOKENS)
     valid = np.ones((2, TOKENS), bool)

@@ -14,7 +14,7 @@ from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 
 
 def test_pyramidkv_budgets_fall_from_layer_to_layer():
-    """32 layers, capacity 2048, window 32 of the published code: B = 2016, minimum 2016 // 20."""
+    """32 layers, with the published capacity 2048 and window 32: B = 2016, minimum 2016 // 20."""
     layers = by_layer("pyramidkv:capacity=2048", 32)
     budgets = [one._snap.capacity - 32 for one in layers]
     assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
@@ -34,7 +34,7 @@ def test_one_pyramidkv_string_names_all_layers():
 
 
 def test_the_half_that_the_published_code_keeps():
-    """Worked by hand: +1 reaches half of ten at the seventh token; the -1 before it count twice."""
+    """By hand: at the seventh token half of ten signs are +1. Each earlier -1 counts twice."""
     signs = jnp.asarray([[[1, 1, -1, 1, 1, -1, 1, -1, 1, -1, 0, 0]]], jnp.int32)
     chosen, times = _as_published(signs, jnp.asarray([10], jnp.int32))
     assert chosen[0, 0, :5].tolist() == [2, 5, 7, 8, 9]

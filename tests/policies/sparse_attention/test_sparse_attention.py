@@ -23,7 +23,7 @@ NAMES = ("topk", "topp", "oracle", "quest", "vattention")
 
 
 def candidates(logits, times=1, *, seed=0, ends=0):
-    """The same logits for `times` consecutive queries, which always see the last `ends` keys."""
+    """The same logits for `times` queries. All of them attend to the last `ends` keys."""
     logits = jnp.asarray(logits, jnp.float32)
     shape = (1, 1, 1, times, logits.size)
     between = jnp.arange(logits.size) < logits.size - ends
@@ -102,7 +102,7 @@ def test_topk_selects_the_older_of_equal_keys():
 
 
 def test_decimal_shares_are_rounded_up_exactly():
-    """A tenth of thirty is three, whatever 0.1 is in binary."""
+    """A tenth of 30 is 3, although 0.1 has no exact binary form."""
     count = np.arange(1000)
     among = jnp.asarray(np.arange(1000) < count[:, None])
     for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
@@ -144,8 +144,8 @@ def test_quest_bounds_every_logit_of_a_page(rng):
 
 
 def sums(rule, times):
-    """Of 4,096 lognormal weights (sigma 1.5): the estimated sum over the true one, and the number
-    of sampled keys beside the largest."""
+    """For 4,096 lognormal weights (sigma 1.5): the estimated sum divided by the true sum, and the
+    number of sampled keys without the largest."""
     logits = np.random.default_rng(5).normal(size=4096) * 1.5
     select = jax.jit(rule.select)
     bias = np.concatenate(
@@ -159,7 +159,7 @@ def sums(rule, times):
 
 @pytest.mark.slow
 def test_vattention_fails_with_probability_delta():
-    """With the two-sided quantile. Budgets go with the squared quantiles, 1.645 and 1.960."""
+    """With the two-sided quantile, 1.960 instead of 1.645. Budgets scale with its square."""
     two, one = (sums(VAttention(0.02, 0.02, 0.1, 0.05, sides), 20) for sides in ("two", "one"))
     fails = [(np.abs(ratio - 1) > 0.1).mean() for ratio, _ in (two, one)]
     assert fails[0] < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5 and fails[1] > max(0.065, fails[0])
@@ -170,7 +170,7 @@ def test_vattention_fails_with_probability_delta():
 def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_bound():
     logits = np.zeros(100)
     weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).select(candidates(logits)))[0, 0, 0, 0]
-    assert (weights == 0).sum() == 10  # of equal keys the first
+    assert (weights == 0).sum() == 10  # the first of equal keys
     np.testing.assert_allclose(weights[weights > 0], [np.log(90 / 18)] * 18, rtol=1e-6)
     spiky = np.random.default_rng(0).normal(size=100) * 3
     strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).select(candidates(spiky)))
@@ -188,7 +188,7 @@ def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_boun
     ],
 )
 def test_selecting_all_keys_is_full_attention(chosen, dtype):
-    """With a chunk longer than the scan's, and sequences of different lengths."""
+    """With chunks longer than those of the scan, and sequences of different lengths."""
     spec, outs = Spec(2, 8, SCALE, ROTARY, dtype=dtype), []
     for each in (Full(start=4), chosen):
         random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
@@ -257,7 +257,7 @@ def test_bad_settings_are_refused(text, message):
         parse_policy(text)
 
 
-def test_policy_strings():
+def test_policy_strings_round_trip():
     assert parse_policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
     assert parse_policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
     for name in NAMES:
