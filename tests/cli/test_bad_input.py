@@ -241,7 +241,7 @@ def test_prompts(run, model, stdin, tmp_path):
         return run("generate", *words, "--model", model)
 
     refused(generate(), "no prompt", "--prompt-file")
-    refused(generate("--stop", "a", "the prompt"), "no prompt", "in front of --stop")
+    refused(generate("--stop", "a", "the prompt"), "no prompt", "before --stop")
     refused(generate(""), "the prompt is empty", "at least one character")
     refused(generate("a\udcff"), "lone surrogate at character 1", "save it as UTF-8")
     stdin(b"")

@@ -17,7 +17,7 @@ def test_turns(run, model, stdin):
     assert all(len(turn["tokens"]) == 12 for turn in turns)
     assert all(turn["finish_reason"] == "length" for turn in turns)
     assert ran.json["state_bytes"] > 0 and "streaming" in ran.json["policy"]
-    assert ran.err == "jaxkv: this model has no chat template: it gets plain lines\n"
+    assert ran.err == "jaxkv: the model has no chat template: messages are sent as plain text\n"
 
     talk = models.Conversation(models.load(model))
     assert ["".join(talk.say(line, max_new_tokens=12)) for line in ("Hello", "Ä?")] == [

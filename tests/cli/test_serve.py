@@ -46,7 +46,7 @@ def test_a_port_in_use(run):
     (["--name", "x" * 1001], ["--name must be", "1000 characters"]),
     (["--slots", "0"], ["--slots", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
-    (["--api-key-file", "absent"], ["no such key file absent"]),
+    (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
     (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
@@ -70,7 +70,9 @@ def test_an_address_for_all_without_keys(run):
     """It is said, and the model is looked for next."""
     ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
     warning, error = ran.err.splitlines()
-    assert "whoever reaches this machine may send requests" in warning and "nowhere" in error
+    assert (
+        "accepts requests from other machines without an API key" in warning and "nowhere" in error
+    )
 
 
 @pytest.fixture(scope="module")
