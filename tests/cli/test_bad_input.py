@@ -66,15 +66,15 @@ FLAGS = {
     ),
     "no share": ("--policy topk:share=0", "share must be above 0", "got 0.0", "try share=0.1"),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
-    "more than slots can be": (
-        "--policy balance --max-new-tokens 900000000000", "a cache that grows holds at most",
-        "900000000003 are needed", "fixed memory",
+    "more tokens than a cache can have slots": (
+        "--policy balance --max-new-tokens 900000000000", "a growing cache holds at most",
+        "900000000003 are needed", "constant memory",
     ),
     "full beyond memory": (
-        "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "fixed memory",
+        "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "constant memory",
     ),
     "full beyond its maximum": (
-        "--policy full --max-new-tokens 200000", "at most 131072", "200003", "max", "fixed memory",
+        "--policy full --max-new-tokens 200000", "at most 131072", "200003", "raise max",
     ),
     "no tokens": ("--max-new-tokens 0", "--max-new-tokens", "at least 1", "'0'", "--help"),
     "fewer than no tokens": ("--max-new-tokens -5", "at least 1", "'-5'", "--help"),
@@ -286,7 +286,7 @@ def test_a_policy_that_seals_prompts_has_no_text_to_score(run, model, text, comm
     first = ("--policy", "window") if command == "compare" else ()
     ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
     refused(
-        ran, "waits for the end of a prompt", "has none", "`jaxkv generate` or `chat`", "stream="
+        ran, "acts at the end of prefill", "has no prompt", "`jaxkv generate` or `chat`", "stream="
     )
 
 

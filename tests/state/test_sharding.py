@@ -43,7 +43,7 @@ def test_mesh_of():
     "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
 )
 def test_mesh_of_refuses(text):
-    with pytest.raises(UserError, match="a mesh is written"):
+    with pytest.raises(UserError, match="a mesh must be"):
         mesh_of(text)
 
 

@@ -164,9 +164,9 @@ def finish_prefill(state: IndexState, settings: IndexSettings) -> IndexState:
 
 
 def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings) -> IndexState:
-    """Room for `tokens`; after prefill for that many generated tokens.
+    """Make room for `tokens`; after prefill, for that many generated tokens.
 
-    Where room is short, new tables are built of all keys between the ends and the tail is emptied.
+    If the unindexed tail is too short, it is indexed together with the prompt, and emptied.
     """
     if not prefill_finished(state):
         return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
@@ -179,7 +179,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     if ends + prompt + room + more > MAX_SLOTS:
         raise UserError(
             f"a prompt and its generated tokens are at most {MAX_SLOTS} tokens, and "
-            f"{ends + prompt + room + more} are needed; use a policy with a fixed memory such as "
+            f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
             "streaming:sinks=4,window=252"
         )
     size = _whole_tiles(ends + room + more)
