@@ -74,8 +74,8 @@ page from evals/results/default_model.json.
 It was trained on samples of {context} tokens. Under `{policy}` it
 
 - read {read:,} tokens of {tested} books by authors not in its training data, one after the
-  other, in blocks of {block:,}. The loss is {begins:.3f} in the first block and {ends:.3f} in the last.
-  The blocks are different texts: computed alone with an empty cache, no block differs by more
+  other, in blocks of {block:,}. The loss is {begins:.3f} in the first block and {ends:.3f} in the
+  last. The blocks are different texts: computed alone with an empty cache, no block differs by more
   than {worst:.2f} % from its loss in the stream;
 - wrote {texts} texts of {written:,} tokens each at temperature {temperature}. Of the words of
   the first block at least {known_first:.1f} % are words of those books, of the last at least
