@@ -4,7 +4,7 @@ Every token is cached. Until the end of prefill attention is exact. `finish_pref
 the keys between the first and the last tokens of each KV head by their mean, hashes them, and
 builds tables. A generated token is hashed when it comes and joins the unindexed tail, whose codes
 are compared one by one. When the tail is full, `reserve` makes room and builds new tables of all
-keys. A query sees the first and the newest tokens exactly, and of those between the keys whose
+keys. A query sees the first and the newest tokens exactly, and of the others the keys whose
 codes agree with its own often enough.
 
 Between two calls of `reserve` the indexed keys and the tables are only read, so they may live in
