@@ -90,7 +90,7 @@ def by_layer(
     if isinstance(chosen, (tuple, list)):
         chosen = [_parse_one(one) if isinstance(one, str) else one for one in chosen]
         if len(chosen) != layers:
-            raise UserError(f"one policy a layer: got {len(chosen)} for {layers} layers")
+            raise UserError(f"give one policy per layer: got {len(chosen)} for {layers} layers")
         return tuple(one.for_layer(layer, layers) for layer, one in enumerate(chosen))
     own = [*windows, *[None] * (layers - len(windows))]
     lookback = max_lookback(chosen)

@@ -64,8 +64,7 @@ def own(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
-                    f"one run writes to a folder, and another is writing to {folder}; wait for it "
-                    "or choose another"
+                    f"another run is writing to {folder}; wait for it or choose another"
                 ) from None
             _check_owner(folder, run)
         yield
@@ -85,7 +84,7 @@ def writing(folder: Path) -> Iterator[None]:
 def _unwritten(folder: Path, reason: str) -> UserError:
     return UserError(
         f"--out must be a folder that can be written to: {folder}: {reason}; make room, or choose "
-        "another; the same command goes on from the last checkpoint"
+        "another; the same command resumes from the last checkpoint"
     )
 
 
@@ -210,7 +209,7 @@ class Checkpoints:
             state = ocp.args.StandardRestore(like._asdict())
             found = Training(**restore(step, args=ocp.args.Composite(state=state)).state)
             if about["checksum"] != int(checksum(found)):
-                raise ValueError("its numbers are not those that were written")
+                raise ValueError("its checksum differs")
             return found
         except (UserError, MemoryError):
             raise

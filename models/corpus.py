@@ -247,7 +247,7 @@ def _train(
     coder.train_from_iterator(texts(), trainer)
     if coder.get_vocab_size() < vocab:
         raise UserError(
-            f"the texts have words for {coder.get_vocab_size()} tokens, not for {vocab}; "
+            f"the texts give only {coder.get_vocab_size()} tokens of BPE, not {vocab}; "
             "choose a smaller vocabulary, or give more text"
         )
     return coder
@@ -258,7 +258,7 @@ def _take(path: Path) -> Coder:
     try:
         coder = Coder.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for every bad file
-        raise UserError(f"{path} is no tokenizer.json: {error}; name another") from None
+        raise UserError(f"{path} is not a tokenizer.json: {error}; name another") from None
     coder.add_special_tokens(list(SPECIAL))
     coder.no_truncation()
     coder.no_padding()
@@ -273,7 +273,7 @@ def _encode(coder: Coder, text: str) -> list[int]:
 def _dtype_for(vocab: int, wanted: str) -> np.dtype:
     if wanted == "uint16" and vocab > 2**16:
         raise UserError(
-            f"uint16 holds ids up to 65,535, the vocabulary has {vocab:,} tokens; take uint32"
+            f"uint16 holds ids up to 65,535, the vocabulary has {vocab:,} tokens; use uint32"
         )
     name = ("uint16" if vocab <= 2**16 else "uint32") if wanted == "auto" else wanted
     return np.dtype(name)

@@ -115,16 +115,16 @@ def read(folder: Path | str) -> Tokens:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}; make one with `jaxkv data`")
+        raise UserError(f"no such folder: {folder}; create one with `jaxkv data`")
     remedy = "create the folder again with `jaxkv data`"
     manifest = read_json(folder / MANIFEST, remedy)
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder} is no data folder: no {MANIFEST} that says {FORMAT!r}; make one with "
+            f"{folder} is not a data folder: no {MANIFEST} of format {FORMAT!r}; create one with "
             "`jaxkv data`"
         )
     if manifest.get("sha256") != with_checksum(manifest)["sha256"]:
-        raise UserError(f"{folder / MANIFEST} must be as it was written, and is not; {remedy}")
+        raise UserError(f"{folder / MANIFEST} was changed after `jaxkv data` wrote it; {remedy}")
     shards = [shard for split in SPLITS for shard in manifest["shards"][split]]
     for entry in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
         path = folder / entry["file"]

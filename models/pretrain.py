@@ -73,7 +73,7 @@ def pretrain(
     enable_compilation_cache()
     if jax.process_count() > 1 and (mesh is None or mesh.size != jax.device_count()):
         raise UserError(
-            "several processes train one model over a mesh of all their devices; write --mesh "
+            "several processes need a mesh over all their devices; give --mesh "
             f"data={jax.device_count()}"
         )
     setting = setting_of(recipe, tokens, mesh)

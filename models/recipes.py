@@ -136,8 +136,7 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
         field, equals, value = setting.partition("=")
         if not equals or field not in kinds:
             raise UserError(
-                f"a setting is written field=value with a field of {', '.join(kinds)}, "
-                f"got {setting!r}"
+                f"a setting must be field=value with a field of {', '.join(kinds)}, got {setting!r}"
             )
         chosen[field] = _value(field, kinds[field], value)
     recipe = dataclasses.replace(PRESETS[preset], **chosen)

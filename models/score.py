@@ -90,9 +90,9 @@ def check_scorable(policies: Sequence[Policy]) -> None:
     for policy in policies:
         if policy.min_prompt is not None:
             raise UserError(
-                f"{format_policy(policy)} waits for the end of a prompt, and a text to score has "
-                "none; score another policy, or take this one with `jaxkv generate` or `chat` (in "
-                "Python give stream=, a Stream after `prefill` and `finish_prefill`)"
+                f"{format_policy(policy)} acts at the end of prefill, and a scored text has no "
+                "prompt; score another policy, or use this one in `jaxkv generate` or `chat` (in "
+                "Python: give stream=, a Stream after `prefill` and `finish_prefill`)"
             )
 
 

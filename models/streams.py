@@ -170,8 +170,8 @@ class Stream:
         least = min(policy.min_prompt for policy in compressing)
         if self.lengths.min() < least:
             warnings.warn(
-                f"{format_policy(self.policies)} wants prompts of {least} tokens or more, and one "
-                f"has {self.lengths.min()}: all its tokens stay in the cache",
+                f"{format_policy(self.policies)} needs a prompt of at least {least} tokens, got "
+                f"{self.lengths.min()}: all its tokens stay in the cache",
                 stacklevel=2,
             )
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}

@@ -54,9 +54,11 @@ class OutputText:
     def __init__(self, llm: Llm, eos: Sequence[int], stops: str | Sequence[str], keep: bool = True):
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
-            raise UserError(f"stop must be a text or several, got {stops!r}; leave it out for none")
+            raise UserError(
+                f"stop must be a text or a list of texts, got {stops!r}; leave it out for none"
+            )
         if not all(stops):
-            raise UserError("a stop string must not be empty; leave it out to never stop")
+            raise UserError("a stop string must not be empty; leave it out")
         self.tokens: list[int] = []
         self.count, self.reason, self.keep = 0, "", keep
         self._shown: list[str] = []
@@ -181,11 +183,9 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
     Raises UserError for an empty prompt, unknown ids, or another type.
     """
     if not isinstance(llm, Llm):
-        raise UserError(f"the model is what models.load returns, got {llm!r:.60}; load it first")
+        raise UserError(f"the model must come from models.load, got {llm!r:.60}; load it first")
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
-        raise UserError(
-            f"no prompt was given; give a text, or a list of texts, not {prompts!r:.60}"
-        )
+        raise UserError(f"no prompt is given, got {prompts!r:.60}; give a text or a list of texts")
     encoded, vocab = [], llm.config.vocab
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -329,7 +329,7 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
         if furthest > llm.config.context:
             far = "without limit" if furthest == math.inf else f"{furthest} tokens"
             warnings.warn(
-                f"{format_policy(policy)} reaches back {far} and the model was trained on "
-                f"{llm.config.context}: beyond that its text usually falls apart",
+                f"{format_policy(policy)} looks back {far}, beyond the trained context of "
+                f"{llm.config.context}: the text usually degrades there",
                 stacklevel=3,
             )

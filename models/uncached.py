@@ -74,7 +74,7 @@ def attend(
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at)
     if implementation == "cudnn":
         if lacks:
-            raise UserError(f"cudnn attends {lacks}; take implementation='xla'")
+            raise UserError(f"cudnn attends {lacks}; use implementation='xla'")
         return fused_attention(q, k, v, spec.scale, window, sink, "cudnn"), state
     out, lse = _attend_in_blocks(q, k, v, spec, window)
     if sink is not None:  # equals `merge` with a sink logit

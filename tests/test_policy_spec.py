@@ -138,7 +138,7 @@ def test_unknown_and_missing_layers_are_refused():
         parse_policy("4=full;*=window", 4)
     with pytest.raises(UserError, match="layer 1 has no policy"):
         parse_policy("0=full", 2)
-    with pytest.raises(UserError, match="one policy a layer: got 2 for 3 layers"):
+    with pytest.raises(UserError, match="one policy per layer: got 2 for 3 layers"):
         by_layer([Full(), Full()], 3)
 
 

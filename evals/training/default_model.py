@@ -52,8 +52,8 @@ language: en
 # The default model of jaxkv
 
 A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), made by
-`jaxkv pretrain --preset default`, so that `jaxkv generate` has something to write with. The
-commands, from the texts on, are at the top of evals/training/default_model.py, which wrote this
+`jaxkv pretrain --preset default`, the model that `jaxkv generate` uses by default. The
+commands are at the top of evals/training/default_model.py, which wrote this
 page from evals/results/default_model.json.
 
 | | |
@@ -69,34 +69,34 @@ page from evals/results/default_model.json.
 | stored | bfloat16, {megabytes:.1f} MB |
 | licence | Apache-2.0, as the code |
 
-## Far past its context
+## Beyond its context
 
 It was trained on samples of {context} tokens. Under `{policy}` it
 
-- read {read:,} tokens of {tested} books by authors it had never seen, one behind the other, in
-  blocks of {block:,}. The loss of the first block was {begins:.3f}, of the last {ends:.3f}. They
-  are other texts: read afresh, each alone, no block is further than {worst:.2f} % from what it was
-  in the stream;
+- read {read:,} tokens of {tested} books by authors not in its training data, one after the
+  other, in blocks of {block:,}. The loss is {begins:.3f} in the first block and {ends:.3f} in the
+  last. The blocks are different texts: computed alone with an empty cache, no block differs by more
+  than {worst:.2f} % from its loss in the stream;
 - wrote {texts} texts of {written:,} tokens each at temperature {temperature}. Of the words of
   the first block at least {known_first:.1f} % are words of those books, of the last at least
   {known_last:.1f} % (each time without the book that knows most). Of a book's own words
   {known_least:.1f} to {known_most:.1f} % are words of the others. At temperature {colder}, {silent}
-  of {texts} texts ended in one sign without end, a rule or a dotted line as some books have them.
+  of {texts} texts ended in one repeated sign, a rule or a dotted line as some books have them.
 
-How it goes on from "{prompt}":
+Its continuation of "{prompt}":
 
 > {first} ...
 
-and where it ended:
+The end of the same text:
 
 > ... {last}
 
 ## What it cannot do
 
 It writes English sentences that look like old novels and mean nothing for long; it knows no facts,
-follows no instructions and holds no conversation. It wanders: what a cache has evicted is gone, and
-who was spoken of a page ago with it. Its books are of their time, in their prejudices too, and
-nobody has filtered them or it.
+follows no instructions and holds no conversation. It cannot attend to
+evicted tokens, so it loses persons and topics within a page. Its books are of their time, with
+their prejudices; neither the books nor the answers are filtered.
 """
 
 

@@ -25,7 +25,7 @@ MAX_SLOTS = 2**30
 
 
 def slots_for(tokens: int, start: int, most: int) -> int:
-    """Slots after room for `tokens` was made, by doubling from `start`.
+    """The number of slots for `tokens` tokens, doubled from `start` as often as needed.
 
     Raises UserError for more tokens than `most`.
     """
@@ -33,8 +33,8 @@ def slots_for(tokens: int, start: int, most: int) -> int:
         return start
     if tokens > most:
         raise UserError(
-            f"a cache that grows holds at most {most} tokens and {tokens} are needed; raise "
-            "max where the policy has one, or use a policy with a fixed memory such as "
+            f"a growing cache holds at most {most} tokens and {tokens} are needed; raise "
+            "max where the policy has one, or use a policy of constant memory such as "
             "streaming:sinks=4,window=252"
         )
     size = start
@@ -44,7 +44,7 @@ def slots_for(tokens: int, start: int, most: int) -> int:
 
 
 def reserve(state: Ring, tokens: int, most: int) -> Ring:
-    """Room for `tokens` in all, by doubling. Raises UserError for more than `most`."""
+    """Grow the cache to `tokens` slots in total, by doubling. Raises UserError above `most`."""
     size = state.positions.shape[1]
     wanted = slots_for(tokens, size, most)
     return state if wanted == size else ring.grow(state, wanted)

@@ -1,11 +1,11 @@
-"""The command line: `jaxkv COMMAND ...`, one file a command.
+"""The command line: `jaxkv COMMAND ...`, one file per command.
 
 Exit codes: 0; 2 for errors that the user can correct, with one line on standard error; 130 after
-Ctrl-C, with the results so far; 141 where standard output was closed early, as for any unix tool;
+Ctrl-C, with the results so far; 141 if standard output was closed early, as for any unix tool;
 1, with a traceback, for a bug in jaxkv.
 
-This module does not import jax. It imports only the file of the command that runs, which imports
-the rest when it runs.
+This module does not import jax, so that `--help` is fast. It imports only the module of the given
+command, whose `run` imports jax.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jaxkv.errors import UserError
 
 COMMANDS = {
     "generate": "continue a prompt and print the text as it is generated",
-    "chat": "talk with a model: one cache for the whole conversation",
-    "perplexity": "how well a model predicts a text under a cache policy",
-    "compare": "several policies on one text: a table and a picture of loss by position",
-    "policies": "list the cache policies with their fields and memory, or describe one",
-    "data": "tokenize texts into shards for pretrain",
+    "chat": "chat with a model: one cache for the whole conversation",
+    "perplexity": "compute the perplexity of a text under a cache policy",
+    "compare": "compare cache policies on one text: a table and a plot of loss by position",
+    "policies": "list the cache policies with their fields and memory, or describe one of them",
+    "data": "tokenize texts into shards for `jaxkv pretrain`",
     "pretrain": "train a model, with or without attention sinks",
-    "serve": "serve a model to many clients concurrently",
+    "serve": "start an HTTP server with OpenAI's API",
 }
 CLOSED = 141
-# Packages that a command may lack, by the extra that brings them.
+# Optional packages, by the extra that installs them.
 EXTRAS = {
     "models": ("flax", "jax", "tokenizers"),
     "train": ("optax", "orbax", "orbax.checkpoint", "matplotlib", "safetensors"),
@@ -43,21 +43,21 @@ EXTRAS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line."""
+    """An argument parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def program() -> int:
-    """The entry point of `jaxkv`; more Ctrl-C at the end do not change the exit code."""
+    """The entry point of `jaxkv`. A further Ctrl-C at the end does not change the exit code."""
     code = main()
     ignore_interrupts()
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = next((e for e, names in EXTRAS.items() if error.name in names), None)
         if extra is None:
             raise
-        _say("error", f"this needs the package {error.name}; pip install 'jaxkv[{extra}]'")
+        _say("error", f"the package {error.name} is missing; pip install 'jaxkv[{extra}]'")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -95,15 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: Sequence[str]) -> Parser:
-    """The parser of all commands, with the flags of the chosen one only."""
-    about = "Unbounded generation in constant memory, with Llama-family models on JAX."
+    """The parser of all commands; only the given command has its flags."""
+    about = "Bounded KV caches for Llama-family models on JAX: generation in constant memory."
     parser = Parser("jaxkv", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
-        )
+        about = f"{summary[0].upper()}{summary[1:]}."
+        command = commands.add_parser(name, help=summary, description=about, allow_abbrev=False)
         if name in argv[:1]:
             module = importlib.import_module(f"jaxkv.cli.{name}")
             module.add_flags(command)
@@ -112,7 +111,7 @@ def _parser(argv: Sequence[str]) -> Parser:
 
 
 def _say(kind: str, message: object) -> None:
-    # One write: threads of other libraries may write at the same time.
+    # One write, because threads of other libraries may write at the same time.
     sys.stderr.write(f"jaxkv: {kind}: {' '.join(str(message).splitlines())}\n")
     sys.stderr.flush()
 

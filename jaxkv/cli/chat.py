@@ -1,4 +1,4 @@
-"""`jaxkv chat`: talk with a model, with one cache for the whole conversation."""
+"""`jaxkv chat`: chat with a model, with one cache for the whole conversation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EXIT = "/exit"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"A line is a message; {EXIT} or the end of input leaves. Ctrl-C ends an answer, at the "
-        "prompt it leaves."
+        f"Each line of input is a message. {EXIT} or the end of input exits. Ctrl-C stops an "
+        "answer; at the prompt it exits."
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     flags.add_policy(parser)
@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models import Conversation
 
     if llm.chat.template is None:
-        print("jaxkv: this model has no chat template: it gets plain lines", file=sys.stderr)
+        print(
+            "jaxkv: the model has no chat template: messages are sent as plain text",
+            file=sys.stderr,
+        )
     talk = Conversation(llm, args.policy, args.system, args.seed)
     turns, code = [], 0
     try:
@@ -58,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines(silent: bool) -> Iterator[str]:
-    """The user's messages, one per line, until end of input or /exit; skips empty lines."""
+    """The user's messages, one per line, until /exit or the end of input; skips empty lines."""
     if sys.stdin is None:
-        raise UserError("standard input is closed, so there are no messages; pipe some in")
+        raise UserError("standard input is closed, so there are no messages; pipe messages in")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (arrow keys in `input`)
@@ -88,7 +91,7 @@ def _piped() -> str:
 def answer(
     talk: Conversation, line: str, sampling: Sampling, args: argparse.Namespace
 ) -> dict[str, object]:
-    """Print one answer as it comes; Ctrl-C ends the answer and the conversation continues."""
+    """Print one answer while it is generated; Ctrl-C ends it, and the conversation continues."""
     with on_interrupt(talk.interrupt):
         pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
         with Progress("compiling and prefilling"):

@@ -1,4 +1,4 @@
-"""`jaxkv compare`: score several policies on one text; a table and a picture."""
+"""`jaxkv compare`: score several policies on one text; prints a table and draws a plot."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_text(parser, MAX_TOKENS, BLOCKS)
     parser.add_argument(
         "--policy", action="append", metavar="P",
-        help="a policy to compare, may be repeated; also recompute:window=W, a fresh "
-        "forward for every token (default: full, and a window and a streaming cache of 256 tokens)",
+        help="policy to compare; may be repeated. recompute:window=W recomputes the last W "
+        "tokens for every token (default: full, and a window and a streaming cache of 256 tokens)",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help=f"for {' and '.join(FILES)}")
+    parser.add_argument("--out", metavar="DIR", help=f"folder for {' and '.join(FILES)}")
     flags.add_json(parser)
     flags.add_model(parser)
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
-    for policy in chosen:  # check all before minutes of work on the first
+    for policy in chosen:  # check all policies before minutes of work on the first
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
     about = run_metadata("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(compare.table(results))
     if out is not None:
-        caption = f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} in a row"
+        caption = (
+            f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} consecutive tokens"
+        )
         picture = compare.draw(results, llm.config.context, caption)
         file = json.dumps(finite(report), indent=1) + "\n"
         write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
@@ -78,8 +80,8 @@ def _folder(path: str) -> Path:
     """The --out folder; checked, together with matplotlib, before minutes of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--out draws a picture and needs the package matplotlib; pip install matplotlib, or "
-            "leave --out away"
+            "--out draws a plot and needs the package matplotlib; pip install matplotlib, or "
+            "leave --out out"
         )
     return check_folder(path, FILES)
 

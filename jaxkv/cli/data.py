@@ -13,31 +13,33 @@ from jaxkv.cli.progress import Progress
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", nargs="+", required=True, metavar="FILES_OR_FOLDER",
-        help="UTF-8 texts, one document each; a folder stands for every *.txt in it",
+        help="UTF-8 text files, one document each, or folders of *.txt files",
     )  # fmt: skip
     parser.add_argument(
         "--valid", nargs="+", default=[], metavar="FILES_OR_FOLDER",
-        help="texts of the valid split (default: --valid-share of the others, by their hash)",
+        help="texts of the validation split (default: a share of --text, chosen by hash)",
     )  # fmt: skip
     parser.add_argument(
         "--valid-share", type=flags.number, default=0.02, metavar="F",
-        help="share of the documents in the valid split (default 0.02)",
+        help="fraction of the documents in the validation split, without --valid (default 0.02)",
     )  # fmt: skip
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument(
         "--vocab-size", type=flags.whole(1), metavar="N",
-        help="train a byte-level BPE of N tokens on the training texts",
+        help="train a byte-level BPE tokenizer with N tokens on the training texts",
     )  # fmt: skip
-    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead")
+    tokenizer.add_argument("--tokenizer", metavar="FILE", help="use an existing tokenizer.json")
     parser.add_argument(
         "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-        help="of the shards (default: the smaller that fits every id)",
+        help="integer type of the shards (auto: uint16 if all token ids fit, else uint32)",
     )  # fmt: skip
     parser.add_argument(
         "--remove", metavar="PATTERN",
-        help="a regular expression; its matches are removed from the texts (_italics_: --remove _)",
+        help="regular expression; its matches are removed from the texts (_italics_: --remove _)",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, metavar="DIR", help="for shards and manifest.json")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the shards and manifest.json"
+    )
     flags.add_json(parser)
 
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{report['documents']} documents, {report['train_tokens']:,} tokens to train on, "
-        f"{report['valid_tokens']:,} in the valid split; "
-        f"{report['vocab']:,} kinds of token in {report['dtype']}"
+        f"{report['valid_tokens']:,} in the validation split; "
+        f"vocabulary of {report['vocab']:,} in {report['dtype']}"
     )
     return 0

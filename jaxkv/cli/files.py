@@ -1,4 +1,4 @@
-"""Reads input texts and writes result files, all of them or none; errors name the remedy."""
+"""Read input texts, and write all result files or none; errors name the remedy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxkv.files import decode
 def read_text(path: str, what: str) -> str:
     """Read a UTF-8 file, or standard input where path is `-`. what: its name in errors.
 
-    Raises UserError where it cannot be read, is not UTF-8 or is empty.
+    Raises UserError if it cannot be read, is not UTF-8 or is empty.
     """
     name = f"{what} " + ("on standard input" if path == "-" else path or "''")
     if path == "-" and sys.stdin is None:
-        raise UserError(f"{name} cannot be read: it is closed; pipe some text in, or name a file")
+        raise UserError(f"{name} cannot be read: it is closed; pipe text in, or name a file")
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def finite(value: object) -> object:
-    """Replace the numbers that are not finite by None."""
+    """Replace NaN and infinities by None."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

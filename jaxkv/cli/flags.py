@@ -1,4 +1,4 @@
-"""The flags that commands share, and the values that they stand for."""
+"""The flags that several commands share, and their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_POLICY = "streaming:sinks=4,window=252"
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of a flag that takes a whole number from `least` to `most`."""
+    """The type of a flag for a whole number from `least` to `most`."""
     span = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
@@ -34,7 +34,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """The type of a flag that takes a number; the library checks its range."""
+    """The type of a flag for a number; the library checks its range."""
     try:
         return float(text)
     except ValueError:
@@ -46,12 +46,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="DIR_OR_HUB_ID",
-        help="a model folder or a Hub id (default: the small one that comes with jaxkv)",
+        help="model folder or Hugging Face Hub id (default: the small model that comes with jaxkv)",
     )  # fmt: skip
-    group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: by device)")
-    group.add_argument("--mesh", help="devices to use, as data=2,model=4 (batch, KV heads)")
     group.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, help="of all random draws (default 0)"
+        "--dtype",
+        help="data type of weights and caches: float32, bfloat16 or float16 (default: by device)",
+    )
+    group.add_argument(
+        "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
+    )
+    group.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, help="seed of all random draws (default 0)"
     )
 
 
@@ -69,43 +74,73 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action=Once,
         default=DEFAULT_POLICY,
-        help="the cache policy; `jaxkv policies` lists them, `jaxkv policies NAME` describes one "
+        help="cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one "
         f"(default {DEFAULT_POLICY})",
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """How tokens are drawn and when to stop."""
+    """Flags of sampling and of the end of an answer."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-new-tokens", type=whole(1), default=max_new_tokens, metavar="N",
-        help=f"most tokens to generate (default {max_new_tokens})",
+        help=f"maximum number of tokens to generate (default {max_new_tokens})",
     )  # fmt: skip
     group.add_argument(
-        "--temperature", type=number, default=0.0, help="0 takes the most likely token (default)"
+        "--temperature",
+        type=number,
+        default=0.0,
+        help="divides the logits before sampling; 0 is greedy decoding (default 0)",
     )
     group.add_argument(
-        "--top-k", type=whole(0), default=0, help="sample from the k likeliest; 0 is off"
+        "--top-k",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0 is off (default 0)",
     )
     group.add_argument(
-        "--top-p", type=number, default=1.0, help="sample from this probability mass"
+        "--top-p",
+        type=number,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest tokens whose probabilities add up to P (default 1)",
     )
     group.add_argument(
-        "--min-p", type=number, default=0.0, help="least probability, relative to the most likely"
+        "--min-p",
+        type=number,
+        default=0.0,
+        metavar="P",
+        help="minimum probability of a token, relative to the most likely one (default 0)",
     )
-    group.add_argument("--repetition-penalty", type=number, default=1.0, help="1 is off")
     group.add_argument(
-        "--stop", nargs="+", action="extend", default=[], metavar="S", help="end before this text"
+        "--repetition-penalty",
+        type=number,
+        default=1.0,
+        metavar="X",
+        help="penalty of tokens that already occurred; 1 is none (default 1)",
     )
-    group.add_argument("--ignore-eos", action="store_true", help="continue after an EOS token")
+    group.add_argument(
+        "--stop",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="S",
+        help="stop strings: the answer ends before the first of them",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="continue to generate after an EOS token"
+    )
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The sampling settings of the flags."""
+    """The sampling settings that the flags give."""
     with Progress("loading"):
         from jaxkv.models import Sampling
 
@@ -114,15 +149,15 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     )
     if args.temperature == 0 and (args.top_k or args.top_p < 1 or args.min_p):
         warnings.warn(
-            "without --temperature the most likely token is taken: --top-k, --top-p and --min-p "
-            "have no effect",
+            "--top-k, --top-p and --min-p have no effect in greedy decoding (temperature 0); "
+            "give --temperature",
             stacklevel=2,
         )
     return sampling
 
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
-    """The model of --model; policies are checked against it before its weights are read."""
+    """Load the model of --model; checks the policies against it before it reads the weights."""
     with Progress("loading", unit="bytes") as progress:
         import jax
 
@@ -137,7 +172,7 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
             jax.devices()
         except RuntimeError as error:
             raise UserError(
-                f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or leave it unset"
+                f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or unset it"
             ) from None
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         folder = DEFAULT if args.model is None else find(args.model)

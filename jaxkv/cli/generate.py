@@ -15,8 +15,10 @@ from jaxkv.errors import UserError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text; - is standard input")
-    parser.add_argument("--prompt-file", metavar="F", help="a file with the prompt")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="file with the prompt")
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=256)
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt, without the final line end that an editor or `echo` adds."""
     if args.prompt_file is not None and args.prompt is not None:
-        raise UserError("a prompt was given twice; give PROMPT or --prompt-file, not both")
+        raise UserError("the prompt is given twice; give PROMPT or --prompt-file, not both")
     if args.prompt_file is not None:
         text = read_text(args.prompt_file, "prompt file").removesuffix("\n")
     elif args.prompt == "-":
@@ -80,8 +82,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     elif args.prompt is not None:
         text = args.prompt
     else:
-        hint = " (in front of --stop, which takes all words that follow it)" if args.stop else ""
-        raise UserError(f"no prompt was given; give a text{hint}, - or --prompt-file F")
+        hint = " (before --stop, which takes all words after it)" if args.stop else ""
+        raise UserError(f"no prompt is given; give a text{hint}, - or --prompt-file FILE")
     if not text:
         raise UserError("the prompt is empty; give at least one character")
     return text

@@ -1,7 +1,7 @@
 """Ctrl-C ends a command with exit code 130 and preserves the results so far.
 
-An exception raised during an import, inside jax or in a destructor gets lost or does damage. So
-Ctrl-C calls a function instead, which each stage of a command chooses.
+An exception that is raised during an import, inside jax or in a destructor may be lost or break
+that code. So Ctrl-C calls a function instead, which each stage of a command chooses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def leave() -> None:
 
 
 def ignore_interrupts() -> None:
-    """Ignore Ctrl-C while Python exits, so that the exit code stays."""
+    """Ignore Ctrl-C while Python exits, so that it does not change the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

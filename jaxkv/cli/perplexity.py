@@ -1,4 +1,4 @@
-"""`jaxkv perplexity`: how well a model predicts a text under a cache policy."""
+"""`jaxkv perplexity`: compute the perplexity of a text under a cache policy."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ def add_text(
 ) -> None:
     """The flags of a text to score."""
     default = "the whole file" if max_tokens is None else max_tokens
-    parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text; - is stdin")
+    parser.add_argument(
+        "--text", metavar="FILE", required=True, help="UTF-8 text; - reads standard input"
+    )
     parser.add_argument(
         "--max-tokens", type=flags.whole(2), default=max_tokens, metavar="N",
-        help=f"the first N tokens, including a BOS (default: {default})",
+        help=f"score only the first N tokens, including a BOS (default: {default})",
     )  # fmt: skip
     parser.add_argument(
         "--chunk", type=flags.whole(1), metavar="C",
-        help="tokens per chunk; affects only the speed, except for h2o (default: chosen by policy)",
+        help="tokens per chunk; changes only the speed, except for h2o (default: by policy)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",
-        help=f"tokens whose losses are averaged together (default: {blocks} blocks)",
+        help=f"report the mean loss of each N tokens (default: {blocks} equal blocks)",
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from jaxkv.cli.files import print_json
 from jaxkv.errors import UserError
 
 NOTE = """\
-A policy is written name or name:field=value,...; by layer 0=full;*=streaming:sinks=4,window=252.
+A policy is written name or name:field=value,...; layers can differ, as in
+0=full;*=streaming:sinks=4,window=252.
 Memory is in bytes per sequence and layer: K KV heads, G query heads per KV head, H head dim,
 itemsize of the dtype."""
 MORE = "`jaxkv policies NAME` describes a policy and its fields."
@@ -19,7 +20,7 @@ WIDTH = 88  # columns of prose
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a policy to describe")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="policy to describe")
     flags.add_json(parser)
 
 

@@ -15,26 +15,32 @@ from jaxkv.errors import UserError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", required=True,
-        help="the recipe to start from: tiny, default, small or 160m (models/recipes.py)",
+        help="recipe: tiny, default, small or 160m (see models/recipes.py)",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
-        help="one field of the recipe, may be repeated: sinks=none|zero|token|two_tokens|logit, "
-        "steps, lr, ... (models/recipes.py lists them)",
+        help="change a field of the recipe, such as steps, lr or "
+        "sinks=none|zero|token|two_tokens|logit; may be repeated (models/recipes.py lists all)",
     )  # fmt: skip
-    parser.add_argument("--data", required=True, metavar="DIR", help="the output of `jaxkv data`")
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", help="output folder of `jaxkv data`"
+    )
     parser.add_argument(
         "--out", required=True, metavar="DIR",
-        help="a folder for this run alone; the same command again resumes it",
+        help="folder of this run; the same command resumes the run",
     )  # fmt: skip
-    parser.add_argument("--mesh", help="devices to split samples and weights over, as data=8")
+    parser.add_argument(
+        "--mesh", help="device mesh: data=8 shards samples and weights over 8 devices"
+    )
     parser.add_argument(
         "--distributed", nargs="?", const="", metavar="HOST:PORT,PROCESSES,NUMBER",
-        help="this is one process of several: the address of the first, their number, the index of "
-        "this one (default: from the cluster's launcher)",
+        help="join a run of several processes: address of the first process, number of processes, "
+        "index of this one (default: from the cluster's launcher)",
     )  # fmt: skip
     parser.add_argument(
-        "--tensorboard", action="store_true", help="also write OUT/tensorboard (tensorboardX)"
+        "--tensorboard",
+        action="store_true",
+        help="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
     )
 
 
@@ -61,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     def stop() -> None:
         pressed.append(True)
-        # Not print: Ctrl-C may interrupt another print.
-        os.write(2, b"\nstopping once this step is done and saved; Ctrl-C again exits at once\n")
+        # os.write, because Ctrl-C may interrupt a print.
+        os.write(2, b"\nstopping after this step, which is saved; Ctrl-C again exits at once\n")
 
     with on_interrupt(stop):
         model = pretrain(
@@ -82,13 +88,13 @@ def _join(text: str) -> None:
     address, *numbers = text.split(",")
     if text and (len(numbers) != 2 or not all(n.strip().isdecimal() for n in numbers)):
         raise UserError(
-            f"--distributed is written HOST:PORT,PROCESSES,NUMBER, got {text!r}; try "
+            f"--distributed must be HOST:PORT,PROCESSES,NUMBER, got {text!r}; try "
             "127.0.0.1:1234,2,0 in the first of two processes"
         )
     try:
         jax.distributed.initialize(address or None, *map(int, numbers))
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"the processes of this run did not find each other: {str(error).splitlines()[0]}; "
-            "start all of them, with one address and indices from 0 on"
+            f"the processes of this run did not connect: {str(error).splitlines()[0]}; "
+            "start all of them, with the same address and indices from 0"
         ) from None

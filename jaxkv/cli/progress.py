@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: the share done, the rate, and the time left."""
+"""Progress of long work on standard error: the fraction done, the rate, and the time left."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Progress:
 
 
 def _short(count: float) -> str:
-    """A count with three digits and a unit prefix."""
+    """A count with three digits and k, M or G."""
     for unit in ("", "k", "M"):
         if count < 1000:
             return f"{count:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""`jaxkv serve`: a model over HTTP, with concurrent requests of OpenAI's clients."""
+"""`jaxkv serve`: an HTTP server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -28,38 +28,46 @@ if TYPE_CHECKING:
 
 KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
+SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
 # Group, flag, type, default, metavar, help.
 FLAGS = (
-    ("callers", "host", str, "127.0.0.1", "H", "address to listen on; by default nobody but this "
-     "machine reaches it"),
-    ("callers", "port", flags.whole(0, 65535), 8000, "N", "0 takes a free one, and says which"),
-    ("callers", "name", str, None, "NAME", "what clients call the model; by default as its folder"),
-    ("callers", "api-key-file", str, None, "F", "a line for each caller: KEY, or KEY SALT where "
-     "some share prefixes; without it nobody needs a key"),
-    ("callers", "per-key", COUNT, None, "N", "answers of one key at a time; by default no limit"),
-    ("engine", "slots", COUNT, 16, "N", "answers that are written at a time"),
-    ("engine", "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "tokens of a prompt and its "
-     "answer; they take memory where the policy's cache grows with them"),
-    ("engine", "chunk", COUNT, 128, "N", "tokens of a prompt read at a time: the grid on which "
-     "prefixes are shared"),
-    ("engine", "queue", COUNT, 256, "N", "answers that may wait for a slot; others are sent away"),
-    ("engine", "queue-tokens", COUNT, 2**20, "N", "tokens of prompts that may wait"),
-    ("prefixes", "prefix-slots", flags.whole(0), 256, "N", "chunks or states of prompts that are "
-     "kept for others that begin alike; 0 keeps none"),
-    ("prefixes", "prefix-host-slots", flags.whole(0), 0, "N", "chunks or states in the memory of "
-     "the host besides"),
-    ("prefixes", "prefix-order", str, "lru", "O", "eviction order of the chunks of append-only "
-     "caches: lru (least recently used), lru-deepest-first (and among those of one request the "
-     "deepest) or lfu (least often used)"),
-    ("prefixes", "prefix-where", str, "last+branch", "W", "chunk boundaries at which the states of "
-     "evicting caches are stored: last, branch (where prompts part), every=N; joined by +"),
+    (SERVER, "host", str, "127.0.0.1", "HOST", "address to listen on; 127.0.0.1 accepts "
+     "connections from this machine only"),
+    (SERVER, "port", flags.whole(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
+     "and prints it"),
+    (SERVER, "name", str, None, "NAME", "model name in the API (default: the Hub id or the name of "
+     "the model folder)"),
+    (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
+     "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
+    (SERVER, "per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
+     "(default: no limit)"),
+    (ENGINE, "slots", COUNT, 16, "N", "maximum number of sequences that decode together: the size "
+     "of the decode batch"),
+    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
+     "prompt and its answer together; growing caches reserve memory for it"),
+    (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
+     "multiples of it"),
+    (ENGINE, "queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
+     "status 503"),
+    (ENGINE, "queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
+     "requests"),
+    (PREFIXES, "prefix-slots", flags.whole(0), 256, "N", "number of blocks (append-only caches) or "
+     "snapshots (evicting caches) in device memory; 0 disables the prefix cache"),
+    (PREFIXES, "prefix-host-slots", flags.whole(0), 0, "N", "number of further blocks or snapshots "
+     "in host memory"),
+    (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
+     "used), lru-deepest-first (LRU; of blocks last used together, the deepest) or lfu (least "
+     "frequently used)"),
+    (PREFIXES, "prefix-where", str, "last+branch", "WHERE", "chunk boundaries at which snapshots "
+     "are stored: last (the last of the prompt), branch (where prompts diverge) or every=N; + "
+     "joins several"),
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"API keys may also be lines of the environment variable {KEYS}; on the command line other "
-        "users would see them. Ctrl-C waits some seconds for answers in progress."
+        f"The environment variable {KEYS} may hold the lines of the API key file instead. Ctrl-C "
+        "waits up to 5 seconds for running answers; a second Ctrl-C does not wait."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -68,9 +76,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         groups[title] = group
         shown = text if default is None else f"{text} (default {default})"
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
-    groups["prefixes"].add_argument(
+    groups[PREFIXES].add_argument(
         "--no-cached-tokens", action="store_true",
-        help="do not report cached prompt tokens: the count reveals others' prompts",
+        help="leave cached_tokens out of the usage, because it reveals other users' prompts",
     )  # fmt: skip
     flags.add_model(parser)
 
@@ -89,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     with listener:
         if not (tenants or is_loopback(listener)):
             warnings.warn(
-                "whoever reaches this machine may send requests; give --api-key-file, or no --host",
+                "the server accepts requests from other machines without an API key; give "
+                "--api-key-file, or leave --host out",
                 stacklevel=2,
             )
         llm = flags.load_model(args, args.policy)
@@ -98,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
         app = server.application(engine, language, tenants, server_config(args, llm))
-        server.begin_listening(listener)  # only now: before, a probe must fail
+        server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, slots {args.slots})",
@@ -115,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
         engine.start()
         try:
-            # The server handles both signals itself, and passes them on when it has ended.
+            # uvicorn handles both signals itself, and raises them again when it has stopped.
             with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
                 running.run(sockets=[listener])
         finally:
@@ -124,12 +133,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_keys(path: str | None) -> tuple[str, str] | None:
-    """The lines of keys and their source; None where there are no keys."""
+    """The text of the API key file and its source; None without API keys."""
     content = os.environ.get(KEYS)
     if path is not None and content is not None:
-        raise UserError(f"keys are given twice, by --api-key-file and {KEYS}; give them once")
+        raise UserError(f"API keys are given twice, in --api-key-file and {KEYS}; give them once")
     if path is not None:
-        return read_text(path, "key file"), path
+        return read_text(path, "API key file"), path
     return None if content is None else (content, KEYS)
 
 
@@ -138,7 +147,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name, if clients can send it; raises UserError otherwise."""
+    """Returns a model name that clients can send; raises UserError for others."""
     from jaxkv.engine.request import is_unicode
     from jaxkv.server.fields import TEXT
 
@@ -163,14 +172,14 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     if not args.prefix_slots:
         if args.prefix_host_slots:
             raise UserError(
-                f"--prefix-host-slots extend --prefix-slots, got {args.prefix_host_slots} and "
-                "none; give --prefix-slots too"
+                f"--prefix-host-slots needs --prefix-slots, got {args.prefix_host_slots} and 0; "
+                "give --prefix-slots too"
             )
         return None
     fields = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
     try:
         return PrefixConfig(*fields)
-    except UserError as error:  # it begins with the name of a field
+    except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 

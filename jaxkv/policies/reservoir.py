@@ -38,7 +38,7 @@ class ReservoirState(NamedTuple):
 class Reservoir(Policy):
     """Cache the first `sinks` tokens, the newest `window`, and `sample` of the tokens between.
 
-    A window forgets everything before it. A reservoir keeps an unbiased random sample of the
+    A window evicts everything before it. A reservoir keeps an unbiased random sample of the
     evicted tokens in constant memory, so distant text stays represented (section 3).
 
     scheme: `uniform` gives every evicted token the same inclusion probability, sample size over

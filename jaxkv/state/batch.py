@@ -53,7 +53,7 @@ def put(state: State, indices: Indices, other: State) -> State:
             raise UserError(
                 f"sequences fit a state of equal shape: {jax.tree_util.keystr(path)} takes "
                 f"{_describe(wanted, leaf.dtype)}, got {_describe(new.shape, new.dtype)}; "
-                "reserve the same room for both"
+                "reserve the same number of tokens for both"
             )
         return host_memory.map_on_device(lambda leaf, new: leaf.at[indices].set(new), leaf, new)
 
@@ -156,7 +156,7 @@ def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, S
     for name in expected | found:
         if expected.get(name) != found.get(name):
             raise UserError(
-                f"a snapshot must hold the state of this policy, model and batch: {path}: {name} "
+                f"a snapshot must have the state of this policy, model and batch: {path}: {name} "
                 f"should be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}; "
                 "load it with the settings it was saved with"
             )

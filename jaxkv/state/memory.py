@@ -61,7 +61,7 @@ def _group_free() -> int | None:
     return None
 
 
-FEWER = "sequences or tokens, a smaller window or sample, or a policy with a fixed memory"
+FEWER = "sequences or tokens, a smaller window or sample, or a policy of constant memory"
 
 
 def check(

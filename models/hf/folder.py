@@ -32,7 +32,7 @@ def find(folder_or_id: str | Path) -> Path:
     if is_folder:
         return path
     if exists:
-        raise UserError(f"a model is a folder, {text} is a file; name the folder that holds it")
+        raise UserError(f"a model is a folder, {text} is a file; name its folder")
     if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
         raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")
     return _download(text)
@@ -55,7 +55,7 @@ def _download(hub_id: str) -> Path:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
         reason = reason.removeprefix("Got: ")
         raise UserError(
-            f"no such folder, and the Hub did not give {hub_id}: {reason}; check the name and "
+            f"no such folder, and the Hub does not give {hub_id}: {reason}; check the name and "
             "the network, or name a local folder"
         ) from None
     return Path(found)
@@ -76,5 +76,5 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}; {remedy}"
         ) from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+        raise UserError(f"{path} must have a JSON object, got a {type(value).__name__}")
     return value

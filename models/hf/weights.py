@@ -189,7 +189,7 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
         if name.endswith(HARMLESS):
             continue
         if (other := by_name.setdefault(canonical(name), tensor)) is not tensor:
-            raise UserError(f"{folder} holds one tensor under two names: {other.name}, {name}")
+            raise UserError(f"{folder} has one tensor under two names: {other.name}, {name}")
     if config.tied and HEAD in by_name:
         head = by_name.pop(HEAD)
         if _differ(by_name.setdefault(EMBED, head), head):

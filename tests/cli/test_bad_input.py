@@ -1,4 +1,4 @@
-"""Everything a user can get wrong: one line with rule, received and remedy, and exit code 2."""
+"""Wrong input exits with code 2 and one line: the rule, the value received and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
 def refused(ran, *words: str) -> None:
-    """Exit code 2, nothing on standard output, and one line that holds these words."""
+    """Assert exit code 2, no standard output, and one error line that contains these words."""
     assert (ran.code, ran.out) == (2, "")
     (line,) = ran.err.splitlines()
     assert line.startswith("jaxkv: error: ")
@@ -22,7 +22,7 @@ def refused(ran, *words: str) -> None:
         assert word in line, line
 
 
-# Flags behind `generate Hi --model MODEL`, and what the line says.
+# Flags after `generate Hi --model MODEL`, and words of the error line.
 FLAGS = {
     "unknown policy": ("--policy windw", "unknown policy", "'windw'", "did you mean 'window'"),
     "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
@@ -42,9 +42,9 @@ FLAGS = {
     "sample beyond memory": (
         "--policy reservoir:sample=1000000000000", "TiB", "is free", "a smaller window or sample",
     ),
-    "sample no power of two": ("--policy stratified:sample=9", "2, 4, 8", "got 9", "sample=128"),
+    "sample not a power of two": ("--policy stratified:sample=9", "2, 4, 8", "got 9", "sample=128"),
     "no levels": ("--policy balance-stream:levels=0", "levels must be", "got 0", "try levels=3"),
-    "block that is not halved so often": (
+    "block not divisible by 2^rounds": (
         "--policy balance:block=100,rounds=3", "multiple of 2^rounds", "block=100", "try block=256",
     ),
     "rounds": ("--policy balance:rounds=20", "from 1 to 10", "got 20", "try rounds=2"),
@@ -53,10 +53,10 @@ FLAGS = {
         "try capacity=1024",
     ),
     "no bits": ("--policy magicpig:K=0", "K must be from 1 to 16", "got 0", "try K=10"),
-    "bits beyond a code": ("--policy magicpig:K=17", "from 1 to 16", "got 17", "try K=10"),
+    "more bits than a code has": ("--policy magicpig:K=17", "from 1 to 16", "got 17", "try K=10"),
     "a single table": ("--policy magicpig:L=1", "L must be from 2", "got 1", "try L=150"),
-    "no such memory": ("--policy magicpig:memory=disk", "device or host", "'disk'"),
-    "no such hash": ("--policy magicpig:hash=md5", "simhash or crosspolytope", "'md5'"),
+    "unknown memory": ("--policy magicpig:memory=disk", "device or host", "'disk'"),
+    "unknown hash": ("--policy magicpig:hash=md5", "simhash or crosspolytope", "'md5'"),
     "no budget": ("--policy magicpig:budget=0", "from 1 to 65535", "got 0", "try budget=4096"),
     "dense layers that do not exist": (
         "--policy 0=full;16=full;*=magicpig:K=4", "layer 16 does not exist", "layers 0 to 1",
@@ -66,15 +66,15 @@ FLAGS = {
     ),
     "no share": ("--policy topk:share=0", "share must be above 0", "got 0.0", "try share=0.1"),
     "nothing heavy": ("--policy h2o:heavy=0", "at least 1", "got 0 and 128", "try heavy=128"),
-    "more than slots can be": (
-        "--policy balance --max-new-tokens 900000000000", "a cache that grows holds at most",
-        "900000000003 are needed", "fixed memory",
+    "more tokens than a cache can have slots": (
+        "--policy balance --max-new-tokens 900000000000", "a growing cache holds at most",
+        "900000000003 are needed", "constant memory",
     ),
     "full beyond memory": (
-        "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "fixed memory",
+        "--policy full:max=1000000000000 --max-new-tokens 900000000000", "TiB", "constant memory",
     ),
     "full beyond its maximum": (
-        "--policy full --max-new-tokens 200000", "at most 131072", "200003", "max", "fixed memory",
+        "--policy full --max-new-tokens 200000", "at most 131072", "200003", "raise max",
     ),
     "no tokens": ("--max-new-tokens 0", "--max-new-tokens", "at least 1", "'0'", "--help"),
     "fewer than no tokens": ("--max-new-tokens -5", "at least 1", "'-5'", "--help"),
@@ -104,7 +104,7 @@ def test_flags(run, model, name):
     refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
 
 
-def test_a_platform_that_is_not_there(run, model, monkeypatch):
+def test_a_missing_platform_is_an_error(run, model, monkeypatch):
     def devices():
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
@@ -112,12 +112,12 @@ def test_a_platform_that_is_not_there(run, model, monkeypatch):
     refused(run("generate", "Hi", "--model", model), "no device", "'cuda'", "JAX_PLATFORMS=cpu")
 
 
-def test_filters_that_change_nothing_are_told_once(run, model):
+def test_filters_without_temperature_warn_once(run, model):
     ran = run("generate", "Hi", "--model", model, "--top-k", "5", "--max-new-tokens", "2")
     assert ran.code == 0 and ran.err.count("--top-k") == 1 and "--temperature" in ran.err
 
 
-def test_a_mark_that_an_editor_put_in_front(run, model, tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_prompt(run, model, tmp_path):
     plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
     plain.write_bytes(b"Once upon a time")
     marked.write_bytes(b"\xef\xbb\xbfOnce upon a time")
@@ -126,7 +126,7 @@ def test_a_mark_that_an_editor_put_in_front(run, model, tmp_path):
     assert len(texts) == 1
 
 
-def test_names_that_no_file_can_have(run, model, text):
+def test_impossible_file_names(run, model, text):
     long = "x" * 300
     words = ("--model", model, "--text", text)
     refused(run("compare", *words, "--out", long), "--out must be a folder", "too long")
@@ -134,7 +134,7 @@ def test_names_that_no_file_can_have(run, model, text):
     refused(run("generate", "Hi", "--model", "~nobody-by-that-name/m"), "no such folder")
 
 
-def test_a_folder_where_the_picture_is_to_be(run, model, text, tmp_path):
+def test_a_folder_with_the_name_of_an_output_file(run, model, text, tmp_path):
     (tmp_path / "out" / "compare.png").mkdir(parents=True)
     words = ("--model", model, "--text", text, "--out", tmp_path / "out")
     refused(run("compare", *words), "compare.png is a folder", "choose another")
@@ -197,7 +197,7 @@ def corrupt(folder: Path) -> None:
     path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
 
 
-# How a folder is spoilt, and what the line says.
+# How a model folder is damaged, and words of the error line.
 FOLDERS = {
     "no config": (lack("config.json"), "no config.json in", "name the folder"),
     "no weights": (lack("model.safetensors"), "no weights in", "model.safetensors"),
@@ -229,10 +229,10 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_model_folders(run, model, tmp_path, name):
-    spoil, *words = FOLDERS[name]
+    damage, *words = FOLDERS[name]
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
-    spoil(folder)
+    damage(folder)
     refused(run("generate", "Hi", "--model", folder), str(folder), *words)
 
 
@@ -241,7 +241,7 @@ def test_prompts(run, model, stdin, tmp_path):
         return run("generate", *words, "--model", model)
 
     refused(generate(), "no prompt", "--prompt-file")
-    refused(generate("--stop", "a", "the prompt"), "no prompt", "in front of --stop")
+    refused(generate("--stop", "a", "the prompt"), "no prompt", "before --stop")
     refused(generate(""), "the prompt is empty", "at least one character")
     refused(generate("a\udcff"), "lone surrogate at character 1", "save it as UTF-8")
     stdin(b"")
@@ -280,13 +280,13 @@ def test_lengths(run, model, text):
 
 @pytest.mark.parametrize("policy", ["balance:rounds=2", "topk", "0=full;*=uniform"])
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
-def test_a_policy_that_seals_prompts_has_no_text_to_score(run, model, text, command, policy):
-    """Nor is it warned of first, beyond the trained length, nor another policy run in vain."""
+def test_policies_with_finish_prefill_cannot_score_a_text(run, model, text, command, policy):
+    """The error comes before any warning, and before another policy has run."""
     text.write_text("It was a bright cold day in April. " * 60, encoding="utf-8")
     first = ("--policy", "window") if command == "compare" else ()
     ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
     refused(
-        ran, "waits for the end of a prompt", "has none", "`jaxkv generate` or `chat`", "stream="
+        ran, "acts at the end of prefill", "has no prompt", "`jaxkv generate` or `chat`", "stream="
     )
 
 
@@ -315,7 +315,7 @@ def test_chat_not_utf8(run, model, stdin):
     assert ran.err.splitlines()[-1].startswith("jaxkv: error: standard input is not UTF-8")
 
 
-def test_a_bug_of_ours_is_not_hidden(run, monkeypatch):
+def test_other_exceptions_keep_their_traceback(run, monkeypatch):
     monkeypatch.setattr("jaxkv.policy_spec.describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("policies")

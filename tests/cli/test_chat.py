@@ -9,7 +9,7 @@ import signal
 from jaxkv import models
 
 
-def test_turns(run, model, stdin):
+def test_answers_equal_those_of_the_library(run, model, stdin):
     stdin("Hello\n\n  \nÄ?\r\n/exit\nnever read\n".encode())
     ran = run("chat", "--model", model, "--max-new-tokens", 12, "--json")
     turns = ran.json["turns"]
@@ -17,7 +17,7 @@ def test_turns(run, model, stdin):
     assert all(len(turn["tokens"]) == 12 for turn in turns)
     assert all(turn["finish_reason"] == "length" for turn in turns)
     assert ran.json["state_bytes"] > 0 and "streaming" in ran.json["policy"]
-    assert ran.err == "jaxkv: this model has no chat template: it gets plain lines\n"
+    assert ran.err == "jaxkv: the model has no chat template: messages are sent as plain text\n"
 
     talk = models.Conversation(models.load(model))
     assert ["".join(talk.say(line, max_new_tokens=12)) for line in ("Hello", "Ä?")] == [
@@ -28,13 +28,13 @@ def test_turns(run, model, stdin):
     assert (plain.code, plain.out) == (0, "".join(turn["text"] + "\n" for turn in turns))
 
 
-def test_nothing_said(run, model, stdin):
+def test_empty_input_exits_with_code_0(run, model, stdin):
     stdin(b"")
     ran = run("chat", "--model", model)
     assert (ran.code, ran.out) == (0, "")
 
 
-def test_ctrl_c_ends_the_answer_only(run, model, stdin, monkeypatch):
+def test_ctrl_c_ends_only_the_answer(run, model, stdin, monkeypatch):
     say = models.Conversation.say
 
     def pressed(self, *words):
@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_answer_only(run, model, stdin, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_at_the_prompt_leaves(run, model, stdin, monkeypatch):
+def test_ctrl_c_at_the_prompt_exits(run, model, stdin, monkeypatch):
     def pressed():
         raise KeyboardInterrupt
 

@@ -40,6 +40,6 @@ def test_table_and_files(run, model, text, tmp_path):
     ]
 
 
-def test_default_policies_keep_equally_many_tokens():
+def test_default_bounded_policies_cache_equally_many_tokens():
     assert defaults(512) == ["full", "window:window=256", "streaming:sinks=4,window=252"]
     assert defaults(64) == ["full", "window:window=64", "streaming:sinks=4,window=60"]

@@ -16,7 +16,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_text_is_what_the_library_gives(run, model):
+def test_text_equals_that_of_the_library(run, model):
     expected = models.generate(models.load(model), "Hello", max_new_tokens=40)
     ran = run("generate", "Hello", "--model", model, "--max-new-tokens", 40)
     assert (ran.code, ran.out) == (0, expected.text + "\n" * (not expected.text.endswith("\n")))
@@ -31,7 +31,7 @@ def test_json(run, model):
     assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
-def test_default_policy_is_the_library_s():
+def test_default_policy_equals_that_of_the_library():
     assert DEFAULT_POLICY == streams.DEFAULT_POLICY
 
 
@@ -44,7 +44,7 @@ def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin)
     assert run("generate", "-", *flags) == plain
 
 
-def test_ends_before_a_stop_string(run, model):
+def test_the_text_ends_before_a_stop_string(run, model):
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
     whole = run(*flags, "--json").json["text"]
     stop = whole[10:12]
@@ -52,7 +52,7 @@ def test_ends_before_a_stop_string(run, model):
     assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
 
-def test_seeds(run, model):
+def test_the_seed_determines_the_tokens(run, model):
     def draw(seed: int) -> list[int]:
         flags = ("--temperature", 2, "--top-p", 0.9, "--top-k", 200, "--max-new-tokens", 30)
         ran = run("generate", "Hello", "--model", model, *flags, "--seed", seed, "--json")
@@ -62,7 +62,7 @@ def test_seeds(run, model):
 
 
 def test_a_policy_for_each_layer_and_a_warning(run, model):
-    """One of them is wider than the trained context: what will happen is said in one line."""
+    """A window beyond the trained context warns in one line."""
     flags = ("--policy", "1=window:window=600;*=full", "--max-new-tokens", 5, "--json")
     ran = run("generate", "Hello", "--model", model, *flags)
     assert ran.json["policy"] in (
@@ -70,18 +70,15 @@ def test_a_policy_for_each_layer_and_a_warning(run, model):
         "0=full:max=131072,start=512;*=window:window=600",
     )
     (line,) = ran.err.splitlines()
-    assert line.startswith("jaxkv: warning: window:window=600 reaches back 600 tokens")
-    assert "trained on 512" in line and "falls apart" in line
+    assert line.startswith("jaxkv: warning: window:window=600 looks back 600 tokens")
+    assert "trained context of 512" in line and "degrades" in line
 
 
-def test_a_prompt_too_short_to_be_thinned_is_told_once(run, model):
+def test_a_prompt_too_short_to_compress_warns_once(run, model):
     ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
     (line,) = ran.err.splitlines()
     assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
-    assert (
-        "wants prompts of 68 tokens or more, and one has 6: all its tokens stay in the cache"
-        in line
-    )
+    assert "needs a prompt of at least 68 tokens, got 6: all its tokens stay in the cache" in line
 
 
 def test_a_mesh_gives_the_same_tokens(run, model):
@@ -110,7 +107,7 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
     assert found["finish_reason"] == "interrupted" and 0 < len(found["tokens"]) < 10000
 
 
-def test_without_a_model_ours_writes(run):
+def test_the_default_model_is_the_shipped_one(run):
     words = ("Once upon a time", "--max-new-tokens", 20, "--temperature", 0.8, "--json")
     found = run("generate", *words).json
     assert found["text"] == models.generate(

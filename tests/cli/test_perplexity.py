@@ -27,17 +27,17 @@ def test_json(run, model, text):
 def test_about_twenty_blocks(run, model, text):
     flags = ("--policy", "window:window=32", "--chunk", 64, "--json")
     found = run("perplexity", "--model", model, "--text", text, *flags).json
-    assert found["tokens"] == 1 + len(text.read_bytes())  # a token a byte, and a BOS in front
+    assert found["tokens"] == 1 + len(text.read_bytes())  # one token per byte, after a BOS
     assert len(found["blocks"]) == 20
 
 
-def test_for_people(run, model, text):
+def test_table(run, model, text):
     flags = ("--policy", "window:window=32", "--chunk", 64, "--max-tokens", 150)
     ran = run("perplexity", "--model", model, "--text", text, *flags)
     assert ran.code == 0 and ran.out.startswith("perplexity ") and "149 predictions" in ran.out
 
 
-def test_the_reference_figure(run, stories, shared):
+def test_the_reference_perplexity(run, stories, shared):
     file = shared / "text" / "tinystories" / "valid.txt"
     flags = ("--policy", "full", "--max-tokens", 512, "--chunk", 256, "--json")
     found = run("perplexity", "--model", stories, "--text", file, *flags).json

@@ -20,22 +20,24 @@ def test_all_are_listed(run):
     assert ran.err == ""
 
 
-@pytest.mark.parametrize("told", describe(), ids=lambda told: told["name"])
-def test_one_is_told_in_words(run, told):
-    """With every field that a string may set, and in lines that fit a terminal."""
-    ran = run("policies", told["name"])
+@pytest.mark.parametrize("listed", describe(), ids=lambda listed: listed["name"])
+def test_a_description_names_every_field(run, listed):
+    """Its lines fit a terminal."""
+    ran = run("policies", listed["name"])
     words = ran.out.partition("\n\n")[2].partition("A policy is written")[0]
-    assert ran.code == 0 and ran.out.startswith(f"{told['name']}: {told['summary']}\n  fields  ")
-    assert not [name for name in told["fields"] if not re.search(rf"\b{name}\b", words)]
+    assert ran.code == 0 and ran.out.startswith(
+        f"{listed['name']}: {listed['summary']}\n  fields  "
+    )
+    assert not [name for name in listed["fields"] if not re.search(rf"\b{name}\b", words)]
     assert max(map(len, words.splitlines())) <= 88
 
 
-def test_the_policy_strings_of_the_docs_can_be_copied():
+def test_the_policy_strings_of_the_docs_parse():
     text = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/policies.md"))
     names = "|".join(POLICIES)
-    offered = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
-    assert {one.partition(":")[0] for one in offered} >= {"reservoir", "stratified", "balance"}
-    for one in offered:
+    strings = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
+    assert {one.partition(":")[0] for one in strings} >= {"reservoir", "stratified", "balance"}
+    for one in strings:
         parse_policy(one)
 
 

@@ -1,4 +1,4 @@
-"""`jaxkv data` and `jaxkv pretrain`, from texts to a model that writes."""
+"""`jaxkv data` and `jaxkv pretrain`, from texts to a model that generates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def folder(run, texts, tmp_path):
-    """A data folder, as the command makes it."""
+    """A data folder that the command created."""
     out = tmp_path / "tokens"
-    told = run("data", "--text", texts, "--valid", texts / "5.txt", "--vocab-size", VOCAB,
+    report = run("data", "--text", texts, "--valid", texts / "5.txt", "--vocab-size", VOCAB,
                "--out", out, "--json").json  # fmt: skip
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
-    assert told["documents"] == len(manifest["documents"]) == 6
-    assert (told["vocab"], told["dtype"]) == (VOCAB, "uint16")
-    assert told["train_tokens"] > told["valid_tokens"] > 100
+    assert report["documents"] == len(manifest["documents"]) == 6
+    assert (report["vocab"], report["dtype"]) == (VOCAB, "uint16")
+    assert report["train_tokens"] > report["valid_tokens"] > 100
     return out
 
 
@@ -35,7 +35,7 @@ def pretrain(run, folder, out, *settings, preset="tiny", flags=()):
         return run("pretrain", "--preset", preset, "--data", folder, "--out", out, *flags, *chosen)
 
 
-def test_from_texts_to_text(run, folder, tmp_path):
+def test_data_pretrain_and_generate(run, folder, tmp_path):
     out = tmp_path / "run"
     ran = pretrain(run, folder, out, "sinks=logit", "steps=6")
     assert (ran.code, ran.out) == (0, f"{out / 'hf'}\n")
@@ -45,8 +45,8 @@ def test_from_texts_to_text(run, folder, tmp_path):
     assert again.code == 0 and "resuming from step 6\nall steps are done" in again.err
     assert json.loads((out / "hf" / "config.json").read_text())["sink_logit"] == "learned"
     flags = ("--max-new-tokens", 40, "--policy", "streaming:sinks=1,window=15", "--json")
-    told = run("generate", "the cat", "--model", out / "hf", *flags).json
-    assert len(told["tokens"]) == 40 or told["finish_reason"] == "eos"
+    report = run("generate", "the cat", "--model", out / "hf", *flags).json
+    assert len(report["tokens"]) == 40 or report["finish_reason"] == "eos"
 
 
 def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
@@ -60,13 +60,13 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     refused(data(texts, "--vocab-size", 100, "--valid", texts / "0.txt"), "at least 259", "100")
     monkeypatch.setattr("jaxkv.models.corpus._train", lambda *_: Wide())
     wide = ("--vocab-size", 300, "--valid", texts / "0.txt")
-    refused(data(texts, *wide, "--token-dtype", "uint16"), "65,535", "70,000", "take uint32")
+    refused(data(texts, *wide, "--token-dtype", "uint16"), "65,535", "70,000", "use uint32")
     assert not out.exists()
     (tmp_path / "file").write_text("x")
     refused(run("data", "--text", texts, *wide, "--out", tmp_path / "file"), "can be written to")
 
     refused(pretrain(run, tmp_path / "nowhere", out), "no such folder", "jaxkv data")
-    refused(pretrain(run, texts, out), "is no data folder", "jaxkv data")
+    refused(pretrain(run, texts, out), "is not a data folder", "jaxkv data")
     refused(pretrain(run, folder, out, preset="large"), "tiny, default, small, 160m", "'large'")
     refused(pretrain(run, folder, out, "sink=token"), "field=value", "'sink=token'")
     refused(pretrain(run, folder, out, "context=4096"), "a batch of 8 samples", "give more text")
@@ -77,7 +77,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
 
 
 class Wide:
-    """Stands for a tokenizer of more tokens than 16 bits can number."""
+    """A tokenizer with more tokens than fit into 16 bits."""
 
     def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
         return {"a": 69_999}

@@ -1,4 +1,4 @@
-"""What only a real process shows: Ctrl-C, a reader that leaves, and how soon --help is there."""
+"""Tests in a real process: Ctrl-C, closed streams, and the time of --help."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_ctrl_c_keeps_the_text_so_far(model):
 
 
 @pytest.mark.parametrize("pause", [0.01, 0.05, 0.15])
-def test_an_impatient_ctrl_c(model, pause):
-    """Pressed again and again, also while Python takes itself down: the same exit code."""
+def test_repeated_ctrl_c_keeps_the_exit_code(model, pause):
+    """Also while Python exits."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         process.stdout.read(1)
         for _ in range(4):
@@ -46,8 +46,8 @@ def test_an_impatient_ctrl_c(model, pause):
 
 
 @pytest.mark.parametrize("stream", [0, 2])
-def test_a_stream_that_is_closed(model, stream):
-    """Without standard error the text still comes; without standard input one line says so."""
+def test_a_closed_stream(model, stream):
+    """Without standard error the text is printed; without standard input one line is the error."""
     words = ["generate", "-" if stream == 0 else "Hello", "--model", model]
     with start(*words, before=["sh", "-c", f'exec "$@" {stream}>&-', "sh"]) as process:
         out, err = process.communicate(timeout=60)
@@ -59,7 +59,7 @@ def test_a_stream_that_is_closed(model, stream):
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4, 0.8])
 def test_ctrl_c_while_loading(model, seconds):
-    """Also in the middle of an import, where an exception may be lost or break things."""
+    """Also during an import, where an exception may be lost or break the import."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
@@ -67,7 +67,7 @@ def test_ctrl_c_while_loading(model, seconds):
     assert (process.returncode, err) == (130, b"")
 
 
-def test_a_reader_that_leaves(model):
+def test_a_reader_that_closes_the_pipe(model):
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
         process.stdout.read(10)
         process.stdout.close()
@@ -75,7 +75,7 @@ def test_a_reader_that_leaves(model):
     assert (process.returncode, err) == (141, b"")
 
 
-def test_a_reader_that_was_never_there():
+def test_a_pipe_without_a_reader():
     reader, writer = os.pipe()
     os.close(reader)
     with start("policies", stdout=writer) as process:
@@ -84,11 +84,11 @@ def test_a_reader_that_was_never_there():
     assert (process.returncode, err) == (141, b"")
 
 
-def test_ctrl_c_ends_an_answer_and_then_the_chat(model):
+def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(model):
     with start("chat", "--model", model, *ENDLESS, stdin=subprocess.PIPE) as process:
         process.stdin.write(b"Hello\n")
         process.stdin.flush()
-        process.stdout.read(1)  # the answer has begun, and would go on for days
+        process.stdout.read(1)  # the answer has begun and is practically endless
         process.send_signal(signal.SIGINT)
         process.stdin.write(b"And?\n")
         process.stdin.flush()
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(model):
     assert process.returncode == 130 and b"Traceback" not in err
 
 
-def test_help_does_not_wait_for_jax():
+def test_help_does_not_import_jax():
     def seconds(*words: str) -> float:
         begun = time.perf_counter()
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""`jaxkv serve`: what is wrong is said before a model is loaded; and the whole of it, once."""
+"""`jaxkv serve`: errors before a model is loaded, and a server in a real process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_port_in_use(run):
         refused(run("serve", *NO_MODEL, "--port", port), f"127.0.0.1 port {port}", "is in use", "0")
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     (["--host", "no.such.host.invalid"], ["--host 'no.such.host.invalid'", "127.0.0.1"]),
     (["--host", "192.0.2.1"], ["192.0.2.1 port", "not an address of this machine"]),
     (["--port", "65536"], ["--port", "0 to 65535", "65536"]),
@@ -46,16 +46,16 @@ def test_a_port_in_use(run):
     (["--name", "x" * 1001], ["--name must be", "1000 characters"]),
     (["--slots", "0"], ["--slots", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
-    (["--api-key-file", "absent"], ["no such key file absent"]),
+    (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
     (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
 ])  # fmt: skip
-def test_flags(run, words, told):
-    refused(run("serve", *NO_MODEL, "--port", "0", *words), *told)
+def test_flags(run, words, expected):
+    refused(run("serve", *NO_MODEL, "--port", "0", *words), *expected)
 
 
-def test_keys_that_are_wrong(run, tmp_path, monkeypatch):
+def test_invalid_api_keys(run, tmp_path, monkeypatch):
     path = tmp_path / "keys"
     path.write_text("a b c\n")
     refused(run("serve", "--api-key-file", path), f"{path}, line 1", "3 words")
@@ -66,16 +66,17 @@ def test_keys_that_are_wrong(run, tmp_path, monkeypatch):
     refused(run("serve", "--api-key-file", path), "given twice")
 
 
-def test_an_address_for_all_without_keys(run):
-    """It is said, and the model is looked for next."""
+def test_a_public_address_without_keys_warns(run):
     ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
     warning, error = ran.err.splitlines()
-    assert "whoever reaches this machine may send requests" in warning and "nowhere" in error
+    assert (
+        "accepts requests from other machines without an API key" in warning and "nowhere" in error
+    )
 
 
 @pytest.fixture(scope="module")
 def process(model, tmp_path_factory):
-    """A server with a key, and where it is."""
+    """A server with an API key: its process and URL."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("secret team\n")
     with started(model, "--api-key-file", str(keys)) as running:
@@ -90,8 +91,10 @@ def started(model, *more):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
-            told = rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, slots 2\)\n"
-            match = re.fullmatch(told, line)
+            pattern = (
+                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, slots 2\)\n"
+            )
+            match = re.fullmatch(pattern, line)
             assert match, line
             yield process, match[1]
         finally:
@@ -104,51 +107,51 @@ def client(process):
         yield client
 
 
-def test_it_answers_as_generate_does(client, model):
-    """Two prompts at a time, greedily and drawn, from the model, the policy and the chunks."""
+def test_answers_equal_those_of_generate(client, model):
+    """Two prompts per request, greedy and sampled, with the same model, policy and chunk."""
     llm = models.load(model)
     for settings in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
         prompts = ["Once upon a time there was a cache", "Hello"]
-        told = client.completions.create(
+        answer = client.completions.create(
             model="tiny", prompt=prompts, max_tokens=20, extra_body={"ignore_eos": True}, **settings
         )
-        for prompt, choice in zip(prompts, told.choices, strict=True):
+        for prompt, choice in zip(prompts, answer.choices, strict=True):
             alone = models.generate(llm, prompt, POLICY, 20, ignore_eos=True, chunk=16, **settings)
             assert choice.text == alone.text
 
 
-def test_a_prefix_is_found_again(client):
-    prompt = "A long beginning that is asked for again and again. "
-    told = [
+def test_a_prefix_is_reused(client):
+    prompt = "A long beginning that several prompts share. "
+    answers = [
         client.completions.create(model="tiny", prompt=prompt + end, max_tokens=1, temperature=0)
         for end in ("One", "Two", "Three")
     ]
-    assert told[0].usage.prompt_tokens_details.cached_tokens == 0
-    assert told[-1].usage.prompt_tokens_details.cached_tokens >= 32
-    figures = client.get("/../metrics", cast_to=str)
-    told_hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", figures, re.M)
-    assert float(told_hits[1]) >= 32
-    assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", figures, re.M)
+    assert answers[0].usage.prompt_tokens_details.cached_tokens == 0
+    assert answers[-1].usage.prompt_tokens_details.cached_tokens >= 32
+    metrics = client.get("/../metrics", cast_to=str)
+    hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
+    assert float(hits[1]) >= 32
+    assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", metrics, re.M)
 
 
-def test_scores_are_those_of_the_model(client, model):
-    """Also where the text is cached by then, and with a token more or none."""
+def test_echoed_scores_equal_those_of_the_model(client, model):
+    """Also if the text is cached, with one new token and with none."""
     llm = models.load(model)
     text = "Some forty characters to be scored, twice"
     losses = np.concatenate([*models.losses(llm, llm.tokenizer.encode(text), POLICY, chunk=16)])
     for count in (0, 1):
-        told = client.completions.create(
+        answer = client.completions.create(
             model="tiny", prompt=text, max_tokens=count, echo=True, logprobs=1, temperature=0
         )
-        assert told.choices[0].text.startswith(text)
-        first, *others = told.choices[0].logprobs.token_logprobs
+        assert answer.choices[0].text.startswith(text)
+        first, *others = answer.choices[0].logprobs.token_logprobs
         assert first is None and len(others) == len(losses) + count
         assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_ctrl_c(process, client):
-    """Pressed twice it does not wait for what still runs; and it is the last that is asked here."""
+    """A second Ctrl-C does not wait for running answers. Last, because it ends the process."""
     running, _ = process
     with client.completions.create(
         model="tiny", prompt="x", max_tokens=10**6, stream=True, extra_body={"ignore_eos": True}
@@ -164,8 +167,8 @@ def test_ctrl_c(process, client):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
-def test_what_stops_services(model):
-    """SIGTERM lets answers end for some seconds, and tells those that do not."""
+def test_sigterm(model):
+    """Answers that do not end within some seconds get an error."""
     tiers = ("--prefix-slots", "2", "--prefix-host-slots", "8", "--prefix-order", "lfu")
     with (
         started(model, *tiers) as (running, url),

@@ -1,4 +1,4 @@
-"""A decoder in a few lines of plain JAX for tests of the engine, and listeners."""
+"""A small decoder in plain JAX for tests of the engine, and a listener."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Recorder:
         return outcome
 
     def prompt(self, scored: list[ScoredToken]) -> None:
-        assert not self.scored and not self.echoed, "a prompt comes once and first"
+        assert not self.scored and not self.echoed, "the prompt is delivered once and first"
         self.echoed = list(scored)
 
     def token(self, scored: ScoredToken) -> bool:
-        assert not self.outcomes, "nothing follows the end"
+        assert not self.outcomes, "no token follows the end"
         self.scored.append(scored)
         if self._fail == "token":
             raise ValueError("this listener is broken")
@@ -80,7 +80,7 @@ class Recorder:
 
 
 def ask(engine: Engine, *requests: Request) -> list[Recorder]:
-    """Answer all requests at once, to the end."""
+    """Submit all requests at once and run the engine until they end."""
     listeners = [Recorder() for _ in requests]
     for request, listener in zip(requests, listeners, strict=True):
         engine.submit(request, listener)

@@ -1,4 +1,4 @@
-"""Many answers at once are the answers one by one, and nobody waits for ever."""
+"""Continuous batching: answers do not depend on other requests, and every request ends."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def engine() -> Engine:
     return Engine(plain(), max_batch=4, chunk=16, step_tokens=32)
 
 
-def test_a_finished_sequence_does_not_choose_how_others_are_sampled(monkeypatch):
-    """Its entry keeps temperature and filters, and a greedy batch must skip noise and sort."""
+def test_a_finished_request_does_not_affect_the_sampling_of_others(monkeypatch):
+    """Its batch entry keeps its sampling settings, but a greedy batch must skip noise and sort."""
     temperatures = []
 
     def watched(knobs, *args):
@@ -67,7 +67,7 @@ def outcome_of(listener: Recorder):
     )
 
 
-def test_together_as_alone(engine):
+def test_answers_together_equal_answers_alone(engine):
     asked = [
         *requests(20),
         *requests(6, 1, logprobs=5),
@@ -94,18 +94,18 @@ def test_nothing_is_compiled_while_it_serves(engine):
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
-def test_nothing_is_compiled_while_prefixes_come_and_go(policy):
-    how = PrefixConfig(3, where="every=1", host_blocks=20)
-    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=16, prefix_cache=how)
+def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
+    config = PrefixConfig(3, where="every=1", host_blocks=20)
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=16, prefix_cache=config)
     before = engine.compilations
     for _ in range(2):
         ask(engine, *(Request((n, *range(40)), 2) for n in range(6)))
-    figures = engine.metrics()
-    assert engine.compilations == before and figures["snapshot_slots_held"] == 0
-    assert figures["promotions"] > 3 and figures["demotions"] > 3
+    metrics = engine.metrics()
+    assert engine.compilations == before and metrics["snapshot_slots_held"] == 0
+    assert metrics["promotions"] > 3 and metrics["demotions"] > 3
 
 
-def test_prefixes_are_not_touched_beside_the_thread():
+def test_resetting_the_prefix_cache_beside_the_thread_raises():
     engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(4))
     engine.start()
     with pytest.raises(RuntimeError, match="before start"):
@@ -114,7 +114,7 @@ def test_prefixes_are_not_touched_beside_the_thread():
     assert engine.reset_prefix_cache()
 
 
-def test_of_a_prompt_that_was_given_up_what_was_read_is_counted():
+def test_a_cancelled_prefill_counts_its_computed_tokens():
     engine = Engine(plain(), max_batch=1, chunk=16, step_tokens=16)
     listener = Recorder()
     handle = engine.submit(Request((1,) * 160, 4), listener)
@@ -125,7 +125,7 @@ def test_of_a_prompt_that_was_given_up_what_was_read_is_counted():
     assert (listener.outcome.reason, listener.outcome.computed_tokens) == ("cancelled", 48)
 
 
-def test_what_ends_an_answer(engine):
+def test_eos_stop_and_length_end_an_answer(engine):
     (free,) = ask(engine, Request((1, 2, 3), 30))
     word = free.tokens[4]
     first = free.tokens.index(word)
@@ -140,7 +140,7 @@ def test_what_ends_an_answer(engine):
     assert (scored.tokens, scored.outcome.reason, len(scored.echoed)) == ([], "length", 3)
 
 
-def test_log_probabilities_are_those_of_the_model(engine):
+def test_log_probabilities_equal_those_of_the_model(engine):
     tokens = prompts(1, 9, most=60)[0] + (4, 4, 4)
     (listener,) = ask(engine, Request(tokens, 8, logprobs=3, echo=True))
     text = [*tokens, *listener.tokens]
@@ -167,7 +167,7 @@ def test_penalties_and_biases(engine):
     assert np.bincount(rarely.tokens, minlength=VOCAB).tolist() == [2] * VOCAB
 
 
-def test_cancelled_at_any_moment():
+def test_cancelling_at_any_step():
     engine = Engine(plain(), max_batch=2, chunk=16, step_tokens=16)
     asked = [Request(tuple(range(40)), 20, seed=n) for n in range(6)]
     whole = [listener.tokens for listener in ask(engine, *asked)]
@@ -190,7 +190,7 @@ def test_cancelled_at_any_moment():
         assert engine.running == engine.waiting == 0
 
 
-def test_a_listener_that_raises_loses_its_answer_alone(engine):
+def test_a_listener_that_raises_ends_only_its_own_answer(engine):
     fine = Request((1, 2), 12)
     (wanted,) = ask(engine, fine)
     listeners = [Recorder(fail="token"), Recorder(), Recorder(fail="done")]
@@ -205,7 +205,7 @@ def test_a_listener_that_raises_loses_its_answer_alone(engine):
     assert engine.healthy and engine.running == 0
 
 
-def test_a_full_queue_says_when_to_come_again():
+def test_a_full_queue_says_when_to_retry():
     engine = Engine(plain(), max_batch=1, chunk=16, queue=2, queue_tokens=50)
     engine.submit(Request((1,) * 40, 4), Recorder())
     engine.submit(Request((1,) * 40, 4), Recorder())  # the request before it takes the batch entry
@@ -216,7 +216,7 @@ def test_a_full_queue_says_when_to_come_again():
     with pytest.raises(Overloaded):
         engine.submit(Request((1,), 4), Recorder())
     finish(engine)
-    (large,) = ask(engine, Request((1,) * 60, 4))  # alone it may be larger than the queue
+    (large,) = ask(engine, Request((1,) * 60, 4))  # a single prompt may exceed queue_tokens
     assert large.outcome.reason == "length"
 
 
@@ -252,12 +252,12 @@ def test_a_full_queue_says_when_to_come_again():
         {"echo": "yes"},
     ],
 )
-def test_what_can_be_no_request(engine, unchecked, fields):
+def test_invalid_requests_raise(engine, unchecked, fields):
     with pytest.raises(UserError):
         engine.submit(Request(**{"tokens": (1,), **fields}), Recorder())
 
 
-def test_a_growing_cache_has_an_end():
+def test_a_request_beyond_max_len_raises():
     engine = Engine(plain("full"), max_batch=2, max_len=64, chunk=16)
     with pytest.raises(UserError, match="max_len is 64 tokens"):
         engine.submit(Request((1,) * 60, 5), Recorder())
@@ -265,7 +265,7 @@ def test_a_growing_cache_has_an_end():
     assert len(listener.tokens) == 4
 
 
-def test_logits_that_are_not_finite_end_one_answer_and_no_other():
+def test_logits_that_are_not_finite_end_only_one_answer():
     model = plain()
 
     def forward(w, tokens, positions, valid, states, indices):
@@ -285,7 +285,7 @@ def test_logits_that_are_not_finite_end_one_answer_and_no_other():
     assert fine.outcome.reason == "length" and engine.healthy
 
 
-def test_in_a_thread_of_its_own():
+def test_the_engine_runs_in_its_own_thread():
     engine = Engine(plain(), max_batch=3, max_len=2**31 - 1, chunk=16)
     asked = requests(10, 4)
     alone = [listener.tokens for listener in ask(engine, *asked)]
@@ -335,7 +335,7 @@ def test_a_failure_ends_every_answer_once(monkeypatch, broken):
         engine.submit(Request((1,), 1), Recorder())
 
 
-def test_many_small_prompts_do_not_hold_up_a_stream():
+def test_many_short_prompts_do_not_delay_a_stream():
     engine = Engine(plain(), max_batch=64, chunk=16, step_tokens=128)
     listener = Recorder()
     engine.submit(Request((1,), 200), listener)
@@ -347,12 +347,14 @@ def test_many_small_prompts_do_not_hold_up_a_stream():
     while engine.waiting:
         engine.step()
         steps += 1
-    assert steps >= 100 * (16 + 32) / (128 + 48), "each is charged for what it takes"
+    assert steps >= 100 * (16 + 32) / (128 + 48), (
+        "each prompt costs its padded width and PROMPT_COST"
+    )
     assert len(listener.tokens) - before >= steps - 1
     finish(engine)
 
 
-def test_more_at_once_than_the_queue_takes():
+def test_answer_takes_more_requests_than_the_queue():
     engine = Engine(plain(), max_batch=2, chunk=16, queue=3)
     asked = requests(12, 8)
     alone = [ask(engine, request)[0].tokens for request in asked]
@@ -385,7 +387,7 @@ def test_a_listener_cannot_stop_the_engine_that_calls_it():
         engine.start()
 
 
-def test_a_listener_that_lacks_a_call_loses_its_answer_alone(engine, unchecked):
+def test_a_listener_without_a_method_ends_only_its_own_answer(engine, unchecked):
     class Deaf:
         outcome = None
 
@@ -403,6 +405,6 @@ def test_a_listener_that_lacks_a_call_loses_its_answer_alone(engine, unchecked):
     assert listener.outcome.reason == "length" and engine.healthy
 
 
-def test_a_chunk_that_would_compute_padding_for_minutes_is_refused():
+def test_a_chunk_above_4096_is_refused():
     with pytest.raises(UserError, match="at most 4096"):
         Engine(plain(), chunk=10**6)

@@ -31,7 +31,7 @@ OFTEN = {"full", "streaming:sinks=2,window=14"}
 
 
 def branches(lengths=(10, 16, 31, 33, 48, 130)):
-    """Prompts that share so many tokens with SHARED, and then go their own way."""
+    """Prompts that share these numbers of first tokens with SHARED and then diverge."""
     rng = np.random.default_rng(2)
     return [
         SHARED[:length] + tuple(rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist())
@@ -40,12 +40,12 @@ def branches(lengths=(10, 16, 31, 33, 48, 130)):
 
 
 def usable(size: int) -> int:
-    """Tokens of a prompt that need not be computed where all of it was seen."""
+    """Tokens of a prompt that are cached after the same prompt."""
     return (size - 1) // CHUNK * CHUNK
 
 
 def cold(engine: Engine, request: Request) -> Recorder:
-    """Its answer by an engine with an empty prefix cache."""
+    """Answer a request with an empty prefix cache."""
     assert engine.reset_prefix_cache()
     (listener,) = ask(engine, request)
     assert listener.outcome.cached_tokens == 0
@@ -60,21 +60,21 @@ def first_entry(engine: Engine) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPEND_ONLY + EVICTING]
 )
-def test_a_hit_goes_on_as_the_cold_run(policy):
-    """30: equal tokens, log probabilities and leaves of the batch entry, whatever came before."""
+def test_a_hit_equals_a_full_prefill(policy):
+    """Equal tokens, log probabilities and leaves of the batch entry, whatever came before."""
     engine = Engine(
         plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
     )
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [(cold(engine, one).scored, first_entry(engine)) for one in asked]
     assert engine.reset_prefix_cache()
-    for turn in range(2):
+    for repeat in range(2):
         for one, (want, leaves) in zip(asked, wanted, strict=True):
             (got,) = ask(engine, one)
             assert got.scored == want
             for got_leaf, leaf in zip(first_entry(engine), leaves, strict=True):
                 np.testing.assert_array_equal(got_leaf, leaf)
-            if turn:
+            if repeat:
                 assert got.outcome.cached_tokens == usable(len(one.tokens))
             elif policy in APPEND_ONLY and one is not asked[0]:
                 pairs = zip(one.tokens, SHARED, strict=False)
@@ -85,7 +85,7 @@ def test_a_hit_goes_on_as_the_cold_run(policy):
 
 @pytest.mark.parametrize("policy", ["full", EVICTING[0], seldom(EVICTING[6])])
 def test_a_collision_is_a_miss(policy):
-    """21: where all keys are equal, tokens tell prompts apart; the first entry stays."""
+    """If all hashes are equal, the tokens are compared; the first entry stays."""
     engine = Engine(
         plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
     )
@@ -105,23 +105,23 @@ def test_a_collision_is_a_miss(policy):
 @pytest.mark.parametrize(
     "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
 )
-def test_what_went_to_the_host_comes_back_as_it_was(policy, slots):
-    how = PrefixConfig(slots, host_blocks=100)
-    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=how)
+def test_prefixes_return_from_the_host_unchanged(policy, slots):
+    config = PrefixConfig(slots, host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [cold(engine, one).scored for one in asked]
-    for turn in range(3):
+    for repeat in range(3):
         for one, want in zip(asked, wanted, strict=True):
             (got,) = ask(engine, one)
             assert got.scored == want
-            if turn:
+            if repeat:
                 assert got.outcome.cached_tokens == usable(len(one.tokens))
     counts = engine._store.index.counts
     assert counts.promotions > 10 and counts.demotions > 10 and not counts.evictions
 
 
 @pytest.mark.slow
-def test_levels_are_shared_between_states():
+def test_snapshots_share_pages_of_levels():
     policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
     engine = Engine(plain(policy), max_batch=2, max_len=512, chunk=CHUNK,
                     prefix_cache=PrefixConfig(8, where="every=1"))  # fmt: skip
@@ -130,7 +130,7 @@ def test_levels_are_shared_between_states():
     rng = np.random.default_rng(5)
     asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
     wanted = [cold(engine, one).scored for one in asked]
-    for _ in range(2):  # the second time with states and pages that were given up in between
+    for _ in range(2):  # the second time with reused entries and pages
         assert engine.reset_prefix_cache() and store._pages.taken == 0
         for _ in range(2):
             shared = 0
@@ -138,13 +138,13 @@ def test_levels_are_shared_between_states():
                 (got,) = ask(engine, one)
                 assert got.scored == want
                 shared = max(shared, 3 * store.index.taken - store._pages.taken)
-            assert shared > 4, "pages that are others' too"
+            assert shared > 4, "pages shared with other snapshots"
         (again,) = ask(engine, asked[-1])
         assert again.outcome.cached_tokens == usable(90)
 
 
 @pytest.mark.slow
-def test_no_level_but_the_first():
+def test_a_tree_of_one_level():
     policy = "balance-stream:sinks=2,window=6,levels=1,block=4"
     engine = Engine(
         plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(8)
@@ -154,7 +154,7 @@ def test_no_level_but_the_first():
     assert got.scored == wanted and got.outcome.cached_tokens == usable(200)
 
 
-def test_a_prompt_larger_than_all_pages_keeps_what_fits():
+def test_a_prompt_larger_than_all_pages_is_cached_in_part():
     engine = Engine(
         plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(4)
     )
@@ -164,41 +164,41 @@ def test_a_prompt_larger_than_all_pages_keeps_what_fits():
     exact = Request(tuple(reversed(SHARED))[: 4 * CHUNK + 1], 4)  # four pages and a tail
     for cached in (0, 4 * CHUNK):
         assert ask(engine, exact)[0].outcome.cached_tokens == cached
-    figures = engine.metrics()
-    assert figures["prefix_queries"] >= figures["prefix_hits"] > 0
+    metrics = engine.metrics()
+    assert metrics["prefix_queries"] >= metrics["prefix_hits"] > 0
 
 
 @pytest.mark.parametrize(
     "fields", [{"order": "nonsense"}, {"where": "nonsense"}, {"num_blocks": 0}, {"host_blocks": -1}]
 )
-def test_settings_are_checked_at_once(fields):
+def test_invalid_settings_raise(fields):
     with pytest.raises(UserError):
         PrefixConfig(**fields)
 
 
 @pytest.mark.parametrize("host_blocks", [None, 0.0, True])
-def test_settings_of_another_type(unchecked, host_blocks):
+def test_settings_of_another_type_raise(unchecked, host_blocks):
     with pytest.raises(UserError, match="host_blocks must be a whole number"):
         PrefixConfig(host_blocks=host_blocks)
 
 
 @pytest.mark.parametrize("policy", [EVICTING[0], seldom(EVICTING[6])])
-def test_states_go_to_the_host_when_pages_run_out(policy):
-    how = PrefixConfig(3, where="every=1", host_blocks=100)
-    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=how)
+def test_snapshots_move_to_the_host_when_entries_run_out(policy):
+    config = PrefixConfig(3, where="every=1", host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=config)
     asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
     wanted = [cold(engine, one).scored for one in asked]
     assert engine.reset_prefix_cache()
     before = engine.metrics()
-    for turn, (one, want) in enumerate(zip(asked, wanted, strict=True)):
+    for number, (one, want) in enumerate(zip(asked, wanted, strict=True)):
         (got,) = ask(engine, one)
         assert got.scored == want
-        assert turn < 3 or got.outcome.cached_tokens == usable(len(one.tokens))
+        assert number < 3 or got.outcome.cached_tokens == usable(len(one.tokens))
     after = engine.metrics()
     assert all(after[name] > before[name] + 2 for name in ("demotions", "promotions"))
 
 
-def test_a_store_too_small_for_a_prompt_does_no_harm():
+def test_a_store_too_small_for_a_prompt_changes_no_answer():
     engine = Engine(
         plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(2)
     )
@@ -208,7 +208,7 @@ def test_a_store_too_small_for_a_prompt_does_no_harm():
         assert [ask(engine, one)[0].scored for one in (long, short)] == wanted
 
 
-def test_a_salt_keeps_prefixes_apart():
+def test_a_salt_separates_prefixes():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
     for salt in ("a", None, "b"):
         (first,) = ask(engine, Request(SHARED, 4, salt=salt))
@@ -216,35 +216,35 @@ def test_a_salt_keeps_prefixes_apart():
         assert (first.outcome.cached_tokens, again.outcome.cached_tokens) == (0, usable(200))
 
 
-def test_a_salt_keeps_the_draws_of_policies_apart():
+def test_a_salt_separates_the_random_draws_of_policies():
     policy = "reservoir:sinks=2,window=6,sample=8"
     engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
-    told = {
+    scored = {
         salt: cold(engine, Request(SHARED, 4, logprobs=1, salt=salt)).scored
         for salt in ("a", "b", None)
     }
-    assert len(set(map(str, told.values()))) == 3
+    assert len(set(map(str, scored.values()))) == 3
 
 
-def test_a_prompt_given_up_leaves_what_it_had_read():
+def test_a_cancelled_prefill_leaves_its_cached_prefix():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, step_tokens=CHUNK,
                     prefix_cache=PrefixConfig(64, where="every=1"))  # fmt: skip
     wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
-    for turns in range(14):
+    for steps in range(14):
         assert engine.reset_prefix_cache()
         listener = Recorder()
         handle = engine.submit(Request(SHARED, 8, logprobs=3), listener)
-        for _ in range(turns):
+        for _ in range(steps):
             engine.step()
         engine.cancel(handle)
         finish(engine)
         assert listener.outcome.reason == "cancelled"
         (again,) = ask(engine, Request(SHARED, 8, logprobs=3))
         assert again.scored == wanted
-        assert again.outcome.cached_tokens == min(turns * CHUNK, usable(200))
+        assert again.outcome.cached_tokens == min(steps * CHUNK, usable(200))
 
 
-def test_echo_is_scored_from_the_beginning():
+def test_echo_does_not_use_the_prefix_cache():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
     ask(engine, Request(SHARED, 1))
     (listener,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
@@ -252,8 +252,8 @@ def test_echo_is_scored_from_the_beginning():
     assert all(scored.logprob is not None for scored in listener.echoed[1:])
 
 
-def test_nothing_is_computed_with_a_neighbours_prefix():
-    """Another model, chunk, seed or policy has prefixes of its own: their keys differ."""
+def test_root_hashes_differ_between_settings():
+    """Another model, spec, chunk, seed, salt or policy has its own prefixes."""
     streaming, other = "streaming:sinks=2,window=14", "streaming:sinks=3,window=13"
     wide = dataclasses.replace(SPEC, encoding=rotary(HEAD_DIM, 101.0))
     half = dataclasses.replace(SPEC, dtype="bfloat16")

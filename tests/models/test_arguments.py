@@ -67,7 +67,7 @@ def test_arrays_of_token_ids_are_prompts(tiny):
 
 
 def test_common_mistakes_are_explained(tiny):
-    with pytest.raises(UserError, match=r"the model is what models.load returns, got 'path'"):
+    with pytest.raises(UserError, match=r"the model must come from models.load, got 'path'"):
         models.generate("path", "a")
     with pytest.raises(UserError, match="a model is a folder or a Hub id"):
         models.load(None)

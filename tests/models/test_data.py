@@ -184,10 +184,10 @@ DAMAGE = {
     ),
     "foreign tokenizer": (change("tokenizer.json", lambda raw: raw + b" "), "tokenizer.json must"),
     "no shard": (lambda folder: (folder / "train-00000.npy").unlink(), "is missing or another"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no data folder"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is not a data folder"),
     "edited manifest": (
         change("manifest.json", lambda raw: raw.replace(b'"vocab": 300', b'"vocab": 301')),
-        "manifest.json must be as it was written, and is not; create the folder again",
+        "manifest.json was changed after `jaxkv data` wrote it; create the folder again",
     ),
     "half a manifest": (
         change("manifest.json", lambda raw: raw[:-10]),
@@ -195,7 +195,7 @@ DAMAGE = {
     ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
-        "is no data folder",
+        "is not a data folder",
     ),
 }  # fmt: skip
 
@@ -233,7 +233,7 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
         valid=[texts / "0.txt"],
     )
     valid = [texts / "0.txt"]
-    refused("is no tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
+    refused("is not a tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
     with pytest.raises(UserError, match=r"batch of 8 samples of 4096 tokens needs .*train has"):
         data.batch(tokens, "train", 0, 0, 8, 4096)
 
@@ -248,5 +248,5 @@ def test_an_unfinished_folder_is_not_a_data_folder(tmp_path, monkeypatch, tokens
     monkeypatch.setattr(corpus._Shards, "close", fail)
     with pytest.raises(KeyboardInterrupt):
         write_tokens(tmp_path)
-    with pytest.raises(UserError, match="is no data folder"):
+    with pytest.raises(UserError, match="is not a data folder"):
         data.read(folder)

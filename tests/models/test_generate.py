@@ -274,7 +274,9 @@ def test_logits_stay_finite_beyond_the_trained_context(llm):
     ("policy", "lookback"), [("streaming:sinks=4,window=100", 104), ("full:max=512", 110)]
 )
 def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
-    with pytest.warns(UserWarning, match=rf"reaches back {lookback} tokens.*trained on {CONTEXT}"):
+    with pytest.warns(
+        UserWarning, match=rf"looks back {lookback} tokens.*trained context of {CONTEXT}"
+    ):
         Run(llm, [[65] * 10], policy, max_new_tokens=100)
     Run(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
 
@@ -332,7 +334,7 @@ def test_a_policy_that_samples(shallow):
     ("prompt", "options", "message"),
     [
         ("", {}, "the prompt is empty"),
-        ([], {}, "no prompt was given"),
+        ([], {}, "no prompt is given"),
         ([""], {}, "the prompt is empty"),
         (["A", []], {}, "the prompt is empty"),
         ([258], {}, "token ids must be from 0 to 257, got 258..258"),

@@ -240,7 +240,7 @@ def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
         run_here(tokens, other)
     with (
         checkpoint.own(tmp_path / "held", {"a": 1}),
-        pytest.raises(UserError, match="another is writing to"),
+        pytest.raises(UserError, match="another run is writing to"),
         checkpoint.own(tmp_path / "held", {"a": 1}),
     ):
         pass

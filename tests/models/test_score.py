@@ -73,7 +73,7 @@ def any_chunk():
             yield pytest.param(*text, chunk, marks=pytest.mark.record if long else pytest.mark.slow)
 
 
-@pytest.mark.filterwarnings("ignore:full.*falls apart")
+@pytest.mark.filterwarnings("ignore:full.*degrades")
 @pytest.mark.parametrize("policy, tokens, chunk", list(any_chunk()))
 def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, record_property):
     llm, ids = stories

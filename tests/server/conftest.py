@@ -1,4 +1,4 @@
-"""Servers on real sockets, each in a thread of its own."""
+"""Servers on real sockets, each in its own thread."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Answer(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A running server: its engine, and ways to ask it."""
+    """A running server: its engine, and methods that send requests."""
 
     engine: FakeEngine
     port: int
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """body: bytes as they are, anything else as JSON."""
+        """Send a request. body: bytes are sent unchanged, anything else as JSON."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if raw is not None:
@@ -67,12 +67,12 @@ class Served(NamedTuple):
         return self.ask("POST", "/v1/chat/completions", body)
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """The official client, which asks once. Use it in a `with`."""
+        """The official client without retries. Use it in a `with`."""
         base = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=base, api_key=key, max_retries=0, timeout=20)
 
     def connect(self, **options: int) -> socket.socket:
-        """options: of the socket, such as SO_RCVBUF."""
+        """Open a connection. options: of the socket, such as SO_RCVBUF."""
         connection = socket.socket()
         for name, value in options.items():
             connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
@@ -81,7 +81,7 @@ class Served(NamedTuple):
         return connection
 
     def send(self, body: Any, key: str = "none", **options: int) -> socket.socket:
-        """Ask for a completion and read nothing yet."""
+        """Send a completion request without reading the response."""
         connection, raw = self.connect(**options), json.dumps(body).encode()
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -91,7 +91,7 @@ class Served(NamedTuple):
         return connection
 
     def works(self) -> None:
-        """It goes on serving, and nothing is left of what was asked before."""
+        """Assert that the server still answers and that earlier requests have ended."""
         assert self.complete("|fine", max_tokens=8).json["choices"][0]["text"] == "fine"
         eventually(lambda: not self.engine.handles)
 
@@ -99,22 +99,22 @@ class Served(NamedTuple):
 def eventually(holds: Callable[[], Any], seconds: float = 10) -> None:
     until = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < until, "it never came to that"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.005)
 
 
 def events(raw: bytes) -> list[Any]:
-    """The objects of a stream that is framed as it must be, and ended."""
+    """The JSON objects of a finished stream; asserts its framing."""
     assert raw.endswith(b"\n\n")
-    *told, done = raw.decode().removesuffix("\n\n").split("\n\n")
+    *reply, done = raw.decode().removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"
-    assert all(event.startswith("data: {") and "\n" not in event for event in told)
-    return [json.loads(event.removeprefix("data: ")) for event in told]
+    assert all(event.startswith("data: {") and "\n" not in event for event in reply)
+    return [json.loads(event.removeprefix("data: ")) for event in reply]
 
 
 @contextlib.contextmanager
 def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **config: Any):
-    """kernel_seconds: after which a connection is dropped; config: of the application."""
+    """Run a server. kernel_seconds: after which a connection is dropped. config: a ServerConfig."""
     words = words or language()
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
     server.begin_listening(listener)
@@ -136,6 +136,6 @@ def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **c
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A server that many tests share: they must leave nothing behind."""
+    """A server that many tests share, so each test must end its requests."""
     with serving(FakeEngine()) as served:
         yield served

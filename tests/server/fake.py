@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def language(template: str | None = None) -> Language:
-    """Bytes are tokens, and there is a BOS, an EOS, and a token that is a page long."""
+    """A language with a token per byte, a BOS, an EOS, and one token that is a page long."""
     table = (*(bytes([byte]) for byte in range(256)), b"<s>", b"</s>", b"wide " * 1000)
 
     def ids_of(text: str) -> list[int]:
@@ -36,7 +36,7 @@ def language(template: str | None = None) -> Language:
 
 
 def logprob(before: int, token: int) -> float:
-    """What the engine gives a token: a small whole number, so that sums are exact."""
+    """The log probability of a token: a small whole number, so that sums are exact."""
     return -float(1 + (7 * before + token) % 13)
 
 
@@ -48,8 +48,10 @@ def scored(before: int, token: int, top: int | None) -> ScoredToken:
 
 
 def script(request: Request) -> Iterator[int]:
-    """After a | in the prompt comes the answer, ended by an eos. Without one the answer never ends:
-    it repeats the seed, or one word if it is greedy."""
+    """The tokens of an answer: the prompt's text after `|` and an EOS.
+
+    Without a `|` the answer is endless: it repeats the seed, or one word if decoding is greedy.
+    """
     prompt = bytes(token for token in request.tokens if token < 256)
     _, bar, answer = prompt.partition(b"|")
     if bar:
@@ -72,7 +74,7 @@ class FakeHandle:
 
 
 class FakeEngine:
-    """Prompts that hold these words end badly: `!fail`, at the third token; `!full`, at once.
+    """An engine that fails at the third token of prompts with `!fail`, and refuses `!full`.
 
     pause: seconds between steps. ended: the outcomes so far.
     """
@@ -173,5 +175,5 @@ class FakeEngine:
         read = size - handle.cached
         outcome = Outcome(reason, size, handle.cached, new, 0.0, first, seconds, read, error)
         self.ended.append(outcome)
-        with contextlib.suppress(Exception):  # a listener that fails fails for itself
+        with contextlib.suppress(Exception):  # a failing listener affects only its own request
             handle.listener.done(outcome)

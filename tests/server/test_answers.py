@@ -1,4 +1,4 @@
-"""What is answered, in both shapes, whole and streamed."""
+"""Answers of both routes, whole and streamed."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from tests.server.fake import BOS, EOS, TEMPLATE, FakeEngine, language, logprob
 def test_a_completion(served):
     answer = served.complete("Say|hello")
     assert answer.status == 200 and answer.headers["content-type"] == "application/json"
-    told = answer.json
-    assert told["id"].startswith("cmpl-") and told["object"] == "text_completion"
-    assert told["model"] == "bytes" and told["created"] > 1_700_000_000
-    assert told["choices"] == [
+    reply = answer.json
+    assert reply["id"].startswith("cmpl-") and reply["object"] == "text_completion"
+    assert reply["model"] == "bytes" and reply["created"] > 1_700_000_000
+    assert reply["choices"] == [
         {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
     ]
-    # The BOS counts, and so does the eos.
+    # The BOS and the EOS count.
     usage = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
-    assert told["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert reply["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     again = served.complete("Say|hello").json
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
-    assert again["id"] != told["id"]
+    assert again["id"] != reply["id"]
 
 
 def test_a_chat(served):
-    told = served.chat("Say|hello").json
-    assert told["id"].startswith("chatcmpl-") and told["object"] == "chat.completion"
+    reply = served.chat("Say|hello").json
+    assert reply["id"].startswith("chatcmpl-") and reply["object"] == "chat.completion"
     message = {"role": "assistant", "content": "hello", "refusal": None}
-    assert told["choices"] == [
+    assert reply["choices"] == [
         {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     ]
 
 
-def test_a_chat_by_template():
+def test_a_chat_template_renders_the_messages():
     with serving(FakeEngine(), language(TEMPLATE)) as served:
         parts = [{"type": "text", "text": text} for text in ("Say", "|hi")]
         messages = [
             {"role": "developer", "content": "Be short."},
             {"role": "user", "content": parts},
         ]
-        told = served.ask("POST", "/v1/chat/completions", {"model": "bytes", "messages": messages})
-        assert told.json["choices"][0]["message"]["content"] == "hi"
+        reply = served.ask("POST", "/v1/chat/completions", {"model": "bytes", "messages": messages})
+        assert reply.json["choices"][0]["message"]["content"] == "hi"
         (request,) = served.engine.requests
-        spelled = b"[system]Be short.[user]Say|hi[assistant]"
-        assert request.tokens == (BOS, *spelled)  # and no second BOS
+        rendered = b"[system]Be short.[user]Say|hi[assistant]"
+        assert request.tokens == (BOS, *rendered)  # without a second BOS
 
 
 def test_defaults(served):
-    told = served.complete("endless", max_tokens=None).json
-    assert told["usage"]["completion_tokens"] == 16
+    reply = served.complete("endless", max_tokens=None).json
+    assert reply["usage"]["completion_tokens"] == 16
     request = served.engine.requests[-1]
     assert (request.sampling.temperature, request.sampling.top_p) == (1, 1)
     assert request.eos == (EOS,) and request.salt is None and request.logprobs is None
-    assert told["choices"][0]["text"].split()[0] == str(request.seed)  # a seed was drawn
+    assert reply["choices"][0]["text"].split()[0] == str(request.seed)  # a seed was drawn
     served.chat("|x")
     assert served.engine.requests[-1].max_new_tokens == 4096
 
@@ -87,37 +87,37 @@ def test_every_setting_reaches_the_engine(served):
     ],
 )
 def test_kinds_of_prompt(served, prompt, texts):
-    told = served.complete(prompt).json
-    assert [choice["text"] for choice in told["choices"]] == texts
-    assert [choice["index"] for choice in told["choices"]] == list(range(len(texts)))
+    reply = served.complete(prompt).json
+    assert [choice["text"] for choice in reply["choices"]] == texts
+    assert [choice["index"] for choice in reply["choices"]] == list(range(len(texts)))
 
 
 def test_several_answers_to_several_prompts(served):
-    told = served.complete(["one", "two"], n=3, seed=2**32 - 2, max_tokens=11).json
-    first = [choice["text"].split()[0] for choice in told["choices"]]
+    reply = served.complete(["one", "two"], n=3, seed=2**32 - 2, max_tokens=11).json
+    first = [choice["text"].split()[0] for choice in reply["choices"]]
     assert first == ["4294967294", "4294967295", "0"] * 2
-    assert [choice["finish_reason"] for choice in told["choices"]] == ["length"] * 6
-    # A prompt is counted once, however many answers it has.
-    assert told["usage"]["prompt_tokens"] == 8 and told["usage"]["completion_tokens"] == 66
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["length"] * 6
+    # A prompt counts once, whatever the number of its answers.
+    assert reply["usage"]["prompt_tokens"] == 8 and reply["usage"]["completion_tokens"] == 66
 
 
-def test_max_completion_tokens_wins(served):
-    told = served.chat("endless", max_tokens=5, max_completion_tokens=3).json
-    assert told["usage"]["completion_tokens"] == 3
+def test_max_completion_tokens_overrides_max_tokens(served):
+    reply = served.chat("endless", max_tokens=5, max_completion_tokens=3).json
+    assert reply["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(served, stream):
-    """One that comes in pieces, one that begins and does not come, half a character behind it."""
+    """A stop string over several tokens, partial stop strings, and text after the stop string."""
     stop = ["END", "naïve", "\n\n"]
     answer = served.complete("|ENnaïf nai\nDénaïve END ✓", stop=stop, stream=stream)
-    told = events(answer.raw) if stream else [answer.json]
-    choices = [event["choices"][0] for event in told]
+    reply = events(answer.raw) if stream else [answer.json]
+    choices = [event["choices"][0] for event in reply]
     assert "".join(choice["text"] for choice in choices) == "ENnaïf nai\nDé"
     assert choices[-1]["finish_reason"] == "stop"
 
 
-def test_a_stop_string_that_only_begins(served):
+def test_a_partial_stop_string_is_kept(served):
     assert served.complete("|so E", stop="END").json["choices"][0]["text"] == "so E"
     cut = served.complete("so E", stop="4x", seed=4, max_tokens=1).json["choices"][0]
     assert (cut["text"], cut["finish_reason"]) == ("4", "length")
@@ -132,35 +132,35 @@ def test_a_stream_never_splits_a_character(served):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_half_a_character_at_the_end(served):
-    """An answer that is cut there, and one whose bytes are no UTF-8 at all."""
+def test_an_incomplete_character_becomes_a_replacement_character(served):
+    """At the end of a truncated answer, and for bytes that are not UTF-8."""
     assert served.complete("|✓", max_tokens=2).json["choices"][0]["text"] == "\ufffd"
     broken = served.complete([ord("|"), 0xFF, ord("x")]).json["choices"][0]["text"]
     assert broken == "\ufffdx"
 
 
 def test_a_stream_of_a_chat(served):
-    told = events(served.chat("|hi", stream=True, stream_options={"include_usage": True}).raw)
-    first, *_, last, usage = told
-    assert {event["object"] for event in told} == {"chat.completion.chunk"}
-    assert len({event["id"] for event in told}) == 1
+    reply = events(served.chat("|hi", stream=True, stream_options={"include_usage": True}).raw)
+    first, *_, last, usage = reply
+    assert {event["object"] for event in reply} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in reply}) == 1
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert [event["choices"][0]["delta"] for event in told[1:-2]] == [
+    assert [event["choices"][0]["delta"] for event in reply[1:-2]] == [
         {"content": "h"}, {"content": "i"}
     ]  # fmt: skip
     assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
-    assert [event["usage"] for event in told[:-1]] == [None] * (len(told) - 1)
+    assert [event["usage"] for event in reply[:-1]] == [None] * (len(reply) - 1)
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 3
 
 
-def test_a_stream_without_usage_says_none(served):
+def test_a_stream_reports_usage_only_on_request(served):
     assert all("usage" not in event for event in events(served.complete("|x", stream=True).raw))
 
 
-def test_a_stream_of_several(served):
-    told = events(served.complete(["a|b", "c|de"], n=2, stream=True).raw)
+def test_a_stream_of_several_answers(served):
+    reply = events(served.complete(["a|b", "c|de"], n=2, stream=True).raw)
     texts = ["", "", "", ""]
-    for event in told:
+    for event in reply:
         (choice,) = event["choices"]
         texts[choice["index"]] += choice["text"]
     assert texts == ["b", "b", "de", "de"]
@@ -170,16 +170,16 @@ def test_a_stream_of_several(served):
 @pytest.mark.parametrize("prompt", ["Grüße|x", [BOS, *"Grüße|x".encode()]])
 def test_echo(served, prompt, stream):
     answer = served.complete(prompt, echo=True, stream=stream)
-    told = events(answer.raw) if stream else [answer.json]
-    assert "".join(event["choices"][0]["text"] for event in told) == "Grüße|xx"
-    assert not served.engine.requests[-1].echo  # nothing is to be scored
+    reply = events(answer.raw) if stream else [answer.json]
+    assert "".join(event["choices"][0]["text"] for event in reply) == "Grüße|xx"
+    assert not served.engine.requests[-1].echo  # the echo needs no scores
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(served, stream):
     answer = served.complete("é|ab", echo=True, logprobs=2, stream=stream)
-    told = events(answer.raw) if stream else [answer.json]
-    parts = [event["choices"][0]["logprobs"] for event in told]
+    reply = events(answer.raw) if stream else [answer.json]
+    parts = [event["choices"][0]["logprobs"] for event in reply]
     logprobs = {
         name: [item for part in parts if part for item in part[name]]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -193,14 +193,14 @@ def test_echo_with_logprobs(served, stream):
     assert logprobs["top_logprobs"][0] is None
     for name, value, top in zip(names[1:], values, logprobs["top_logprobs"][1:], strict=True):
         assert top[name] == value and max(top.values()) == -1 and len(top) in (2, 3)
-    assert "".join(event["choices"][0]["text"] for event in told) == "é|abab"
+    assert "".join(event["choices"][0]["text"] for event in reply) == "é|abab"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_a_chat(served, stream):
     answer = served.chat("|✓", logprobs=True, top_logprobs=2, stream=stream)
-    told = events(answer.raw) if stream else [answer.json]
-    parts = [event["choices"][0]["logprobs"] for event in told]
+    reply = events(answer.raw) if stream else [answer.json]
+    parts = [event["choices"][0]["logprobs"] for event in reply]
     content = [item for part in parts if part for item in part["content"]]
     assert [item["bytes"] for item in content] == [[0xE2], [0x9C], [0x93], [*b"</s>"]]
     assert content[0]["token"] == "bytes:\\xe2" and content[-1]["token"] == "</s>"
@@ -215,22 +215,22 @@ def test_logprobs_without_alternatives(served):
     assert list(choice["logprobs"]["top_logprobs"][0]) == ["a"]
 
 
-def test_what_a_stop_string_cut_off_was_drawn(served):
-    """An entry a token of the usage: nothing that was paid for is hidden."""
-    told = served.complete("|a END", stop=" END", logprobs=0).json
-    assert told["choices"][0]["text"] == "a"
-    assert told["choices"][0]["logprobs"]["tokens"] == ["a", " ", "E", "N", "D"]
-    assert told["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
-    assert told["usage"]["completion_tokens"] == 5
+def test_tokens_cut_off_by_a_stop_string_have_logprobs(served):
+    """The number of entries equals completion_tokens."""
+    reply = served.complete("|a END", stop=" END", logprobs=0).json
+    assert reply["choices"][0]["text"] == "a"
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["a", " ", "E", "N", "D"]
+    assert reply["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert reply["usage"]["completion_tokens"] == 5
 
 
-def test_only_a_prompt_is_scored(served):
+def test_zero_new_tokens_score_only_the_prompt(served):
     choice = served.complete("abc", max_tokens=0, echo=True, logprobs=1).json["choices"][0]
     assert choice["text"] == "abc" and choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "b", "c"]
 
 
-def test_cached_tokens_can_be_kept_secret():
+def test_cached_tokens_can_be_left_out():
     with serving(FakeEngine(), report_cached=False) as served:
         assert "prompt_tokens_details" not in served.complete("|x").json["usage"]
 
@@ -244,7 +244,7 @@ def test_other_routes(served):
     assert served.ask("GET", "/health").status == 200
 
 
-def test_an_engine_that_is_dead():
+def test_an_unhealthy_engine_gives_503():
     with serving(FakeEngine()) as served:
         served.engine.healthy = False
         answer = served.ask("GET", "/health")
@@ -254,7 +254,7 @@ def test_an_engine_that_is_dead():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
+def test_a_failing_detokenizer_ends_its_answer(monkeypatch, stream):
     def fails(row, reason):
         raise RuntimeError
 
@@ -266,15 +266,15 @@ def test_a_text_that_fails_to_end_ends_its_answer(monkeypatch, stream):
         assert stream or answer.status == 500
 
 
-def test_too_many_answers_are_refused_before_their_prompts_are_read(monkeypatch):
+def test_too_many_answers_are_refused_before_tokenization(monkeypatch):
     words = language()
-    monkeypatch.setattr(type(words), "encode", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(type(words), "encode", lambda *_: pytest.fail("tokenized"))
     with serving(FakeEngine(), words, max_answers=8) as served:
         assert served.complete(["x"] * 5, n=2).error["param"] == "n"
         assert served.complete(["x"] * 9).error["param"] == "prompt"
 
 
-def test_ids_that_are_too_many_are_refused_before_they_are_decoded(monkeypatch):
+def test_too_many_ids_are_refused_before_decoding(monkeypatch):
     words = language()
     monkeypatch.setattr(type(words), "pieces", lambda *_: pytest.fail("decoded"))
     with serving(FakeEngine(max_len=100), words) as served:

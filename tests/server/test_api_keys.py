@@ -1,4 +1,4 @@
-"""Who may ask, and what they learn of each other."""
+"""API keys, and the isolation of their prefix caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
     bearer("FIRST"), bearer("ours"), {"authorization": "first"}, {"authorization": "Basic first"},
     {"authorization": "Bearer \xe9"}, {"x_api_key": "first"},
 ])  # fmt: skip
-def test_who_may_not(guarded, given):
+def test_an_invalid_key_gives_401(guarded, given):
     for method, path in [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
         ("GET", "/v1/models/bytes"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/nowhere"),
@@ -47,7 +47,7 @@ def test_who_may_not(guarded, given):
     assert guarded.ask("GET", "/health", **given).status == 200
 
 
-def test_who_may(guarded):
+def test_a_valid_key_is_accepted(guarded):
     assert guarded.complete("|x", bearer("first")).status == 200
     assert guarded.complete("|x", {"authorization": "bearer  second "}).status == 200
     assert guarded.ask("GET", "/metrics", **bearer("ours-1")).status == 200
@@ -58,7 +58,7 @@ def cached(served, prompt: str, key: str, salt: str | None = None) -> int:
     return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_prefix_is_shared_with_those_of_ones_salt_alone(guarded):
+def test_keys_share_prefixes_only_with_an_equal_salt(guarded):
     prompt = "what only some should know|x"
     assert cached(guarded, prompt, "ours-1") == 0
     assert cached(guarded, prompt, "ours-2") > 0
@@ -73,8 +73,8 @@ def test_a_prefix_is_shared_with_those_of_ones_salt_alone(guarded):
     ("ours-1", None, ["s", "ours", "salt ours", '["salt ours", null]']),
     ("ours-1", "mine", ["smine", "mine", '["salt ours", "mine"]', 'mine"]', "salt ours mine"]),
 ])  # fmt: skip
-def test_naming_the_salt_of_another_gains_nothing(guarded, key, salt, others):
-    """Whatever the key of another is called, and however its salt is put into the request."""
+def test_another_keys_salt_gives_no_access_to_its_prefixes(guarded, key, salt, others):
+    """For similar keys and salts, and for each way to name the salt in a request."""
     prompt = f"a secret of {key} {salt}|x"
     assert cached(guarded, prompt, key, salt) == 0
     scope = next(r.salt for r in guarded.engine.requests[::-1])
@@ -84,21 +84,21 @@ def test_naming_the_salt_of_another_gains_nothing(guarded, key, salt, others):
             assert cached(guarded, prompt, thief, named) == 0
 
 
-def test_a_key_has_so_many_requests_at_a_time(guarded):
+def test_the_limit_of_concurrent_requests_per_key(guarded):
     guarded.engine.pause = 0.01
-    going = [guarded.send(ENDLESS, "first") for _ in range(2)]
+    running = [guarded.send(ENDLESS, "first") for _ in range(2)]
     eventually(lambda: len(guarded.engine.handles) == 2)
     answer = guarded.complete("|x", bearer("first"))
     assert answer.status == 429 and answer.error["code"] == "rate_limit_exceeded"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
     assert guarded.complete("|x", bearer("second")).status == 200
-    for connection in going:
+    for connection in running:
         connection.close()
     guarded.engine.pause = 0
     eventually(lambda: guarded.complete("|x", bearer("first")).status == 200)
 
 
-def test_all_together_have_so_many():
+def test_the_limit_of_concurrent_requests():
     with serving(FakeEngine(), max_in_flight=0) as served:
         answer = served.complete("|x")
         assert answer.status == 503 and answer.headers["retry-after"] == "1"
@@ -112,7 +112,7 @@ def test_all_together_have_so_many():
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
     ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
 ])  # fmt: skip
-def test_files_of_keys_that_are_wrong(content, words):
+def test_invalid_key_files(content, words):
     with pytest.raises(UserError) as caught:
         parse_api_keys(content, "keys.txt")
     message = str(caught.value)
@@ -120,24 +120,26 @@ def test_files_of_keys_that_are_wrong(content, words):
     assert "good" not in message  # a key is never quoted
 
 
-def test_comments_are_no_salts():
-    """One behind a key would let all who have one share what they asked."""
+def test_comments_are_not_salts():
+    """A comment that counted as a salt would let several keys share a prefix cache."""
     commented = parse_api_keys("  # all\nfirst #of us\nsecond pepper # and salt\n", "keys")
     assert commented == parse_api_keys("first\nsecond pepper", "keys")
 
 
-def test_without_keys_a_salt_is_taken_as_it_is(served):
+def test_without_keys_a_salt_is_used_unchanged(served):
     served.complete("|x", cache_salt="pepper")
     assert served.engine.requests[-1].salt == "pepper"
 
 
-def test_answers_are_counted_and_not_requests():
+def test_the_limits_count_answers_not_requests():
     tenants = parse_api_keys("key", "keys")
     with serving(FakeEngine(), tenants=tenants, max_per_key=3, max_in_flight=5) as served:
         headers = {"authorization": "Bearer key"}
         assert served.complete("|a", headers, n=3).status == 200
         answer = served.complete("|a", headers, n=4)
-        assert answer.status == 400 and "3 answers" in answer.error["message"]  # never any more
+        assert (
+            answer.status == 400 and "3 answers" in answer.error["message"]
+        )  # it can never be accepted
         assert served.complete(["|a"] * 3, headers).status == 200
     with serving(FakeEngine(), max_in_flight=5) as served:
         assert served.complete("|a", n=6).status == 503

@@ -1,5 +1,4 @@
-"""Everything a client can get wrong: a status, an error object of one line, and a server that goes
-on serving."""
+"""Invalid requests get a status and an error object with a one-line message; the server goes on."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ GOOD = {"model": "bytes", "prompt": "|x"}
 TALK = {"model": "bytes", "messages": [{"role": "user", "content": "|x"}]}
 HUGE = 10**30
 
-# A body as it is sent, and what the message says.
+# The raw body, and words of the error message.
 BODIES = {
-    "no JSON": (b"{model:", "must be JSON"),
+    "not JSON": (b"{model:", "must be JSON"),
     "nothing": (b"", "must be JSON"),
     "two values": (b"{} {}", "must be JSON"),
-    "no object": (b"[1]", "must be a JSON object", "[1]"),
+    "not an object": (b"[1]", "must be a JSON object", "[1]"),
     "a number": (b"7", "must be a JSON object"),
     "not UTF-8": (b'{"model": "\xff"}', "must be UTF-8", "byte 11"),
     "UTF-16": (json.dumps(GOOD).encode("utf-16"), "must be UTF-8"),
@@ -40,21 +39,21 @@ BODIES = {
     ),
     "a long name": (b'{"%b": 1}' % (b"x" * 100_000), "unknown or unsupported", "..."),
     "a line end": (b'{"a\\nb\\ud800": 1}', r"'a\nb\ud800'"),
-    "half a pair": (b'{"model": "bytes", "prompt": "\\ud800"}', "prompt must be", "lone surrogate"),
-    "half a pair in a stop": (
+    "a lone surrogate": (b'{"model": "bytes", "prompt": "\\ud800"}', "prompt must be", "surrogate"),
+    "a lone surrogate in a stop string": (
         b'{"model": "bytes", "prompt": "|x", "stop": [1, "\\ud800"]}', "stop must be a text"
     ),
 }  # fmt: skip
 
-# Fields of a completion, and what the message says; the first word is `param`, too.
+# Fields of a completion, the error's `param`, and words of its message.
 COMPLETIONS = {
     "unknown": ({"tempreature": 1}, "tempreature", "unknown or unsupported field 'tempreature'"),
-    "of chats": ({"messages": []}, "messages", "unknown or unsupported"),
+    "field of chats": ({"messages": []}, "messages", "unknown or unsupported"),
     "no prompt": ({"prompt": None}, "prompt", "missing"),
     "a number for a prompt": ({"prompt": 5}, "prompt", "a text, a list of token ids"),
     "no prompts": ({"prompt": []}, "prompt", "got []"),
     "an empty prompt": ({"prompt": [[]]}, "prompt", "got [[]]"),
-    "a mixture": ({"prompt": ["a", [1]]}, "prompt", "a list of either"),
+    "texts and ids": ({"prompt": ["a", [1]]}, "prompt", "a list of either"),
     "booleans for ids": ({"prompt": [True, False]}, "prompt", "got [True, False]"),
     "fractions for ids": ({"prompt": [1.5]}, "prompt", "got [1.5]"),
     "an id too large": ({"prompt": [1, 259]}, "prompt", "from 0 to 258"),
@@ -62,13 +61,13 @@ COMPLETIONS = {
     "a huge id": ({"prompt": [HUGE]}, "prompt", "from 0 to 258"),
     "tokens below 0": ({"max_tokens": -1}, "max_tokens", "from 0 to", "got -1"),
     "many tokens": ({"max_tokens": HUGE}, "max_tokens", "from 0 to 2147483647"),
-    "half a token": ({"max_tokens": 1.5}, "max_tokens", "whole number"),
+    "fraction for a number": ({"max_tokens": 1.5}, "max_tokens", "whole number"),
     "a text for a number": ({"max_tokens": "5"}, "max_tokens", "whole number", "'5'"),
     "true for a number": ({"max_tokens": True}, "max_tokens", "whole number", "True"),
-    "below freezing": ({"temperature": -0.1}, "temperature", "from 0 to 2"),
-    "too hot": ({"temperature": HUGE}, "temperature", "from 0 to 2"),
-    "no mass": ({"top_p": 0}, "top_p", "above 0"),
-    "too much mass": ({"top_p": 1.1}, "top_p", "at most 1"),
+    "temperature below 0": ({"temperature": -0.1}, "temperature", "from 0 to 2"),
+    "temperature above 2": ({"temperature": HUGE}, "temperature", "from 0 to 2"),
+    "top_p of 0": ({"top_p": 0}, "top_p", "above 0"),
+    "top_p above 1": ({"top_p": 1.1}, "top_p", "at most 1"),
     "top_k": ({"top_k": -1}, "top_k", "whole number"),
     "min_p": ({"min_p": 2}, "min_p", "from 0 to 1"),
     "repetition": ({"repetition_penalty": 1e-38}, "repetition_penalty", "from 0.01 to 100"),
@@ -90,32 +89,32 @@ COMPLETIONS = {
     "echo": ({"echo": 1}, "echo", "true or false"),
     "best_of": ({"best_of": 2}, "best_of", "1, the only value"),
     "suffix": ({"suffix": "x"}, "suffix", "the only value"),
-    "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
-    "bias of no number": ({"logit_bias": {"1": "x"}}, "logit_bias", "from -100 to 100"),
+    "bias of a text": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    "bias with a text": ({"logit_bias": {"1": "x"}}, "logit_bias", "from -100 to 100"),
     "bias below 0": ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
-    "much bias": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    "bias above 100": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
     "bias of a huge id": ({"logit_bias": {str(HUGE): 1}}, "logit_bias", "token ids"),
-    "bias of no such token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
-    "biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "at most 300"),
-    "half a letter": ({"prompt": ["a", "\ud800"]}, "prompt", "valid Unicode", "surrogates"),
+    "bias of an unknown token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
+    "301 biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "300"),
+    "a lone surrogate": ({"prompt": ["a", "\ud800"]}, "prompt", "valid Unicode", "surrogates"),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
-    "a salt of half a letter": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
+    "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
     "user": ({"user": {}}, "user", "a text"),
     "no model": ({"model": None}, "model", "missing"),
     "model": ({"model": 5}, "model", "a text"),
 }  # fmt: skip
 
 CHATS = {
-    "half a letter": (
+    "a lone surrogate": (
         {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
     ),
-    "of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
+    "field of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
     "tools": ({"tools": []}, "tools", "unknown or unsupported"),
     "echo": ({"echo": True}, "echo", "unknown or unsupported"),
     "no messages": ({"messages": []}, "messages", "at least one"),
     "a text": ({"messages": "hi"}, "messages", "at least one"),
-    "a message that is none": ({"messages": ["hi"]}, "messages[0]", '"role" and "content"'),
+    "a text for a message": ({"messages": ["hi"]}, "messages[0]", '"role" and "content"'),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "role"),
     "null for content": (
         {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a text"
@@ -132,7 +131,7 @@ CHATS = {
         {"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0]", "nothing else"
     ),
     "no new tokens": ({"max_tokens": 0}, "max_tokens", "from 1"),
-    "nor so": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    "no new completion tokens": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
     "logprobs": ({"logprobs": 1}, "logprobs", "true or false"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
     "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "logprobs=false"),
@@ -173,7 +172,7 @@ def refused(answer, status, words, kind="invalid_request_error"):
         assert word in error["message"], error
 
 
-def test_another_model(served):
+def test_an_unknown_model(served):
     answer = served.complete("|x", model="gpt-\ud800")
     assert answer.status == 404
     assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
@@ -189,15 +188,15 @@ def test_another_model(served):
     ("POST", "/metrics", 405),
     ("DELETE", "/v1/models/bytes", 405),
 ])  # fmt: skip
-def test_routes_that_are_none(served, method, path, status):
+def test_unknown_routes_and_methods(served, method, path, status):
     answer = served.ask(method, path, None if method == "GET" else {})
     refused(answer, status, [method, path])
     assert ("allow" in answer.headers) == (status == 405)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_a_page_in_a_browser_cannot_ask(served, kind):
-    """It may send these to any site without being given leave."""
+def test_content_types_without_cors_preflight_are_refused(served, kind):
+    """A web page may send these types to any site without a preflight request."""
     answer = served.ask("POST", "/v1/completions", GOOD, content_type=kind)
     refused(answer, 415, ["application/json"])
 
@@ -208,8 +207,8 @@ def test_a_compressed_body(served):
     refused(answer, 415, ["not be compressed", "gzip"])
 
 
-def test_texts_that_are_surely_too_long(monkeypatch):
-    """They are not even made tokens of, which takes seconds; all others are."""
+def test_texts_that_are_too_long_are_not_tokenized(monkeypatch):
+    """Tokenizing them would take seconds."""
     words, asked = language(), []
     monkeypatch.setattr(Language, "encode", lambda _, text: asked.append(len(text)) or [1, 2])
     most = 4 * 20 * words.longest
@@ -222,7 +221,7 @@ def test_texts_that_are_surely_too_long(monkeypatch):
         assert asked == [most]
 
 
-def test_prompts_beyond_the_room():
+def test_prompts_beyond_max_len():
     with serving(FakeEngine(max_len=20)) as served:
         for fields in ({}, {"max_tokens": 12}, {"echo": True, "logprobs": 1, "max_tokens": 100}):
             answer = served.complete("12345678" if "max_tokens" in fields else "x" * 20, **fields)
@@ -232,15 +231,15 @@ def test_prompts_beyond_the_room():
         assert (answer.error["code"], answer.error["param"]) == (
             "context_length_exceeded", "messages"
         )  # fmt: skip
-        # What fits is answered, and left open there is as much as fits.
+        # The default of max_tokens is what remains of max_len.
         assert served.complete("12345678", max_tokens=11).status == 200
-        told = served.complete("12345678", max_tokens=None, ignore_eos=True).json
-        assert told["usage"]["completion_tokens"] == 11
+        reply = served.complete("12345678", max_tokens=None, ignore_eos=True).json
+        assert reply["usage"]["completion_tokens"] == 11
         served.works()
 
 
 def test_bodies_beyond_the_limit():
-    """Said in the header, or found out while it comes in pieces of unknown number."""
+    """By its content-length, and chunk by chunk without one."""
     with serving(FakeEngine(), max_body=10_000) as served:
         answer = served.complete("x" * 20_000)
         refused(answer, 413, ["at most 10000 bytes"])
@@ -255,7 +254,7 @@ def test_bodies_beyond_the_limit():
         served.works()
 
 
-def test_a_header_that_promises_much(served):
+def test_a_huge_content_length_is_refused_at_once(served):
     with served.connect() as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -265,14 +264,16 @@ def test_a_header_that_promises_much(served):
     served.works()
 
 
-def test_a_body_that_does_not_come():
+def test_a_body_that_does_not_arrive():
     with serving(FakeEngine(), read_seconds=0.2) as served, served.connect() as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100\r\n\r\n{"
         )
-        told = b"".join(iter(lambda: connection.recv(1000), b""))  # it closes, too
-        assert b" 408 " in told and b"within 0.2 s" in told
+        reply = b"".join(
+            iter(lambda: connection.recv(1000), b"")
+        )  # until the server closes the connection
+        assert b" 408 " in reply and b"within 0.2 s" in reply
         served.works()
 
 
@@ -286,7 +287,7 @@ def test_a_body_that_does_not_come():
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
     ],
 )
-def test_what_is_no_http(served, raw):
+def test_invalid_http(served, raw):
     with served.connect() as connection:
         connection.sendall(raw)
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
@@ -300,15 +301,15 @@ def test_too_many_answers():
         assert served.complete(["|x"] * 4, n=2).status == 200
 
 
-def test_prompts_that_can_never_wait_together():
+def test_prompts_that_can_never_be_queued_together():
     with serving(FakeEngine(), max_batch=2, max_waiting_tokens=6) as served:
         refused(served.complete([[5, 6, 7]] * 5), 400, ["first 2 may have", "6 tokens", "got 9"])
         assert served.complete([[5, 6, 7]] * 4).status == 200
         assert served.complete([[5, 6, 7]] * 2 + [[5] * 9]).status == 200
 
 
-def test_an_engine_that_is_full(served):
-    """Also where it took some of the answers already."""
+def test_a_full_queue_gives_503(served):
+    """Also if the engine has accepted some answers of the request."""
     for prompt in ("!full", ["endless", "endless", "!full"]):
         answer = served.complete(prompt, max_tokens=50_000)
         refused(answer, 503, ["64 requests wait"], "server_error")
@@ -332,8 +333,8 @@ def test_an_engine_that_fails_in_a_stream(served, caplog):
     served.works()
 
 
-def test_a_bug_of_ours(served, monkeypatch, caplog):
-    """It is told as one, in whole, in a stream, and by other routes."""
+def test_an_exception_in_the_server_gives_500(served, monkeypatch, caplog):
+    """In a whole answer and in a stream."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")

@@ -1,4 +1,4 @@
-"""The official client, as its users call it."""
+"""The official OpenAI client."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_models(client):
 
 
 def test_completions(client):
-    told = client.completions.create(model="bytes", prompt="Say|Grüße ✓", max_tokens=50)
-    assert told.choices[0].text == "Grüße ✓" and told.choices[0].finish_reason == "stop"
-    assert told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
-    assert told.usage.prompt_tokens_details.cached_tokens == 0
+    reply = client.completions.create(model="bytes", prompt="Say|Grüße ✓", max_tokens=50)
+    assert reply.choices[0].text == "Grüße ✓" and reply.choices[0].finish_reason == "stop"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_chat(client):
-    told = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="bytes", messages=[{"role": "user", "content": "Say|hi"}], logprobs=True
     )
-    assert told.choices[0].message.content == "hi"
-    assert [one.token for one in told.choices[0].logprobs.content] == ["h", "i", "</s>"]
-    said = [{"role": "user", "content": "Say|hi"}, told.choices[0].message]
-    client.chat.completions.create(model="bytes", messages=said)  # as it came
+    assert reply.choices[0].message.content == "hi"
+    assert [one.token for one in reply.choices[0].logprobs.content] == ["h", "i", "</s>"]
+    said = [{"role": "user", "content": "Say|hi"}, reply.choices[0].message]
+    client.chat.completions.create(model="bytes", messages=said)  # unchanged
 
 
 def test_streams(client):
@@ -48,11 +48,11 @@ def test_streams(client):
         model="bytes", messages=[{"role": "user", "content": f"|{text}"}], stream=True,
         stream_options={"include_usage": True}, n=2,
     ) as stream:  # fmt: skip
-        told = list(stream)
-    assert told[0].choices[0].delta.role == "assistant"
-    assert told[-1].usage.completion_tokens == 2 * 12
+        reply = list(stream)
+    assert reply[0].choices[0].delta.role == "assistant"
+    assert reply[-1].usage.completion_tokens == 2 * 12
     texts = ["", ""]
-    for event in told[:-1]:
+    for event in reply[:-1]:
         (choice,) = event.choices
         texts[choice.index] += choice.delta.content or ""
     assert texts == [text, text]
@@ -64,7 +64,7 @@ def test_extensions(client, served):
     assert served.engine.requests[-1].sampling.top_k == 5
 
 
-def test_its_exceptions(client):
+def test_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
         client.completions.create(model="gpt", prompt="|x")
     with pytest.raises(openai.BadRequestError, match="temperature"):
@@ -83,8 +83,7 @@ def test_an_error_in_a_stream(client, caplog):
         list(stream)
 
 
-def test_it_waits_as_long_as_it_is_told(served):
-    """With its retries on: Retry-After is one that it heeds."""
+def test_retry_after_is_within_what_the_client_accepts(served):
     with pytest.raises(openai.InternalServerError) as caught, served.client() as client:
         client.completions.create(model="bytes", prompt="!full")
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60

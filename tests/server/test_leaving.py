@@ -1,4 +1,4 @@
-"""Clients that leave, or stop reading: the engine is freed, and others do not notice."""
+"""Clients that disconnect or stop reading free their batch entry and do not affect others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.server.conftest import ENDLESS, eventually, serving
 from tests.server.fake import FakeEngine
 
-WIDE = ENDLESS | {"prompt": "wide", "stream": True}  # pages: they soon fill what the kernel keeps
+WIDE = ENDLESS | {"prompt": "wide", "stream": True}  # long tokens fill the kernel's buffers soon
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,13 @@ def slow():
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abruptly", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves(slow, stream, abruptly, n):
+def test_a_client_that_disconnects(slow, stream, abruptly, n):
     before = len(slow.engine.ended)
     connection = slow.send(ENDLESS | {"stream": stream, "n": n})
     if stream:
         assert connection.recv(100)
     eventually(lambda: len(slow.engine.handles) == n)
-    if abruptly:  # a reset, and no end of its part
+    if abruptly:  # close with a reset
         linger = struct.pack("ii", 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     connection.close()
@@ -39,7 +39,7 @@ def test_a_client_that_leaves(slow, stream, abruptly, n):
     slow.works()
 
 
-def test_a_client_that_leaves_while_it_waits_for_a_slot(slow):
+def test_a_client_that_disconnects_while_queued(slow):
     others = [slow.send(ENDLESS) for _ in range(slow.engine.max_batch)]
     eventually(lambda: len(slow.engine.handles) == slow.engine.max_batch)
     waiting = slow.send(ENDLESS | {"stream": True})
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_while_it_waits_for_a_slot(slow):
     slow.works()
 
 
-def test_a_client_that_leaves_midway_through_its_body(slow):
+def test_a_client_that_disconnects_within_its_body(slow):
     with slow.connect() as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -63,7 +63,7 @@ def test_a_client_that_leaves_midway_through_its_body(slow):
 
 
 def test_a_client_that_stops_reading():
-    """It is given up after so many seconds, and others are served meanwhile."""
+    """Its request is cancelled after `write_seconds`; others are served meanwhile."""
     with serving(FakeEngine(pause=0.0005), write_seconds=1.0, max_unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.handles)
@@ -75,8 +75,8 @@ def test_a_client_that_stops_reading():
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
-def test_what_nobody_reads_is_not_kept():
-    """The connection is dropped, and with it what was written to it."""
+def test_unread_data_is_dropped_after_a_timeout():
+    """The kernel drops the connection with its unread data."""
     with serving(FakeEngine(pause=0.0005), kernel_seconds=0.5, max_unread=10**9) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.ended)
@@ -88,11 +88,11 @@ def test_what_nobody_reads_is_not_kept():
 
 
 def test_a_client_that_reads_too_slowly():
-    """So many events may lie unread, then its answer is ended and it is told why."""
+    """Its answer ends with an error when `max_unread` events are unread."""
     with serving(FakeEngine(), max_unread=50) as served:
         stuck = served.send(WIDE, SO_RCVBUF=4096)
         eventually(lambda: served.engine.ended)
-        assert served.engine.ended[0].reason == "stop"  # the engine is told to stop it
+        assert served.engine.ended[0].reason == "stop"  # the listener asks the engine to stop
         assert served.engine.ended[0].new_tokens < 90_000
         served.works()
         raw = b""
@@ -105,7 +105,7 @@ def test_a_client_that_reads_too_slowly():
 
 
 def test_many_at_once(caplog):
-    """Each gets its own answer, whole or streamed, whatever the others do."""
+    """Each client gets its own answer, whole or streamed, while others disconnect."""
     with serving(FakeEngine(max_batch=8)) as served:
         wrong = []
 
@@ -114,30 +114,30 @@ def test_many_at_once(caplog):
             if number % 2:
                 text = answer.json["choices"][0]["text"]
             else:
-                told = answer.raw.decode().split("\n\n")[:-2]
-                choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in told]
+                reply = answer.raw.decode().split("\n\n")[:-2]
+                choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in reply]
                 text = "".join(choice["text"] for choice in choices)
             if text != f"answer {number} ✓":
                 wrong.append((number, text))
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
-        leaving = [served.send(WIDE) for _ in range(4)]
-        for connection in leaving:
+        disconnecting = [served.send(WIDE) for _ in range(4)]
+        for connection in disconnecting:
             connection.recv(1)
         for thread in threads:
             thread.start()
-        for connection in leaving:
+        for connection in disconnecting:
             connection.close()
         for thread in threads:
             thread.join()
         assert not wrong
         served.works()
-    assert not caplog.text  # as of writing to those who have left
+    assert not caplog.text  # such as errors of writing to closed connections
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_ends(stream, monkeypatch):
-    """What can end in time does; the rest is told that the server stops."""
+def test_a_server_that_stops(stream, monkeypatch):
+    """Answers that do not end in time get an error: the server is stopping."""
     monkeypatch.setattr("jaxkv.server.listen.GRACE", 0.3)
     with serving(FakeEngine(pause=0.002)) as served:
         connection = served.send(ENDLESS | {"stream": stream})

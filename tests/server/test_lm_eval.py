@@ -1,4 +1,4 @@
-"""Scoring by lm-eval's `local-completions`: the requests that it sends, and lm-eval itself."""
+"""Scoring by lm-eval's `local-completions`: its requests, and lm-eval itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.test_parity import reference, reference_logits
 from tests.server.conftest import serving
 from tests.server.fake import BOS, EOS, logprob
 
-# Context, and what may follow it.
+# A context and its choices.
 QUESTIONS = [
     ("The sky is", [" blue", " of no interest", " ✓"]),
     ("Two and two", [" make four", " is"]),
@@ -36,7 +36,7 @@ def expected(context: str, choice: str) -> float:
 
 
 def scored_as(prompt: list[int], choice: dict, context: int) -> tuple[float, bool]:
-    """What a client takes from an answer that echoes its prompt and has one token more."""
+    """The score that lm-eval computes from an echoed prompt with one new token."""
     logprobs = choice["logprobs"]
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(prompt) + 1
     assert logprobs["token_logprobs"][0] is None
@@ -48,8 +48,8 @@ def scored_as(prompt: list[int], choice: dict, context: int) -> tuple[float, boo
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_requests_it_sends(served, again):
-    """Also where the prompts are cached by now."""
+def test_the_requests_of_lm_eval(served, again):
+    """The second time, the prompts are cached."""
     pairs = [(context, choice) for context, choices in QUESTIONS for choice in choices]
     prompts = [[*context.encode(), *choice.encode()] for context, choice in pairs]
     body = {"model": "bytes", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1}
@@ -62,8 +62,8 @@ def test_the_requests_it_sends(served, again):
         assert greedy == (value == -len(end.encode()))
 
 
-def test_an_eos_is_an_entry_too(served):
-    """The one new token may be an eos: without its entry the last of the prompt would be missed."""
+def test_an_eos_has_an_entry(served):
+    """lm-eval drops the last entry, which must be the new token and not one of the prompt."""
     choice = served.complete(
         [*b"x|"], max_tokens=1, echo=True, logprobs=1, temperature=0
     ).json["choices"][0]  # fmt: skip
@@ -72,7 +72,7 @@ def test_an_eos_is_an_entry_too(served):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
-    """The tokenizer of the fake language, as its clients load it."""
+    """The folder of a tokenizer that equals that of the fake language."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tokenizer")
     vocab = {letter: byte for letter, byte in LETTERS.items()} | {"<s>": BOS, "</s>": EOS}
@@ -86,7 +86,7 @@ def tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # its own, and those of what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its imports
 def test_lm_eval(served, tokenizer, monkeypatch):
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
@@ -102,7 +102,7 @@ def test_lm_eval(served, tokenizer, monkeypatch):
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 def test_lm_eval_of_the_default_model(monkeypatch):
-    """Through an engine that keeps prefixes: what transformers gives each choice."""
+    """With a prefix cache, its scores equal those of transformers."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     llm = models.load()
@@ -123,13 +123,13 @@ def test_lm_eval_of_the_default_model(monkeypatch):
         for context, choices in QUESTIONS
     ]
     for sample, values in zip(samples, wanted, strict=True):
-        told = [value for ((value, _),) in sample["resps"]]
-        np.testing.assert_allclose(told, values, atol=1e-3)
+        found = [value for ((value, _),) in sample["resps"]]
+        np.testing.assert_allclose(found, values, atol=1e-3)
     assert right == sum(values[0] == max(values) for values in wanted) / len(QUESTIONS)
 
 
 def given(theirs, llm: Llm, context: str, choice: str) -> float:
-    """What transformers gives a choice behind its context; lm-eval sends both without a BOS."""
+    """The score of a choice after its context by transformers. lm-eval sends both without a BOS."""
     begin = len(llm.tokenizer.encode(context, bos=False))
     whole = llm.tokenizer.encode(context + choice, bos=False)
     logits = jnp.asarray(reference_logits(theirs, whole))
@@ -137,7 +137,7 @@ def given(theirs, llm: Llm, context: str, choice: str) -> float:
 
 
 def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
-    """Accuracy and samples of QUESTIONS, as lm-eval finds them."""
+    """Accuracy and samples of QUESTIONS by lm-eval."""
     import datasets
     from lm_eval import simple_evaluate
 
@@ -152,7 +152,7 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         "doc_to_target": "best",
         "target_delimiter": "",
     }
-    told = simple_evaluate(
+    found = simple_evaluate(
         model="local-completions",
         model_args={
             "model": name,
@@ -166,4 +166,4 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         batch_size=2,
         bootstrap_iters=0,
     )
-    return told["results"]["tiny"]["acc,none"], told["samples"]["tiny"]
+    return found["results"]["tiny"]["acc,none"], found["samples"]["tiny"]

@@ -1,4 +1,4 @@
-"""What /metrics tells."""
+"""The Prometheus metrics of /metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.server.fake import FakeEngine
 
 
 @pytest.fixture(scope="module")
-def told():
+def metrics():
     with serving(FakeEngine()) as served:
         served.complete("|four")
         served.complete("|four")
@@ -27,27 +27,30 @@ def told():
     }
 
 
-def test_the_engine_is_asked(told):
-    assert told["num_requests_running",] == 0 and told["num_requests_waiting",] == 0
-    assert told["kv_cache_usage_perc",] == 0.25
-    assert (told["prefix_cache_queries_total",], told["prefix_cache_hits_total",]) == (100, 40)
-    assert told["prefix_cache_misses_total", "cold"] == 50
-    assert (told["prefix_snapshot_slots",], told["prefix_snapshot_slots_used",]) == (8, 3)
-    assert told["compilations_total",] == 5
-    assert told["iteration_tokens_total_count",] == 7
-    assert told["iteration_tokens_total_sum",] == 70
-    assert told["iteration_tokens_total_bucket", "16"] == 6
-    assert told["generation_tokens_total",] == 17
-    assert (told["prefix_host_slots",], told["prefix_host_slots_used",]) == (9, 5)
-    assert told["prefix_cache_demotions_total",] == 6
+def test_metrics_of_the_engine(metrics):
+    assert metrics["num_requests_running",] == 0 and metrics["num_requests_waiting",] == 0
+    assert metrics["kv_cache_usage_perc",] == 0.25
+    assert (metrics["prefix_cache_queries_total",], metrics["prefix_cache_hits_total",]) == (
+        100,
+        40,
+    )
+    assert metrics["prefix_cache_misses_total", "cold"] == 50
+    assert (metrics["prefix_snapshot_slots",], metrics["prefix_snapshot_slots_used",]) == (8, 3)
+    assert metrics["compilations_total",] == 5
+    assert metrics["iteration_tokens_total_count",] == 7
+    assert metrics["iteration_tokens_total_sum",] == 70
+    assert metrics["iteration_tokens_total_bucket", "16"] == 6
+    assert metrics["generation_tokens_total",] == 17
+    assert (metrics["prefix_host_slots",], metrics["prefix_host_slots_used",]) == (9, 5)
+    assert metrics["prefix_cache_demotions_total",] == 6
 
 
-def test_answers_are_counted(told):
-    assert told["prompt_tokens_total",] == 6 + 6 + 8
-    assert told["prompt_tokens_by_source_total", "local_compute"] == 6 + 1 + 8
-    assert told["prompt_tokens_by_source_total", "local_cache_hit"] == 5
-    assert told["request_success_total", "stop"] == 2
-    assert told["request_success_total", "length"] == 1
+def test_finished_answers_are_counted(metrics):
+    assert metrics["prompt_tokens_total",] == 6 + 6 + 8
+    assert metrics["prompt_tokens_by_source_total", "local_compute"] == 6 + 1 + 8
+    assert metrics["prompt_tokens_by_source_total", "local_cache_hit"] == 5
+    assert metrics["request_success_total", "stop"] == 2
+    assert metrics["request_success_total", "length"] == 1
 
 
 @pytest.mark.parametrize("name, count", [
@@ -60,13 +63,13 @@ def test_answers_are_counted(told):
     ("request_generation_tokens", 3),
     ("inter_token_latency_seconds", 4 + 4 + 6),
 ])  # fmt: skip
-def test_times_and_sizes(told, name, count):
-    assert told[f"{name}_count",] == count
-    assert told[f"{name}_bucket", "+Inf"] == count
-    assert told[f"{name}_sum",] >= 0
+def test_histograms_count_every_answer(metrics, name, count):
+    assert metrics[f"{name}_count",] == count
+    assert metrics[f"{name}_bucket", "+Inf"] == count
+    assert metrics[f"{name}_sum",] >= 0
 
 
-def test_two_servers_count_by_themselves(served):
+def test_two_servers_count_separately(served):
     served.complete("|x")
     with serving(FakeEngine()) as other:
         raw = other.ask("GET", "/metrics").raw.decode()

@@ -43,7 +43,7 @@ def test_mesh_strings():
     "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
 )
 def test_bad_mesh_strings_are_refused(text):
-    with pytest.raises(UserError, match="a mesh is written"):
+    with pytest.raises(UserError, match="a mesh must be"):
         mesh_of(text)
 
 

@@ -4,7 +4,7 @@ Every token is cached. Until the end of prefill attention is exact. `finish_pref
 the keys between the first and the last tokens of each KV head by their mean, hashes them, and
 builds tables. A generated token is hashed when it comes and joins the unindexed tail, whose codes
 are compared one by one. When the tail is full, `reserve` makes room and builds new tables of all
-keys. A query sees the first and the newest tokens exactly, and of those between the keys whose
+keys. A query sees the first and the newest tokens exactly, and of the others the keys whose
 codes agree with its own often enough.
 
 Between two calls of `reserve` the indexed keys and the tables are only read, so they may live in
@@ -164,9 +164,9 @@ def finish_prefill(state: IndexState, settings: IndexSettings) -> IndexState:
 
 
 def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings) -> IndexState:
-    """Room for `tokens`; after prefill for that many generated tokens.
+    """Make room for `tokens`; after prefill, for that many generated tokens.
 
-    Where room is short, new tables are built of all keys between the ends and the tail is emptied.
+    If the unindexed tail is too short, it is indexed together with the prompt, and emptied.
     """
     if not prefill_finished(state):
         return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
@@ -179,7 +179,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     if ends + prompt + room + more > MAX_SLOTS:
         raise UserError(
             f"a prompt and its generated tokens are at most {MAX_SLOTS} tokens, and "
-            f"{ends + prompt + room + more} are needed; use a policy with a fixed memory such as "
+            f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
             "streaming:sinks=4,window=252"
         )
     size = _whole_tiles(ends + room + more)

@@ -25,15 +25,15 @@ from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
-MOST_BITS = 16  # a code is kept in two bytes
+MOST_BITS = 16  # a code is stored in two bytes
 MOST_TABLES = 4096
 # Abramowitz and Stegun 4.4.46: acos(x) = sqrt(1 - x) times this, within 2e-8 for x from 0 to 1.
 _ACOS = (
     1.5707963050, -0.2145988016, 0.0889789874, -0.0501743046,
     0.0308918810, -0.0170881256, 0.0066700901, -0.0012624911,
 )  # fmt: skip
-# Of a cross-polytope hash by m directions log p is m log(1 - angle/pi), which is all for 1 and 2,
-# and these Chebyshev polynomials of 2 angle/pi - 1 (tests/test_lsh.py integrates it anew).
+# log p of a cross-polytope hash with m directions is m log(1 - angle/pi), exact for m of 1 and 2,
+# plus these Chebyshev polynomials of 2 angle/pi - 1. tests/test_lsh.py integrates it numerically.
 _CROSS = {
     4: (
         0.619206753, 0.562092759, -0.0775692823, -0.0232651797, -0.00330239188, -0.00024795151,

@@ -18,7 +18,7 @@ from jaxkv.policies.merge_reduce.occupancy import Shape
 
 @dataclass(frozen=True)
 class BalanceStream(Policy):
-    """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of those between.
+    """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of the others.
 
     Halving a block by a self-balancing walk keeps attention to the block almost unchanged, with an
     error that falls faster than a random sample's (section 3). Merge and reduce applies the halving

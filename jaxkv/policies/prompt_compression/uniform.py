@@ -23,7 +23,7 @@ class Uniform(Policy):
     """Keep a prompt's first `sinks` tokens, its last `window`, and one in 2^rounds of the others.
 
     A uniform sample, weighted by the inverse of its probability, estimates the softmax without
-    bias. It ignores which tokens matter, so it is the baseline for methods that look.
+    bias. It ignores which tokens matter, so it is the baseline of methods that select.
 
     Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
     weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots

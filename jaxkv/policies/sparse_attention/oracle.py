@@ -25,7 +25,7 @@ class Oracle(Policy):
     exact one and is its oracle baseline.
 
     A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of those between draws with replacement: `share` of the number of
+    `window`, and draws of the others with replacement: `share` of the number of
     tokens between, rounded up. A key drawn twice counts twice (equation 5). Only the values are
     sampled: together the draws weigh as much as all keys between, whose sum of weights is exact
     here. A draw is a function of the query's position and head. The paper draws sinks and window

@@ -25,7 +25,7 @@ class Quest(Policy):
     query can rank pages without reading their keys (section 3).
 
     A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of those between the `share` of pages with the largest bound,
+    `window`, and of the others the `share` of pages with the largest bound,
     rounded up, and at least `fewest`, as published. page: tokens per page, counted from the first
     of the sequence; tokens of the ends do not count in their pages. The bound uses rotated keys,
     and neither a distance penalty (ALiBi) nor a cap of the logits. Every token stays cached, and

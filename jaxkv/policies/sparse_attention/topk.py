@@ -19,7 +19,7 @@ class TopK(Policy):
     policy. It is their oracle baseline.
 
     A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of those between the `share` with the largest logits, rounded
+    `window`, and of the others the `share` with the largest logits, rounded
     up; of equal logits the older. Every token stays cached. The softmax is over the keys that a
     query sees. In MagicPIG's comparisons the share is of all positions, without sinks and window.
     start: slots before the prompt, doubled as they fill.

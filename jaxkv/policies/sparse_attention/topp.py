@@ -23,8 +23,8 @@ class TopP(Policy):
     adapts to each head and query.
 
     A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of those between the fewest keys whose softmax weights reach `mass`
-    of the weight between. Every token stays cached. Published grids of `mass` go from 0.1 to 0.99.
+    `window`, and of the others the fewest keys whose softmax weights reach `mass`
+    of their total weight. Every token stays cached. Published grids of `mass` go from 0.1 to 0.99.
     start: slots before the prompt, doubled as they fill.
     """
 

@@ -26,7 +26,7 @@ class VAttention(Policy):
     the sample must be (section 4).
 
     A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of those between the `top` share of largest logits, and a sample of
+    `window`, and of the others the `top` share of largest logits, and a sample of
     the others that counts for all of them. Every token stays cached.
 
     base: the share of the others that is drawn first, at least two, to estimate the variance.
