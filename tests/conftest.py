@@ -126,6 +126,8 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if not item.get_closest_marker("xdist_group"):  # a file's fixtures are made once
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         for marker in NEEDS:
             if item.get_closest_marker(marker) and missing(marker):
                 item.add_marker(pytest.mark.skip(reason=missing(marker)))

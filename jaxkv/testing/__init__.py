@@ -15,9 +15,17 @@ from typing import NamedTuple
 
 from jaxkv.contract import Policy, check_is_policy
 from jaxkv.testing.laws import LAWS, Law
-from jaxkv.testing.subject import CachedTokens, Subject, draw_tokens, find_capacity
+from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find_capacity
 
-__all__ = ["LawError", "Verdict", "check_policy", "judge_law", "judge_laws", "table"]
+__all__ = [
+    "LawError",
+    "Verdict",
+    "check_policy",
+    "judge_law",
+    "judge_laws",
+    "make_subject",
+    "table",
+]
 
 
 class LawError(AssertionError):
@@ -64,15 +72,25 @@ def judge_laws(
     scores_chunks: bool = False,
 ) -> list[Verdict]:
     """The verdicts of `check_policy`, also where laws are broken."""
-    probe = Subject(policy, 1, draw_tokens(8), cached_tokens, scores_chunks)
+    probe = make_subject(policy, 1, cached_tokens, scores_chunks)
     first = [judge_law(law, probe) for law in LAWS[:2]]
     if not all(verdict.holds for verdict in first if verdict):
         return [verdict for verdict in first if verdict]  # the others would fail for this reason
-    if capacity is None:
-        capacity = find_capacity(probe)
-    subject = probe._replace(capacity=capacity, tokens=draw_tokens(3 * capacity + 5))
+    capacity = find_capacity(probe) if capacity is None else capacity
+    subject = make_subject(policy, capacity, cached_tokens, scores_chunks)
     verdicts = (judge_law(law, subject) for law in LAWS)
     return [verdict for verdict in verdicts if verdict]
+
+
+def make_subject(
+    policy: Policy,
+    capacity: int,
+    cached_tokens: CachedTokens | None = None,
+    scores_chunks: bool = False,
+) -> Subject:
+    """The policy with tokens past three times its capacity."""
+    tokens, sizes = draw_tokens(SPEC, 3 * capacity + 5), (1, 5, max(6, 2 * capacity + 1))
+    return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens, scores_chunks)
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

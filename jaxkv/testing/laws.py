@@ -3,77 +3,232 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.contract import Chunk, Policy, State
+from jaxkv.contract import Leaf, Policy
 from jaxkv.state import batch
 from jaxkv.testing.subject import (
     BATCH,
-    GROUP,
+    COMPILED,
     QUICK,
-    SPEC,
     Subject,
     close,
+    compact,
     cut,
     dense,
     draw_tokens,
+    finish_prefill,
     named_leaves,
     of_head,
-    pad_between,
     same_bits,
-    step,
+    same_shapes,
+    take_rows,
+    update,
+    widen,
 )
 
 Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check passes
+ORDER = (2, 0, 1, 3)  # another order of the four sequences
 
 
 def update_keeps_the_state(subject: Subject) -> Checks:
-    policy, chunk = subject.policy, cut(subject.tokens, 0, 3)
+    policy, spec = subject.policy, subject.spec
     yield "it lacks `update`", type(policy).update is not Policy.update
-    state = policy.reserve(SPEC, subject.init(), 3)
-    _, after = jax.eval_shape(lambda: policy.update(SPEC, state, chunk))
-    before, after = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (state, after))
-    names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (before, after)]
-    yield (
-        f"update must return a state with the arrays {', '.join(names[0])}, got "
-        f"{', '.join(names[1])}",
-        names[0] == names[1],
-    )
-    for (path, old), (_, new) in zip(before, after, strict=True):
-        expected, found = (old.shape, old.dtype.name), (new.shape, new.dtype.name)
-        name = jax.tree_util.keystr(path)
-        yield f"update must return {name} as {expected}, got {found}", expected == found
+    for begin in (subject.init, subject.half):  # `half` runs `update`, so it comes second
+        state = policy.reserve(spec, begin(), subject.count)
+        for size in (1, 3):
+            _, after = jax.eval_shape(partial(policy.update, spec), state, subject.next(size))
+            old, new = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (state, after))
+            names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (old, new)]
+            yield (
+                f"update must return a state with the arrays {', '.join(names[0])}, got "
+                f"{', '.join(names[1])}",
+                names[0] == names[1],
+            )
+            for (path, one), (_, other) in zip(old, new, strict=True):
+                expected, found = ((x.shape, x.dtype.name) for x in (one, other))
+                name = jax.tree_util.keystr(path)
+                yield f"update must return {name} as {expected}, got {found}", expected == found
 
 
 def leaves_describe_the_state(subject: Subject) -> Checks:
-    policy, state = subject.policy, subject.init()
+    policy, spec, count = subject.policy, subject.spec, 5  # unlike K, H and G
+    state = jax.eval_shape(lambda: subject.init(count))
     yield (
         f"leaves must be a {type(state).__name__}, got a {type(policy.leaves).__name__}",
         type(policy.leaves) is type(state),
     )
-    arrays, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
-    yield f"leaves must describe {arrays} arrays, got {leaves}", arrays == leaves
-    sizes = {"B": BATCH, "K": SPEC.kv_heads, "H": SPEC.head_dim, "G": GROUP}
+    made, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
+    yield f"leaves must describe {made} arrays, got {leaves}", made == leaves
+    sizes = {"B": count, "K": spec.kv_heads, "H": spec.head_dim}
     for name, leaf, array in named_leaves(policy, state):
-        count = len(leaf.letters)
-        yield f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes", count == array.ndim
-        yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", leaf.letters[0] == "B"
-        for letter, size in zip(leaf.letters, array.shape, strict=True):
+        letters = leaf.letters
+        yield f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes", len(letters) == array.ndim
+        yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[0] == "B"
+        for letter, size in zip(letters, array.shape, strict=True):
             wanted = sizes.get(letter, size)
             yield f"leaf {name}: axis {letter} must be {wanted}, got {size}", size in (wanted, 0)
 
 
+def padding_changes_nothing(subject: Subject) -> Checks:
+    policy, state = subject.policy, subject.half()
+    for size in subject.sizes[:2]:
+        new = subject.next(size)
+        pad = widen(new._replace(valid=np.zeros_like(new.valid)), subject.width(size))
+        found, after = subject.step(state, pad)
+        for (name, _, array), same in zip(
+            named_leaves(policy, state), jax.tree.leaves(after), strict=True
+        ):
+            yield f"{size} tokens of padding change leaf {name}", same_bits(array, same)
+        yield f"the output of {size} tokens of padding must be 0", not np.asarray(found.out).any()
+    if subject.finishes:
+        return  # the prompt of a padded sequence is shorter
+    without = compact(subject.tokens)
+    size = 1 if subject.scores_chunks else subject.sizes[1]  # padding shifts the chunks
+    one, other = subject.read(size), subject.read_tokens(without, size)
+    yield "padding is cached", close(one.states[-1], other.states[-1])
+    found = one.outs[subject.tokens.valid], other.outs[without.valid]
+    yield "padding changes outputs", close(*found, subject.tolerance)
+    yield "the output of padding must be 0", not one.outs[~subject.tokens.valid].any()
+
+
+def sequences_are_independent(subject: Subject) -> Checks:
+    size, tokens = subject.sizes[-1], subject.tokens
+    straight = subject.read(size)
+    other = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
+    for index in range(BATCH - 1):
+        keep = np.arange(BATCH) == index
+        mixed = tokens._replace(
+            **{
+                name: np.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+                for name, a, b in zip(tokens._fields, tokens, other, strict=True)
+            }
+        )
+        found = subject.read_tokens(mixed, size)
+        same = np.array_equal(found.outs[index], straight.outs[index])
+        kept = (batch.take(run.states[-1], [index]) for run in (found, straight))
+        yield f"sequence {index} depends on the others", same and same_bits(*kept)
+    permuted = take_rows(tokens, ORDER), size, batch.take(subject.init(), ORDER)
+    found = subject.read_tokens(*permuted)
+    wanted = batch.take(straight.states[-1], ORDER), straight.outs[[*ORDER]]
+    yield (
+        "another order of sequences gives other results",
+        close((found.states[-1], found.outs), wanted),
+    )
+
+
+def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
+    few = take_rows(cut(subject.tokens, 0, subject.capacity), [0])
+    wanted = dense(subject.spec, few)[0]
+    for size in (1, subject.sizes[-1]):
+        if size == 1 or not subject.scores_chunks:
+            found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
+            right = close(found, wanted, subject.tolerance)
+            yield f"in chunks of {size} it is not full attention", right
+
+
+def chunking_changes_nothing(subject: Subject) -> Checks:
+    if subject.scores_chunks:
+        return
+    one = subject.read(1)
+    for size in subject.sizes[1:]:
+        other = subject.read(size)
+        for count in set(one.counts) & set(other.counts):
+            first, second = (run.states[run.counts.index(count)] for run in (one, other))
+            equal = subject.cached(first) == subject.cached(second)
+            yield f"after {count} tokens, chunks of {size} and of 1 cache different tokens", equal
+            if same_shapes(first, second):  # else one of them has reserved more
+                what = f"after {count} tokens, chunks of {size} and of 1 give different states"
+                yield what, close(first, second)
+        right = close(other.outs, one.outs, subject.tolerance)
+        yield f"chunks of {size} and of 1 give different outputs", right
+
+
+def kv_heads_are_independent(subject: Subject) -> Checks:
+    """What sharding over KV heads relies on: each head gives alone what it gives among others."""
+    policy, state, tokens = subject.policy, subject.half(), subject.next(1)
+    (out, _), after = subject.step(state, tokens)
+    alone, group = dataclasses.replace(subject.spec, kv_heads=1), tokens.q.shape[2]
+    group //= subject.spec.kv_heads
+    for head in range(subject.spec.kv_heads):
+        its, own = slice(group * head, group * (head + 1)), slice(head, head + 1)
+        few = tokens._replace(q=tokens.q[:, :, its], k=tokens.k[:, :, own], v=tokens.v[:, :, own])
+        found, now = update(policy, alone, of_head(policy, state, head), few)
+        wanted = out[:, :, its], of_head(policy, after, head)
+        same = close((found.out, now), wanted, subject.tolerance)
+        yield f"KV head {head} depends on the others", same
+
+
+def sequences_can_be_moved(subject: Subject) -> Checks:
+    state, order = subject.half(), [3, 1, 0, 2]
+    mixed = batch.take(state, order)
+    yield "taking and putting changes a state", same_bits(batch.put(mixed, order, mixed), state)
+    with tempfile.TemporaryDirectory() as folder:
+        batch.save(Path(folder) / "state", state)
+        loaded = batch.load(Path(folder) / "state", jax.eval_shape(lambda: state))
+    yield "saving and loading changes a state", same_bits(loaded, state)
+    back = batch.to_device(batch.to_host(state))
+    yield "the host changes a state", same_bits(back, state)
+    new = subject.next(1)
+    same = same_bits(subject.step(state, new), subject.step(back, new))
+    yield "a state from the host gives another output", same
+
+
+def equal_settings_compile_once(subject: Subject) -> Checks:
+    spec, counts = subject.spec, []
+    for policy in (subject.policy, dataclasses.replace(subject.policy)):
+        yield "equal settings must hash alike", hash(policy) == hash(subject.policy)
+        state = policy.reserve(spec, subject.init(), 3)
+        for at in range(3):
+            _, state = update(policy, spec, state, cut(subject.tokens, at, at + 1))
+            counts.append(COMPILED[subject.policy, spec] + COMPILED[policy, spec])
+    more = counts[2] - counts[0]
+    yield f"three tokens compile {more + 1} times", not more
+    yield "equal settings compile twice", counts[5] == counts[2]
+
+
+def an_empty_state_gives_nothing(subject: Subject) -> Checks:
+    new, empty = subject.next(1), subject.policy.reserve(subject.spec, subject.init(), 1)
+    pad = new._replace(valid=np.zeros_like(new.valid))
+    found, after = subject.step(empty, pad)
+    yield "an empty state gives an output", not np.asarray(found.out).any()
+    yield "its log-sum-exp must be -inf", bool((np.asarray(found.lse) == -np.inf).all())
+    yield "padding changes an empty state", same_bits(after, empty)
+    yield "an empty state caches tokens", not any(map(any, subject.cached(empty)))
+    found, _ = subject.step(empty, new)
+    group = new.q.shape[2] // subject.spec.kv_heads
+    out, wanted = found.out[: BATCH - 1], np.repeat(new.v[: BATCH - 1], group, axis=2)
+    same = close(np.asarray(out), wanted.astype(np.float32), subject.tolerance)
+    yield "the output of the first token must be its value", same
+
+
+def bytes_equal_the_arrays(subject: Subject) -> Checks:
+    policy, spec, count = subject.policy, subject.spec, 5
+    for tokens in (0, subject.capacity):
+        state = jax.eval_shape(lambda n=tokens: policy.reserve(spec, subject.init(count), n))
+        found, said = batch.nbytes(state) // count, policy.bytes_per_sequence(spec, tokens)
+        yield (
+            f"bytes_per_sequence(spec, {tokens}) must be {found}, as the arrays have; got {said}",
+            batch.nbytes(state) == count * said,
+        )
+
+
 def shared_leaves_are_equal(subject: Subject) -> Checks:
     """Other keys and values at the same positions leave shared leaves as they are."""
-    tokens = subject.tokens
-    other = draw_tokens(tokens.q.shape[1], seed=1)
-    (_, one), (_, two) = subject.read(tokens, 7), subject.read(other, 7)
+    if not any_leaf(subject, lambda leaf: leaf.shared):
+        return
+    tokens, size = subject.tokens, subject.sizes[1]
+    other = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
+    other = other._replace(positions=tokens.positions, valid=tokens.valid)
+    one, two = subject.read(size).states[-1], subject.read_tokens(other, size).states[-1]
     pairs = zip(named_leaves(subject.policy, one), jax.tree.leaves(two), strict=True)
     for (name, leaf, array), same in pairs:
         if leaf.shared:
@@ -81,192 +236,131 @@ def shared_leaves_are_equal(subject: Subject) -> Checks:
 
 
 def append_only_leaves_stay(subject: Subject) -> Checks:
-    """Token n stays in slot n, and empty slots are zero."""
-    count = subject.capacity
-    _, early = subject.read(cut(subject.tokens, 0, count), 7)
-    early = subject.policy.reserve(SPEC, early, count + 3)
-    _, late = step(subject.policy, early, subject.next(3)._replace(
-        positions=jnp.broadcast_to(jnp.arange(count, count + 3, dtype=jnp.uint32), (BATCH, 3))
-    ))  # fmt: skip
-    pairs = zip(named_leaves(subject.policy, early), jax.tree.leaves(late), strict=True)
-    for (name, leaf, array), after in pairs:
-        if leaf.append_only:
-            slots = leaf.letters.index("S")
-            before, now = (np.moveaxis(np.asarray(a), slots, 0) for a in (array, after))
-            yield f"leaf {name} is append-only but changes", same_bits(before[:count], now[:count])
-            yield f"leaf {name}: an empty slot is not zero", not before[count:].any()
-
-
-def padding_changes_nothing(subject: Subject) -> Checks:
-    state = subject.full()
-    for width in (1, 4):
-        pad = subject.next(width)._replace(valid=jnp.zeros((BATCH, width), bool))
-        out, after = step(subject.policy, state, pad)
-        for (name, _, array), same in zip(
-            named_leaves(subject.policy, state), jax.tree.leaves(after), strict=True
-        ):
-            yield f"{width} tokens of padding change leaf {name}", same_bits(array, same)
-        yield f"the output of {width} tokens of padding must be 0", not np.asarray(out).any()
-    out, state = subject.read(subject.tokens, 7)
-    mixed = pad_between(subject.tokens)
-    other, after = subject.read(mixed, 7)
-    if not subject.scores_chunks:  # padding shifts the chunks
-        yield "padding between tokens is cached", subject.cached(state) == subject.cached(after)
-        yield "padding changes outputs", close(out, other[:, np.asarray(mixed.valid[0])])
-
-
-def sequences_are_independent(subject: Subject) -> Checks:
-    together, _ = subject.read(subject.tokens, 7)
-    others = draw_tokens(subject.tokens.q.shape[1], seed=1)
-    for index in range(BATCH):
-        mixed = Chunk(
-            *(b.at[index].set(a[index]) for a, b in zip(subject.tokens, others, strict=True))
-        )
-        found, _ = subject.read(mixed, 7)
-        yield f"sequence {index} depends on the other", close(together[index], found[index])
-
-
-def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
-    few = cut(subject.tokens, 0, subject.capacity)
-    for size in (1, subject.capacity):
-        out, _ = subject.read(few, size)
-        yield f"in chunks of {size} it is not full attention", close(out, dense(few))
-
-
-def chunking_changes_nothing(subject: Subject) -> Checks:
-    if subject.scores_chunks:
+    """Until the end of prefill, token n stands in slot n, and empty slots are zero."""
+    if not any_leaf(subject, lambda leaf: leaf.append_only):
         return
-    out, state = subject.read(subject.tokens, 1)
-    for size in (5, subject.capacity + 1, subject.tokens.q.shape[1]):
-        other, after = subject.read(subject.tokens, size)
-        equal = subject.cached(state) == subject.cached(after)
-        yield f"chunks of {size} and of 1 cache different tokens", equal
-        yield f"chunks of {size} and of 1 give different outputs", close(out, other)
+    run, tokens = subject.read(1), subject.tokens
+    states = [s for s, count in zip(run.states, run.counts, strict=True) if count <= subject.prompt]
+    last = named_leaves(subject.policy, states[-1])
+    for seen, state in zip(run.counts, states, strict=False):
+        for (name, leaf, array), (*_, latest) in zip(
+            named_leaves(subject.policy, state), last, strict=True
+        ):
+            if not leaf.append_only:
+                continue
+            slots = leaf.letters.index("S")
+            now, end = (np.moveaxis(np.asarray(a), slots, 1) for a in (array, latest))
+            for row, valid in enumerate(tokens.valid[:, :seen]):
+                count = valid.sum()
+                same = np.array_equal(now[row, :count], end[row, :count])
+                yield f"leaf {name} is append-only but changes", same
+                yield f"leaf {name}: an empty slot is not zero", not now[row, count:].any()
+                if leaf.axes == "B S":
+                    there = tokens.positions[row, :seen][valid]
+                    right = np.array_equal(now[row, :count], there)
+                    yield f"leaf {name} must hold the positions", right
 
 
-def kv_heads_are_independent(subject: Subject) -> Checks:
-    """What sharding over KV heads relies on: each head gives alone what it gives among others."""
-    state, tokens = subject.full(), subject.next(3)
-    out, after = step(subject.policy, state, tokens)
-    alone = dataclasses.replace(SPEC, kv_heads=1)
-    for head in range(SPEC.kv_heads):
-        its, own = slice(GROUP * head, GROUP * (head + 1)), slice(head, head + 1)
-        few = tokens._replace(q=tokens.q[:, :, its], k=tokens.k[:, :, own], v=tokens.v[:, :, own])
-        found = step(subject.policy, of_head(subject.policy, state, head), few, alone)
-        wanted = out[:, :, its], of_head(subject.policy, after, head)
-        yield f"KV head {head} depends on the others", close(wanted, found)
-
-
-def sequences_can_be_moved(subject: Subject) -> Checks:
-    state = subject.full()
-    swapped = batch.take(state, [1, 0])
-    yield (
-        "taking and putting changes a state",
-        same_bits(batch.put(swapped, [1, 0], swapped), state),
-    )
-    yield "the host changes a state", same_bits(batch.to_device(batch.to_host(state)), state)
-
-
-def equal_settings_compile_once(subject: Subject) -> Checks:
-    traced = []
-
-    @partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-    def counted(policy: Policy, state: State, tokens: Chunk) -> tuple[jax.Array, State]:
-        traced.append(policy)
-        return jaxkv.step(policy, SPEC, state, *tokens)
-
-    for policy in (subject.policy, dataclasses.replace(subject.policy)):
-        state = policy.reserve(SPEC, subject.init(), 3)
-        for at in range(3):
-            _, state = counted(policy, state, cut(subject.tokens, at, at + 1))
-    yield f"two equal policies and three tokens compile {len(traced)} times", len(traced) == 1
-
-
-def an_empty_state_gives_nothing(subject: Subject) -> Checks:
-    pad = cut(subject.tokens, 0, 2)._replace(valid=jnp.zeros((BATCH, 2), bool))
-    found, _ = subject.policy.update(SPEC, subject.policy.reserve(SPEC, subject.init(), 2), pad)
-    yield "an empty state gives an output", not np.asarray(found.out).any()
-    yield "its log-sum-exp must be -inf", bool((np.asarray(found.lse) == -np.inf).all())
-    yield "an empty state caches tokens", not any(map(any, subject.cached(subject.init())))
-
-
-def bytes_equal_the_arrays(subject: Subject) -> Checks:
-    policy = subject.policy
-    for tokens in (0, subject.capacity):
-        state = jax.eval_shape(lambda tokens=tokens: policy.reserve(SPEC, subject.init(), tokens))
-        found, said = batch.nbytes(state) // BATCH, policy.bytes_per_sequence(SPEC, tokens)
+def pages_change_when_they_say(subject: Subject) -> Checks:
+    """In the sequence without padding, at those tokens and at no other."""
+    pages = next((x.page for x in jax.tree.leaves(subject.policy.leaves) if x.page), None)
+    if pages is None:
+        return
+    run = subject.read(1)
+    if run.counts != [*range(1, subject.count + 1)]:
+        return  # too large to keep all states
+    last = [0] * len(pages.last_write(0))
+    states = zip(run.counts[1:], run.states, run.states[1:], strict=False)
+    for seen, before, after in states:
+        pairs = zip(named_leaves(subject.policy, before), jax.tree.leaves(after), strict=True)
+        pairs = [(np.asarray(a)[0], np.asarray(b)[0]) for (_, leaf, a), b in pairs if leaf.page]
+        for number in range(len(last)):
+            first = pages.first + number * pages.size
+            slots = slice(first, first + pages.size)
+            if not all(np.array_equal(a[:, slots], b[:, slots]) for a, b in pairs):
+                last[number] = seen
+        said = tuple(pages.last_write(seen))
         yield (
-            f"bytes_per_sequence(spec, {tokens}) must be {found}, as the arrays have; got {said}",
-            found == said,
+            f"after {seen} tokens last_write must be {tuple(last)}, got {said}",
+            said == tuple(last),
         )
+    yield "a page is never written", all(last)
 
 
 def finish_prefill_is_per_sequence(subject: Subject) -> Checks:
-    policy = subject.policy
-    if policy.min_prompt is None:
+    policy, spec = subject.policy, subject.spec
+    if not subject.finishes:
         return
-    _, state = subject.read(subject.tokens, 7)
-    finished = policy.finish_prefill(SPEC, state)
-    swapped = policy.finish_prefill(SPEC, batch.take(state, [1, 0]))
+    run = subject.read(1)
+    state = run.states[run.counts.index(subject.prompt)]
+    finished = finish_prefill(policy, spec, state)
+    swapped = finish_prefill(policy, spec, batch.take(state, ORDER))
     same_structure = jax.tree.structure(finished) == jax.tree.structure(state)
     yield "finish_prefill changes the structure of the state", same_structure
-    yield "a sequence depends on the other", close(swapped, batch.take(finished, [1, 0]))
-    more = policy.reserve(SPEC, finished, 1)
-    out, _ = step(policy, more, cut(subject.tokens, 0, 1))
-    yield "the next token has no finite output", bool(np.isfinite(np.asarray(out)).all())
+    yield "a sequence depends on the others", same_bits(swapped, batch.take(finished, ORDER))
+    more = policy.reserve(spec, finished, 1)
+    found, _ = subject.step(more, subject.next(1))
+    yield "the next token has no finite output", bool(np.isfinite(np.asarray(found.out)).all())
 
 
 def it_caches_what_it_means(subject: Subject) -> Checks:
     if subject.cached_tokens is None:
         return
-    count = subject.tokens.q.shape[1]
-    state, outs = subject.policy.reserve(SPEC, subject.init(), count), []
+    count, run = subject.count, subject.read(1)
     seen = np.zeros((count, count), bool)
-    for at in range(count):
-        out, state = step(subject.policy, state, cut(subject.tokens, at, at + 1))
-        outs.append(out)
-        wanted = sorted(subject.cached_tokens(at))
-        seen[at, wanted] = True
-        equal = subject.cached(state) == [[wanted] * SPEC.kv_heads] * BATCH
-        yield f"after token {at} the cache must have {wanted}, got {subject.cached(state)}", equal
-    found = np.concatenate(outs, axis=1)
-    yield "the output is not attention to those tokens", close(found, dense(subject.tokens, seen))
+    means = [dict.fromkeys(sorted(subject.cached_tokens(at)), 0.0) for at in range(count)]
+    for at, wanted in enumerate(means):
+        seen[at, list(wanted)] = True
+    for after, state in zip(run.counts, run.states, strict=True):
+        at, found = after - 1, subject.cached(state)[0]
+        wanted = means[at]
+        what = f"after token {at} the cache must have {[*wanted]}, got {[*map(list, found)]}"
+        yield what, found == [wanted] * subject.spec.kv_heads
+    whole = take_rows(subject.tokens, [0])
+    right = close(run.outs[:1].astype(np.float64), dense(subject.spec, whole, seen), 1e-5)
+    yield "the output is not attention to those tokens", right
 
 
 def gradients_exist(subject: Subject) -> Checks:
-    state, tokens = subject.full(), subject.next(3)
-    valid = tokens.valid.at[:, -1].set(False)
-    weights = np.random.default_rng(2).normal(size=tokens.q.shape).astype(np.float32)
+    size = subject.sizes[1]
+    state, tokens = subject.half(), subject.next(size)
+    weights = np.random.default_rng(9).normal(size=tokens.q.shape).astype(np.float32)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out, _ = jaxkv.step(subject.policy, SPEC, state, q, k, v, tokens.positions, valid)
+        rest = jnp.asarray(tokens.positions), jnp.asarray(tokens.valid)
+        out, _ = jaxkv.step(subject.policy, subject.spec, state, q, k, v, *rest)
         return jnp.sum(out * weights)
 
-    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)(
-        tokens.q, tokens.k, tokens.v
-    )
-    for name, gradient in zip("qkv", map(np.asarray, found), strict=True):
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
+    found = gradient(*map(jnp.asarray, tokens[:3]))
+    for name, leaf in zip("qkv", found, strict=True):
+        leaf = np.asarray(leaf, np.float32)
         needed = name == "v" or subject.capacity > 1  # one key has weight 1 whatever q and k are
-        finite = np.isfinite(gradient).all() and (gradient.any() or not needed)
-        yield f"{name} has no finite gradient", bool(finite)
-        yield f"padding of {name} has a gradient", not gradient[:, -1].any()
+        reached = (np.abs(leaf[: BATCH - 1]).sum(axis=(1, 2, 3)) > 0).all() or not needed
+        yield f"{name} has no finite gradient", bool(np.isfinite(leaf).all() and reached)
+        yield f"padding of {name} has a gradient", not leaf[BATCH - 1].any()
+
+
+def any_leaf(subject: Subject, wanted: Callable[[Leaf], bool]) -> bool:
+    return any(map(wanted, jax.tree.leaves(subject.policy.leaves)))
 
 
 Law = Callable[[Subject], Checks]
 LAWS: tuple[tuple[int, str, Law], ...] = (
-    (1, "update returns a state like the one before", update_keeps_the_state),
     (11, "leaves describe every array", leaves_describe_the_state),
+    (1, "update returns a state like the one before", update_keeps_the_state),
     (2, "padding changes no bit", padding_changes_nothing),
     (3, "the sequences of a batch are independent", sequences_are_independent),
     (4, "below capacity it is full attention", below_capacity_it_is_full_attention),
     (5, "chunking changes nothing", chunking_changes_nothing),
     (6, "KV heads are independent", kv_heads_are_independent),
-    (7, "sequences can be taken, put and moved to the host", sequences_can_be_moved),
+    (7, "sequences can be taken, put, saved and moved to the host", sequences_can_be_moved),
     (8, "equal settings compile once", equal_settings_compile_once),
     (9, "an empty state gives output 0", an_empty_state_gives_nothing),
     (10, "bytes equal bytes_per_sequence", bytes_equal_the_arrays),
     (11, "shared leaves are equal in all layers", shared_leaves_are_equal),
     (11, "append-only leaves stay", append_only_leaves_stay),
+    (11, "pages change when they say", pages_change_when_they_say),
     (14, "finish_prefill changes each sequence by itself", finish_prefill_is_per_sequence),
     (15, "the cache has the tokens that it should", it_caches_what_it_means),
     (16, "gradients exist", gradients_exist),

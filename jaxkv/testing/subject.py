@@ -2,134 +2,296 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkv
-from jaxkv.contract import Chunk, Leaf, Policy, Spec, State
-from jaxkv.rotary import rotary
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State
+from jaxkv.rotary import Alibi, Rotary, rotary
+from jaxkv.state import batch
 from jaxkv.typing import Bool, Float
 
-BATCH, GROUP, TOLERANCE = 2, 2, 1e-4
-SPEC = Spec(kv_heads=3, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=GROUP)
+BATCH = 4
+SPEC = Spec(kv_heads=3, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 MAX_CAPACITY = 512  # tokens up to which a capacity is looked for
+MAX_BYTES = 1 << 28  # of the states of one run
 # Most of a law's time is compiling; without optimization it takes half as long.
 QUICK = {"xla_backend_optimization_level": 0}
+COMPILED = Counter()  # (policy, spec) -> how many programs of `update` were traced
+DType = str | np.dtype
+Shaped = Any  # an array, or its shape
 # The number of a query's token -> the numbers of the tokens that are cached when it attends.
 CachedTokens = Callable[[int], Sequence[int]]
 
 
-class Subject(NamedTuple):
-    """A policy and the tokens of its laws; it evicts none of the first `capacity` tokens."""
+class Run(NamedTuple):
+    """outs: of all tokens. states[i]: the state after `counts[i]` tokens.
+
+    After every chunk where they fit into MAX_BYTES, else after some, the prompt and the end.
+    """
+
+    outs: Float[np.ndarray, "B T N H"]
+    states: list[State]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy and the tokens of its laws.
+
+    capacity: the policy evicts none of its first `capacity` tokens. tokens: four sequences, see
+    `draw_tokens`. sizes: of the chunks, the first of them 1. scores_chunks: a chunk is scored as a
+    whole before anything is evicted. tolerance: of outputs. real_widths: chunks are
+    compiled at their size; else at two widths, 1 and the largest size, with padding.
+    """
 
     policy: Policy
     capacity: int
     tokens: Chunk
-    cached_tokens: CachedTokens | None
-    scores_chunks: bool
+    sizes: tuple[int, ...]
+    spec: Spec = SPEC
+    cached_tokens: CachedTokens | None = None
+    scores_chunks: bool = False
+    tolerance: float = 1e-5
+    real_widths: bool = False
+    runs: dict[int, Run] = field(default_factory=dict, compare=False)
 
-    def init(self) -> State:
-        return self.policy.init(SPEC, BATCH, jax.random.key(0))
+    @property
+    def count(self) -> int:
+        return self.tokens.q.shape[1]
 
-    def read(self, tokens: Chunk, size: int) -> tuple[np.ndarray, State]:
-        """The output of all tokens, `size` at a time, and the state after them."""
-        count = tokens.q.shape[1]
-        state, outs = self.policy.reserve(SPEC, self.init(), count), []
-        for at in range(0, count, size):
-            out, state = step(self.policy, state, cut(tokens, at, at + size))
-            outs.append(np.asarray(out))
-        return np.concatenate(outs, axis=1), state
+    @property
+    def finishes(self) -> bool:
+        """Whether the policy does anything at the end of prefill."""
+        return self.policy.min_prompt is not None
 
-    def full(self) -> State:
-        """A state that has evicted tokens, with room for more."""
-        _, state = self.read(cut(self.tokens, 0, self.capacity + 3), 7)
-        return self.policy.reserve(SPEC, state, self.tokens.q.shape[1])
+    @property
+    def prompt(self) -> int:
+        """The number of tokens after which prefill ends."""
+        return min(2 * self.capacity + 1, 2 * self.count // 3)
+
+    def init(self, sequences: int = BATCH) -> State:
+        return self.policy.init(self.spec, sequences, jax.random.key(7))
+
+    def read(self, size: int) -> Run:
+        """All tokens in chunks of `size`; kept, because several laws ask for it."""
+        if size not in self.runs:
+            self.runs[size] = self.read_tokens(self.tokens, size)
+        return self.runs[size]
+
+    def read_tokens(self, tokens: Chunk, size: int, state: State | None = None) -> Run:
+        """Other tokens in chunks of `size`. Prefill ends after the prompt."""
+        state = self.init(tokens.q.shape[0]) if state is None else state
+        outs, states, counts = [], [], []
+        for begin, end, since in self.parts(tokens.q.shape[1]):
+            if begin and self.finishes:
+                state = finish_prefill(self.policy, self.spec, state)
+            for at in range(begin, end, size):
+                stop = min(at + size, end)
+                state = self.policy.reserve(self.spec, state, stop - since)
+                chunk = widen(cut(tokens, at, stop), self.width(size))
+                partial, state = update(self.policy, self.spec, state, chunk)
+                outs.append(np.asarray(partial.out)[:, : stop - at])
+                few = batch.nbytes(state) * tokens.q.shape[1] <= MAX_BYTES
+                if few or stop == end or not stop % 64:
+                    states.append(state)
+                    counts.append(stop)
+        return Run(np.concatenate(outs, axis=1), states, counts)
+
+    def parts(self, count: int) -> Iterator[tuple[int, int, int]]:
+        """Begin and end of prompt and answer, and the token that `reserve` counts from."""
+        prompt = min(self.prompt, count)
+        yield 0, prompt, 0
+        if prompt < count:
+            yield prompt, count, prompt if self.finishes else 0
+
+    def width(self, size: int) -> int:
+        """The compiled width of a chunk: compiling every size would take most of the time."""
+        return size if size == 1 or self.real_widths else max(self.sizes)
+
+    def half(self) -> State:
+        """The state after the prompt, where its prefill has finished, with room for more."""
+        run = self.read(self.sizes[0])
+        state = run.states[run.counts.index(min(self.prompt, self.count))]
+        if self.finishes:
+            state = finish_prefill(self.policy, self.spec, state)
+        return self.policy.reserve(self.spec, state, self.count)
 
     def next(self, size: int) -> Chunk:
-        """The tokens after those of `full`."""
-        return cut(self.tokens, self.capacity + 3, self.capacity + 3 + size)
+        """New tokens for `half`; the last sequence has only padding."""
+        new = draw_tokens(self.spec, size, seed=5, dtype=self.tokens.q.dtype)
+        before = self.tokens.valid[:, : self.prompt].sum(axis=1, keepdims=True)
+        positions = (before + np.arange(size)).astype(np.uint32)
+        valid = np.arange(BATCH)[:, None] < np.full((1, size), BATCH - 1)
+        whole = [np.repeat(leaf[:1], BATCH, axis=0) for leaf in new[:3]]
+        return Chunk(*(x + 0.1 * i for i, x in enumerate(whole)), positions, valid)
 
-    def cached(self, state: State) -> list[list[list[int]]]:
-        """The cached positions, in order, by sequence and KV head."""
-        found = self.policy.cached(SPEC, state)
+    def step(self, state: State, chunk: Chunk) -> tuple[Partial, State]:
+        return update(self.policy, self.spec, state, chunk)
+
+    def cached(self, state: State) -> list[list[dict[int, float]]]:
+        """Each cached position with its log weight, by sequence and KV head."""
+        found = cached(self.policy, self.spec, state)
+        pairs = zip(np.asarray(found.positions), np.asarray(found.log_weight), strict=True)
         return [
-            [sorted(p[w > -np.inf].tolist()) for p, w in zip(*heads, strict=True)]
-            for heads in zip(np.asarray(found.positions), np.asarray(found.log_weight), strict=True)
+            [
+                {int(p): round(float(w), 4) for p, w in zip(*head, strict=True) if w > -np.inf}
+                for head in zip(positions, weights, strict=True)
+            ]
+            for positions, weights in pairs
         ]
+
+
+def draw_tokens(
+    spec: Spec, count: int, seed: int = 0, start: int = 0, dtype: DType = "float32"
+) -> Chunk:
+    """Random tokens of four sequences: whole, padded on the left, padded anywhere, and empty.
+
+    The first position is `start`. Padding holds large numbers, as a buffer that is used again may.
+    """
+    rng = np.random.default_rng(seed)
+    valid = np.stack(
+        [
+            np.ones(count, bool),
+            np.arange(count) >= count // 3,
+            rng.random(count) < 0.6,
+            np.zeros(count, bool),
+        ]
+    )
+    heads = (spec.kv_heads * (spec.group or 1), spec.kv_heads, spec.kv_heads)
+    q, k, v = (rng.normal(size=(BATCH, count, n, spec.head_dim)) for n in heads)
+    for x in (q, k, v):
+        x[~valid] *= 1e4
+    positions = (start + np.cumsum(valid, axis=1) - 1) % 2**32
+    positions = np.where(valid, positions, rng.integers(0, 2**32, valid.shape))
+    q, k, v = (x.astype(np.float32).astype(jnp.dtype(dtype)) for x in (q, k, v))
+    return Chunk(q, k, v, positions.astype(np.uint32), valid)
 
 
 def find_capacity(subject: Subject) -> int:
     """How many tokens the policy caches before it evicts one."""
-    tokens = draw_tokens(MAX_CAPACITY)
-    state = subject.policy.reserve(SPEC, subject.init(), MAX_CAPACITY)
+    policy, spec = subject.policy, subject.spec
+    tokens = take_rows(draw_tokens(spec, MAX_CAPACITY), [0])
+    state = policy.reserve(spec, subject.init(1), MAX_CAPACITY)
     for count in range(1, MAX_CAPACITY + 1):
-        _, state = step(subject.policy, state, cut(tokens, count - 1, count))
-        if subject.cached(state) != [[list(range(count))] * SPEC.kv_heads] * BATCH:
+        _, state = subject.step(state, cut(tokens, count - 1, count))
+        found = cached(policy, spec, state)
+        positions = np.asarray(found.positions, np.int64)
+        there = np.sort(np.where(np.asarray(found.log_weight) > -np.inf, positions, 2**32))
+        if there.shape[2] < count or (there[:, :, :count] != np.arange(count)).any():
             return max(1, count - 1)
-    return 64 if subject.policy.grows else MAX_CAPACITY
-
-
-def draw_tokens(count: int, seed: int = 0) -> Chunk:
-    """Random tokens of two sequences."""
-    rng, heads = np.random.default_rng(seed), SPEC.kv_heads
-    shape = (BATCH, count, heads, SPEC.head_dim)
-    q = rng.normal(size=(BATCH, count, GROUP * heads, SPEC.head_dim))
-    k, v = rng.normal(size=shape), rng.normal(size=shape)
-    positions = np.broadcast_to(np.arange(count, dtype=np.uint32), (BATCH, count))
-    q, k, v = (jnp.asarray(array, jnp.float32) for array in (q, k, v))
-    return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((BATCH, count), bool))
+    return 64 if policy.grows else MAX_CAPACITY
 
 
 def cut(tokens: Chunk, begin: int, end: int) -> Chunk:
     return Chunk(*(leaf[:, begin:end] for leaf in tokens))
 
 
-def pad_between(tokens: Chunk) -> Chunk:
-    """The same tokens with padding before them and after every second one."""
-    count = tokens.q.shape[1]
-    places = np.repeat(np.arange(count), np.where(np.arange(count) % 2, 2, 1))
-    there = np.append(True, places[1:] != places[:-1])
-    places, there = np.append([0, 0, 0], places), np.append([False] * 3, there)
-    chunk = Chunk(*(leaf[:, places] for leaf in tokens))
-    return chunk._replace(valid=jnp.broadcast_to(jnp.asarray(there), chunk.valid.shape))
+def take_rows(tokens: Chunk, order: Sequence[int]) -> Chunk:
+    return Chunk(*(leaf[list(order)] for leaf in tokens))
 
 
-@partial(jax.jit, static_argnames=("policy", "spec"), compiler_options=QUICK)
-def step(policy: Policy, state: State, tokens: Chunk, spec: Spec = SPEC) -> tuple[jax.Array, State]:
-    """jaxkv.step, compiled once per width."""
-    return jaxkv.step(policy, spec, state, *tokens)
+def widen(chunk: Chunk, width: int) -> Chunk:
+    """The chunk with padding at its end."""
+    missing = width - chunk.q.shape[1]
+    return Chunk(*(np.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in chunk))
+
+
+def compact(tokens: Chunk) -> Chunk:
+    """The same tokens with all padding moved to the end of each sequence, as zeros."""
+    made = Chunk(*(np.zeros_like(leaf) for leaf in tokens))
+    for row, valid in enumerate(tokens.valid):
+        for old, new in zip(tokens, made, strict=True):
+            new[row, : valid.sum()] = old[row][valid]
+    return made
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def update(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
+    """`policy.update`, compiled once per shape."""
+    COMPILED[policy, spec] += 1
+    return policy.update(spec, state, chunk)
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def finish_prefill(policy: Policy, spec: Spec, state: State) -> State:
+    return policy.finish_prefill(spec, state)
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def cached(policy: Policy, spec: Spec, state: State) -> Cached:
+    return policy.cached(spec, state)
+
+
+def arrays(one: State, other: State) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The arrays of two states, pairwise."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return ((np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def same_shapes(one: State, other: State) -> bool:
+    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in arrays(one, other))
 
 
 def same_bits(one: State, other: State) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    return same_shapes(one, other) and all(
+        a.tobytes() == b.tobytes() for a, b in arrays(one, other)
+    )
 
 
-def close(one: State, other: State) -> bool:
-    """Equal up to the rounding of two compiled programs."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.allclose(np.asarray(a), np.asarray(b), atol=TOLERANCE) for a, b in pairs)
+def close(one: State, other: State, tolerance: float = 1e-6) -> bool:
+    """Equal whole numbers; others equal up to the rounding of two compiled programs."""
+    if not same_shapes(one, other):
+        return False
+    for a, b in arrays(one, other):
+        rounding = 8e-3 if a.dtype == jnp.bfloat16 else tolerance
+        exact = a.dtype.kind in "iub"
+        if exact and not np.array_equal(a, b):
+            return False
+        a, b = (x.astype(np.float64) for x in (a, b))
+        if not exact and not np.allclose(a, b, rounding, rounding, equal_nan=True):
+            return False
+    return True
 
 
 def dense(
-    tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
+    spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
 ) -> Float[np.ndarray, "B T N H"]:
     """Softmax attention in plain numpy; seen: by query and key; None: causal."""
-    q, k = (np.asarray(SPEC.encoding.rotate(x, tokens.positions)) for x in (tokens.q, tokens.k))
-    k, v = (np.repeat(np.asarray(x), GROUP, axis=2) for x in (k, tokens.v))
-    logits = np.einsum("btnh,bsnh->bnts", q, k) * SPEC.scale
+    group = tokens.q.shape[2] // spec.kv_heads
+    q, k = (rotate(spec, np.asarray(x, np.float64), tokens.positions) for x in tokens[:2])
+    k, v = (np.repeat(np.asarray(x, np.float64), group, axis=2) for x in (k, tokens.v))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * np.tanh(logits / spec.softcap)
+    if isinstance(spec.encoding, Alibi):
+        at = tokens.positions.astype(np.int64)
+        distance = at[:, None, :, None] - at[:, None, None, :]
+        logits -= np.asarray(spec.encoding.slopes)[:, None, None] * distance
     seen = np.tri(logits.shape[2], dtype=bool) if seen is None else seen
     logits[:, :, ~seen] = -np.inf
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
 
 
-def named_leaves(policy: Policy, state: State) -> list[tuple[str, Leaf, jax.Array]]:
+def rotate(spec: Spec, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Vectors [B,T,*,H] rotated to their positions, where the encoding is a rotation."""
+    if not isinstance(spec.encoding, Rotary):
+        return x
+    frequencies = np.asarray(spec.encoding.frequencies, np.uint32)
+    angle = (positions[..., None] * frequencies)[:, :, None] * (2 * np.pi / 2**32)
+    cos, sin = (spec.encoding.amplitude * f(angle) for f in (np.cos, np.sin))
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def named_leaves(policy: Policy, state: State) -> list[tuple[str, Leaf, Shaped]]:
     """Each array of a state with its name and its `Leaf`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     leaves = jax.tree.leaves(policy.leaves)

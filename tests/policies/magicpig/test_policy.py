@@ -77,6 +77,7 @@ def test_sinks_and_window_remain_if_no_key_is_found():
     np.testing.assert_allclose(output(rare, prompt, new), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tables_find_the_keys_that_comparing_all_codes_finds():
     """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
