@@ -16,7 +16,7 @@ from jaxkv.models.palette import styles
 
 
 class Cost(NamedTuple):
-    """What a token costs after this many others. microseconds: the median of some rounds."""
+    """What one token costs after `tokens` others; microseconds: median of the rounds."""
 
     tokens: int
     microseconds: float
@@ -31,9 +31,9 @@ def measure(
     new: int = 64,
     count: int = 3,
 ) -> dict[str, list[Cost]]:
-    """The costs under each policy after each of some lengths of a text, measured in turn.
+    """The costs under each policy after each length of a text; the variants alternate.
 
-    new: tokens written to measure one; count: rounds.
+    new: tokens generated per measurement; count: rounds.
     """
     streams, variants = {}, {}
     for policy in policies:
