@@ -18,7 +18,7 @@ from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
-from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative
+from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative_error
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
@@ -127,7 +127,7 @@ def compare(
     for name in names:
         chosen = parse_policy(policy_string(name, rounds, between, *ends))
         draws = seeds[:1] if name == "snapkv" else seeds
-        found[name] = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
+        found[name] = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
     return found
 
 
@@ -147,7 +147,7 @@ def attention_on_heaviest(
     q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
     rows = heads.Layer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
-    logits = np.asarray(heads.ask(spec, rows, 0, 0).logits, np.float64)[..., between]
+    logits = np.asarray(heads.last_queries(spec, rows, 0, 0).logits, np.float64)[..., between]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     ordered = np.sort(weights, axis=-1)[..., ::-1]
     first = ordered[..., : max(1, round(share * ordered.shape[-1]))]
@@ -174,7 +174,7 @@ def measure_layers(
             errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
             given = partial(attend, llm.spec, *seen, parse_policy("full"))
             for each in errors.values():
-                each["ends alone"] = [relative(given(between=False), given())]
+                each["ends alone"] = [relative_error(given(between=False), given())]
             tenth = attention_on_heaviest(
                 llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1
             )
@@ -306,7 +306,7 @@ def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) 
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
     variants = {"prefill (ms)": timing.timed(read)}
     variants |= {f"compress: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
-    seconds = timing.rounds(variants, count, f"compressing {len(ids):,} tokens")
+    seconds = timing.time_rounds(variants, count, f"compressing {len(ids):,} tokens")
     size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
     found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
     return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

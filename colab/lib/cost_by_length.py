@@ -42,8 +42,8 @@ def measure(
             stream.prefill([ids[:length]])
             stream.finish_prefill()
             streams[policy, length] = stream
-            variants[f"{policy} {length}"] = timing.decoding(stream, new)
-    seconds = timing.rounds(variants, count, "time of a token")
+            variants[f"{policy} {length}"] = timing.decode_variant(stream, new)
+    seconds = timing.time_rounds(variants, count, "time of a token")
     return {
         policy: [
             Cost(

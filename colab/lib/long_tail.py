@@ -72,7 +72,7 @@ def pick_layers(layers: Sequence[Layer]) -> dict[int, Layer]:
 
 def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     """By query head, the total weight of the 1, 2, ... heaviest keys; mean over queries."""
-    queries = heads.ask(spec, layer, 0, 1)
+    queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
         queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
@@ -85,7 +85,7 @@ def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
 
 def sink_weight(spec: Spec, layer: Layer) -> float:
     """The weight of the first token; mean over heads and queries."""
-    queries = heads.ask(spec, layer, 0, 1)
+    queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
         queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
@@ -117,7 +117,7 @@ def measure_heads(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: 
     fifth = {n: weight_of_fifth(cumulative_weights(spec, layer)) for n, layer in layers.items()}
     error: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
     for number, layer in layers.items():
-        exact = heads.exactly(spec, layer, f"layer {number}")
+        exact = heads.exact_attention(spec, layer, f"layer {number}")
         for kind, line in error.items():
             attended = [
                 heads.estimate(make_policy(kind, share), spec, layer, seed) for seed in range(seeds)
@@ -155,7 +155,7 @@ def errors_by_budget(
     spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int
 ) -> dict[str, list[Measured]]:
     """The error of a layer's attention by share of the keys, for each of KINDS."""
-    exact = heads.exactly(spec, layer, "by budget")
+    exact = heads.exact_attention(spec, layer, "by budget")
     return {
         kind: [measure(make_policy(kind, share), spec, layer, exact, seeds) for share in wanted]
         for kind in KINDS
@@ -177,7 +177,7 @@ def measure_synthetic(
     fifth, spec = [], synthetic.SPEC
     for sigma in sigmas:
         layer = synthetic.layer(sigma, range(SAMPLES), keys, follow)
-        exact = heads.exactly(spec, layer, "synthetic attention")
+        exact = heads.exact_attention(spec, layer, "synthetic attention")
         fifth.append(weight_of_fifth(cumulative_weights(spec, layer)).mean())
         for kind, line in error.items():
             line.append(measure(make_policy(kind, share), spec, layer, exact, 1).error)
@@ -188,7 +188,7 @@ def measure_with_sink(keys: int, share: float) -> dict[str, dict[str, Measured]]
     """Share read and error for synthetic keys: a cone that queries point away from, and a sink with
     half of the weight, which is either selected like other keys or always read."""
     spec, layer = synthetic.SPEC, synthetic.cone(synthetic.layer(1.0, range(SAMPLES), keys), 1.0)
-    exact = heads.exactly(spec, layer, "a cone and a sink")
+    exact = heads.exact_attention(spec, layer, "a cone and a sink")
     found: dict[str, dict[str, Measured]] = {}
     for name, sinks in (("selected", 0), ("always read", SINK)):
         ways = {kind: make_policy(kind, share, sinks) for kind in (*KINDS, "magicpig")}
@@ -203,11 +203,11 @@ def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
     if center:
         _, found = heads.centred(spec, layer, SINKS, WINDOW)
     else:
-        q, k = (np.asarray(x, np.float64) for x in heads.turned(spec, layer))
+        q, k = (np.asarray(x, np.float64) for x in heads.rotate_queries_and_keys(spec, layer))
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1])
         found = np.einsum("bqkgh,bkth->bkgqt", q, k)
-    between = np.broadcast_to(heads.ask(spec, layer, SINKS, WINDOW).between, found.shape)
+    between = np.broadcast_to(heads.last_queries(spec, layer, SINKS, WINDOW).between, found.shape)
     return np.asarray(found)[between].clip(-1, 1)
 
 
@@ -215,7 +215,7 @@ def measure_tables(
     spec: Spec, layers: Mapping[int, Layer], pairs: Sequence[tuple[int, int]], seeds: int
 ) -> dict[tuple[int, int, bool], Measured]:
     """Share read and error of hash tables, by K, L and whether keys are centred."""
-    exact = {n: heads.exactly(spec, layer, "hash tables") for n, layer in layers.items()}
+    exact = {n: heads.exact_attention(spec, layer, "hash tables") for n, layer in layers.items()}
     found = {}
     for bits, count in pairs:
         for center in (True, False):
@@ -260,7 +260,7 @@ def measure_losses(
     with contextlib.redirect_stderr(io.StringIO()):
         base = sparse.losses(text, "full", 1, "full")
         return {
-            name: sparse.over(sparse.losses(text, policy, seeds[name], name), base)
+            name: sparse.excess_loss(sparse.losses(text, policy, seeds[name], name), base)
             for name, policy in policies.items()
         }
 

@@ -151,19 +151,19 @@ def errors(
         found[name] = {}
         for number in rounds:
             chosen = parse_policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
-            each = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
+            each = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
             found[name][str(number)] = each
             print(f"{title}, T={number}, {name}: {np.mean(each):.4f}", flush=True)
     found["saturated"] = {
         mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
     }
-    alone = relative(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
+    alone = relative_error(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
     found["ends alone"] = {str(number): [alone] for number in rounds}
     found["snapkv"] = {}
     for number in rounds:
         capacity = 2 * ENDS + (len(k) - QUERIES - 2 * ENDS) // 2**number
         chosen = parse_policy(f"snapkv:capacity={capacity},window={WINDOW}")
-        found["snapkv"][str(number)] = [relative(attend(spec, q, k, v, chosen), exact)]
+        found["snapkv"][str(number)] = [relative_error(attend(spec, q, k, v, chosen), exact)]
     return found
 
 
@@ -209,7 +209,7 @@ def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) ->
     return float(np.mean([certain(steps) for steps in met]))
 
 
-def relative(found: np.ndarray, exact: np.ndarray) -> float:
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
     """|found - exact| / |exact| of each query head, in the mean."""
     norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))  # noqa: E731
     return float((norm(found - exact) / norm(exact)).mean())

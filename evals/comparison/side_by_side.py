@@ -128,7 +128,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     base = sparse.losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "behind_a_prompt": sparse.over(
+        name: {"policy": setting, "behind_a_prompt": sparse.excess_loss(
             base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
             base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
@@ -138,7 +138,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, each in without_end.items():
-        rows[name]["without_end"] = sparse.over(each, without_end["streaming"])
+        rows[name]["without_end"] = sparse.excess_loss(each, without_end["streaming"])
         rows[name]["without_end"]["loss"] = float(each.mean())
     behind_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], behind_long, 3 if quick else 9)
@@ -177,7 +177,7 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
         return each.mean(axis=1, dtype=np.float64)
 
     name = setting.split(":")[0]
-    return np.stack(sparse.reported(map(one, range(seeds)), seeds, f"{name}, without end"))
+    return np.stack(sparse.with_progress(map(one, range(seeds)), seeds, f"{name}, without end"))
 
 
 def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
@@ -205,10 +205,10 @@ def costs(
         reading = stream.state_bytes
         stream.finish_prefill()
         tokens = attended(stream)
-        variants[name] = timing.decoding(stream, WRITTEN)
+        variants[name] = timing.decode_variant(stream, WRITTEN)
         found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
                        "tokens": tokens}  # fmt: skip
-    seconds = timing.rounds(variants, count, "time of a token")
+    seconds = timing.time_rounds(variants, count, "time of a token")
     for name, of in found.items():
         of["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))
         of["times_as_long"] = timing.ratio(seconds[name], seconds["full"])

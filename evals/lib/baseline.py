@@ -75,7 +75,7 @@ class Baseline:
         return other
 
 
-def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
+def thread_variants(name: str, work: Callable[[], object]) -> dict[str, Variant]:
     """Variants of torch with one thread and with two: on a busy machine one is often faster."""
 
     def run(threads: int) -> None:
@@ -117,7 +117,9 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
     return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
 
 
-def same_tokens(llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int) -> None:
+def check_same_tokens(
+    llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int
+) -> None:
     """Both sides write the same greedy tokens, or there is nothing to compare."""
     answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True)
     if [answer.tokens for answer in answers] != baseline.generate(prompts, new):

@@ -18,7 +18,7 @@ from jaxkv.models.decoding import BLOCK
 Variant = Callable[[], float]  # does the work once and returns the seconds it took
 
 
-def rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
+def time_rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
     """Seconds of every variant in every round, after one round that does not count.
 
     Every other round goes backwards, so that no variant always follows the same one.
@@ -60,7 +60,7 @@ def rate(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
     return spread(tokens / np.asarray(seconds))
 
 
-def faster(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
+def fastest(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
     """Of the variants with a name prefix, the one with the lowest median: the fastest baseline."""
     return min((n for n in seconds if n.startswith(kinds)), key=lambda n: np.median(seconds[n]))
 
@@ -72,7 +72,7 @@ def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> d
     return {"bar": name, "value": value, "ask": f"{sense} {ask:g}", "met": bool(met)}
 
 
-def decoding(stream: Stream, tokens: int) -> Variant:
+def decode_variant(stream: Stream, tokens: int) -> Variant:
     """Writes this many tokens a row, every time from the state that the stream is in now."""
     lengths = stream.lengths
     stream.reserve(tokens)  # which takes time of its own
@@ -82,13 +82,13 @@ def decoding(stream: Stream, tokens: int) -> Variant:
         stream.lengths = lengths  # or a policy that grows would make room in every round
         stream.decoding = jax.block_until_ready(jax.tree.map(jnp.copy, start))
         begun = perf_counter()
-        write(stream, tokens)
+        generate_greedy(stream, tokens)
         return perf_counter() - begun
 
     return run
 
 
-def write(stream: Stream, tokens: int) -> None:
+def generate_greedy(stream: Stream, tokens: int) -> None:
     """That many greedy tokens a row, past any end of text."""
     for _ in range(math.ceil(tokens / BLOCK)):
         stream.decode(Sampling(), min(BLOCK, tokens), ())

@@ -54,21 +54,23 @@ def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
     return [Layer(*map(stack, *found)) for found in zip(*seen, strict=True)]
 
 
-def turned(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+def rotate_queries_and_keys(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """The queries that ask [B,Q,N,H], and all keys [B,K,T,H], both rotated to their positions."""
-    at = places(layer)
+    at = positions_of(layer)
     q = spec.encoding.rotate(layer.q[:, -QUERIES:], at[:, -QUERIES:])
     return q, spec.encoding.rotate(layer.k, at).transpose(0, 2, 1, 3)
 
 
-def places(layer: Layer) -> jax.Array:
+def positions_of(layer: Layer) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.uint32), layer.k.shape[:2])
 
 
-def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0) -> Candidates:
+def last_queries(
+    spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0
+) -> Candidates:
     """The last queries; without sinks and window every key is between, their own too."""
-    q, k = turned(spec, layer)
-    at = places(layer)
+    q, k = rotate_queries_and_keys(spec, layer)
+    at = positions_of(layer)
     own, slot = at[:, -QUERIES:, None], at[:, None]
     logits = scores(q, k, spec.scale, spec.softcap)
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
@@ -84,7 +86,7 @@ def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0
     """What the last queries get by MagicPIG, or by a policy of sparse attention."""
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
-    queries = ask(spec, layer, chosen.sinks, chosen.window, seed)
+    queries = last_queries(spec, layer, chosen.sinks, chosen.window, seed)
     return attend(queries, chosen.select(queries), layer.v)
 
 
@@ -103,7 +105,7 @@ def _count(between: jax.Array, heads: int) -> jax.Array:
 
 def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Estimate:
     rows, length, heads = layer.q.shape[:3]
-    at, there = places(layer), jnp.ones((rows, length), bool)
+    at, there = positions_of(layer), jnp.ones((rows, length), bool)
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
     prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, there))) for cut in (first, last))
     state = chosen.init(spec, rows, jax.random.key(seed))
@@ -125,7 +127,7 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
 def centred(spec: Spec, layer: Layer, sinks: int, window: int) -> tuple[jax.Array, jax.Array]:
     """Keys [B,K,T,H] less the mean of those of the prompt between its ends, as MagicPIG hashes
     them; and the cosines [B,K,G,Q,T] of queries with them."""
-    q, k = turned(spec, layer)
+    q, k = rotate_queries_and_keys(spec, layer)
     slot = jnp.arange(k.shape[2])
     prompt = (slot >= sinks) & (slot < k.shape[2] - QUERIES - window)
     share = prompt.astype(jnp.float32) / jnp.maximum(1, jnp.sum(prompt)).astype(jnp.float32)
@@ -167,7 +169,7 @@ def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
-def exactly(spec: Spec, layer: Layer, title: str) -> jax.Array:
+def exact_attention(spec: Spec, layer: Layer, title: str) -> jax.Array:
     """Full attention of the last queries [B,Q,N,H]. Raises SystemExit where it is not finite."""
     exact = estimate(TopK(share=1.0), spec, layer).out
     if not np.isfinite(np.asarray(exact)).all():

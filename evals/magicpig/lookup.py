@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig import policy as magicpig
@@ -84,7 +84,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     state = finish(SPEC, reading)
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
-    turns = {name: jax.jit(partial(turn, form.attend)) for name, form in forms.items()}
+    turns = {name: jax.jit(partial(decode_tokens, form.attend)) for name, form in forms.items()}
     outs = {name: np.asarray(turns[name](queries, *form.given)) for name, form in forms.items()}
     wanted = outs["dense, keys as rows"]
     for name in forms.keys() - {"tables"}:
@@ -94,12 +94,14 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
                       name, form)
         for name, form in forms.items()
     }  # fmt: skip
-    seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
+    seconds = time_rounds(
+        {name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens"
+    )
     seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
     best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
     room = state.dense.positions.shape[1] - POLICY.sinks - POLICY.window
     filled = absorb(state, draw(room)[0])
-    making = rounds(
+    making = time_rounds(
         {
             "seal": timed(lambda: jax.block_until_ready(finish(SPEC, reading))),
             "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
@@ -165,7 +167,7 @@ def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
 
 
-def turn(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
+def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
     """Tokens one after another in one program, as they are decoded."""
     return jax.lax.map(lambda q: form(q, *given), queries)
 

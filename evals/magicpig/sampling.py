@@ -34,7 +34,7 @@ from jaxkv.evals.magicpig.heads import (
     Layer,
     errors,
     estimate,
-    exactly,
+    exact_attention,
     interval,
     layers_of,
     progress,
@@ -74,7 +74,7 @@ def main() -> None:
     }  # fmt: skip
     for llm, ids, _ in read:
         every, name = layers_of(llm, ids, given.stretches), llm.folder.name
-        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         results["models"][name] = of_model(llm.spec, layers, given, name)
     show(results)
     print("wrote", record.save(results))
@@ -136,7 +136,7 @@ def tokens_for(
     return llm, ids, files
 
 
-def some(layers: int, quick: bool = False) -> list[int]:
+def pick_layers(layers: int, quick: bool = False) -> list[int]:
     """The first, the middle and the last, or the middle alone."""
     middle = (layers - 1) // 2
     return [middle] if quick else sorted({0, middle, layers - 1})
@@ -145,7 +145,7 @@ def some(layers: int, quick: bool = False) -> list[int]:
 def of_model(
     spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
-    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
     budgets: dict[str, Any] = {"topk": {}, "oracle": {}}
     for share in progress(given.budgets, f"{name}, by budget"):
@@ -164,7 +164,7 @@ def of_model(
         for kind, policies in by_kind.items():
             line = measured(spec, layers, exact, policies, given.seeds)
             captured.setdefault(kind, {})[f"{share:g}"] = line
-    against(captured)
+    add_ratios_to_topk(captured)
     return {
         "tokens": next(iter(layers.values())).k.shape[1], "layers": list(layers),
         "hashed": hashed, "captured": captured,
@@ -203,7 +203,7 @@ def measured(
     }
 
 
-def against(captured: dict[str, Any]) -> None:
+def add_ratios_to_topk(captured: dict[str, Any]) -> None:
     """Of each method the error over top-k's at the same share, stretch by stretch."""
     for found in captured.values():
         for share, line in found.items():

@@ -180,7 +180,7 @@ def of_text(
 
     def line(chosen: Policy, name: str, drawing: bool) -> dict[str, Any]:
         each = losses(text, chosen, seeds if drawing else 1, name)
-        return {"policy": format_policy(chosen), "over_full": over(each, base)}
+        return {"policy": format_policy(chosen), "over_full": excess_loss(each, base)}
 
     found["ends alone"] = line(Ends(sinks=SINKS, window=WINDOW), "ends alone", False)
     each = matched_budgets.captured(llm, text.stretches[:ANGLES])
@@ -195,7 +195,7 @@ def of_text(
         }
     for name, one in kept.items():
         found["held"][name] = line(one, name, not isinstance(one, SnapKV)) | {
-            "state_bytes": sealed_bytes(one, llm.spec, llm.config.layers, text.prompt)
+            "state_bytes": prefilled_bytes(one, llm.spec, llm.config.layers, text.prompt)
         }
     return found
 
@@ -227,7 +227,7 @@ def losses(
 
     found = [mean(0)]  # compiles
     with ThreadPoolExecutor(cores()) as pool:
-        found += reported(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
+        found += with_progress(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
     jax.clear_caches()  # a process can map only this many compiled programs
     return np.reshape(found, (seeds, count))
 
@@ -250,7 +250,7 @@ def after_prompt(
     return float(found.mean(dtype=np.float64))
 
 
-def reported(items: Iterator[Item], count: int, title: str) -> list[Item]:
+def with_progress(items: Iterator[Item], count: int, title: str) -> list[Item]:
     """All of them, with the rate and the time left on stderr."""
     found, begun = [], perf_counter()
     for number, item in enumerate(items, 1):
@@ -263,7 +263,7 @@ def reported(items: Iterator[Item], count: int, title: str) -> list[Item]:
     return found
 
 
-def over(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+def excess_loss(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     """By how much losses [seeds,stretches] exceed others: the mean, two standard errors over
     stretches and over seeds, and what each stretch loses."""
     more = each - base
@@ -287,8 +287,11 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
                                      ("first layer dense", first))
                 for read, question in (("dense", 0), ("sparse", QUESTION))}  # fmt: skip
         found[f"{share:g}"] = {
-            name: {"policy": format_policy(policies), "question": question, "over_full": over(
-                losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base)}
+            name: {
+                "policy": format_policy(policies), "question": question,
+                "over_full": excess_loss(
+                    losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base),
+            }
             for name, (policies, question) in variants.items()
         }  # fmt: skip
     return {"question": QUESTION, "shares": found}
@@ -314,10 +317,10 @@ def of_prompt(
     policies: dict[str, Policy], spec: Spec, layers: int, prompt: int
 ) -> dict[str, dict[str, Any]]:
     """What each holds, and of how many tokens full attention would hold as much."""
-    whole = sealed_bytes(Full(max=prompt, start=prompt), spec, layers, prompt)
+    whole = prefilled_bytes(Full(max=prompt, start=prompt), spec, layers, prompt)
     found = {"full": {"state_bytes": whole, "over_full": 1.0, "tokens_of_full": prompt}}
     for name, one in policies.items():
-        count = sealed_bytes(one, spec, layers, prompt)
+        count = prefilled_bytes(one, spec, layers, prompt)
         found[name] = {
             "policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
             "tokens_of_full": count * prompt / whole,
@@ -325,9 +328,9 @@ def of_prompt(
     return found
 
 
-def sealed_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
+def prefilled_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
     """Of all layers, after prefill; nothing is allocated."""
-    return layers * sparse_tokens.sealed_bytes(chosen, spec, prompt)
+    return layers * sparse_tokens.prefilled_bytes(chosen, spec, prompt)
 
 
 def recalled(_: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.lib.timing import Variant, rate, ratio, rounds, timed, write
+from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder
@@ -50,7 +50,7 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     policies = {"full": Full(max=size + ROOM, start=1),
                 "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
     llm, _ = random_llama(shape | {"layers": 1})
-    needed = {name: sealed_bytes(one, llm.spec, size) for name, one in policies.items()}
+    needed = {name: prefilled_bytes(one, llm.spec, size) for name, one in policies.items()}
     layers = max(1, min(shape["layers"], MEMORY // sum(needed.values())))
     llm, _ = random_llama(shape | {"layers": layers})
     found: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
@@ -59,16 +59,16 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     for name in sorted(policies, reverse=True):
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
-            found["seconds_to_seal"] = sealed(streams[name])
-    found["share_met"] = share_met(llm, policies["magicpig"], streams["magicpig"], size)
+            found["seconds_to_seal"] = time_finish_prefill(streams[name])
+    found["share_met"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
     found["compile_seconds"] = {}
     variants: dict[str, Variant] = {}
     for name, stream in streams.items():
         before = clock().seconds
-        write(stream, given.written)
+        generate_greedy(stream, given.written)
         found["compile_seconds"][name] = clock().seconds - before
-        variants[name] = timed(partial(write, stream, given.written))
-    seconds = rounds(variants, given.rounds, f"{given.written} tokens behind {size:,}")
+        variants[name] = timed(partial(generate_greedy, stream, given.written))
+    seconds = time_rounds(variants, given.rounds, f"{given.written} tokens behind {size:,}")
     return found | {
         "policies": {name: format_policy(one) for name, one in policies.items()},
         "tokens": given.written,
@@ -79,7 +79,7 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     }
 
 
-def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
+def prefilled_bytes(chosen: Policy, spec: Spec, size: int) -> int:
     """Of a layer after a prefill of this many tokens; nothing is allocated."""
 
     def build() -> Any:
@@ -125,7 +125,7 @@ def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
     )  # fmt: skip
 
 
-def sealed(stream: models.Stream) -> float:
+def time_finish_prefill(stream: models.Stream) -> float:
     """Seals it; the seconds that took, without compiling."""
     jax.block_until_ready(stream.decoding)
     begun, compiled = perf_counter(), clock().seconds
@@ -134,7 +134,9 @@ def sealed(stream: models.Stream) -> float:
     return perf_counter() - begun - (clock().seconds - compiled)
 
 
-def share_met(llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int) -> dict[str, float]:
+def attended_share(
+    llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int
+) -> dict[str, float]:
     """Of the keys between, by the queries of one token: mean, and least and most of the layers."""
 
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:

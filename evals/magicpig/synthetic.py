@@ -125,7 +125,7 @@ def by_budget(sigma: float, shares: Sequence[float], seeds: Sequence[int]) -> di
     found: dict[str, Any] = {"topk": {}, "oracle": {}}
     for share in progress(shares, f"drawn attention, sigma {sigma:g}"):
         for name, chosen in (("topk", TopK(share)), ("oracle", Oracle(share))):
-            found[name][f"{share:g}"] = _told(partial(error, chosen), drawings, seeds)
+            found[name][f"{share:g}"] = _summary(partial(error, chosen), drawings, seeds)
     return found | {
         "crossing": crossing(found), "mass_of_top_fifth": mass(drawings),
         "by_tables": by_tables(sigma, drawings, seeds),
@@ -141,14 +141,14 @@ def by_tables(
         share = isotropic(bits, tables, DIM)
         others = methods(share, (bits, tables), 0, 1)
         chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, tail=1)
-        line = {"magicpig": _told(partial(error_of_tables, chosen, sigma), drawings, seeds)}
+        line = {"magicpig": _summary(partial(error_of_tables, chosen, sigma), drawings, seeds)}
         for name in ("topk", "oracle", "uniform"):
-            line[name] = _told(partial(error, others[name]), drawings, seeds)
+            line[name] = _summary(partial(error, others[name]), drawings, seeds)
         lines.append({"K": bits, "L": tables, "expected": share} | line)
     return lines
 
 
-def _told(
+def _summary(
     find: Callable[[Drawing, int], tuple[jax.Array, jax.Array]],
     drawings: Sequence[Drawing], seeds: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip

@@ -26,16 +26,16 @@ from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig.heads import (
     Estimate,
     Layer,
-    ask,
     attend,
     centred,
     errors,
-    exactly,
+    exact_attention,
     interval,
+    last_queries,
     layers_of,
     progress,
 )
-from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, some, tokens_for
+from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, pick_layers, tokens_for
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
@@ -69,7 +69,7 @@ def main() -> None:
     }  # fmt: skip
     for llm, ids, _ in read:
         every, name = layers_of(llm, ids, given.stretches), llm.folder.name
-        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         found = results["models"][name] = of_model(llm.spec, layers, given, name)
         show(name, found, given.target)
     print("wrote", record.save(results))
@@ -116,7 +116,7 @@ def of_model(
     spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     """Every K and L, which of them none is better than, and which to take."""
-    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     length = next(iter(layers.values())).k.shape[1]
     keys = given.keys or length - QUERIES - SINKS - WINDOW
     cache = 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize * keys
@@ -138,12 +138,12 @@ def of_model(
                 "error": interval(np.array([each[i][0] for each in found])),
                 "table_bytes": size, "of_cache": size / cache,
             })  # fmt: skip
-    best = least(points, given.target)
+    best = smallest_tables(points, given.target)
     of = {kind: [p for p in points if p["hash"] == kind] for kind in given.hash}
     return {
         "tokens": length, "layers": list(layers), "keys": keys, "cache_bytes": cache,
         "points": points, "frontier": {kind: frontier(some) for kind, some in of.items()},
-        "least": {kind: least(some, given.target) for kind, some in of.items()},
+        "least": {kind: smallest_tables(some, given.target) for kind, some in of.items()},
         "policy": policy_of(best) if best else None,
     }  # fmt: skip
 
@@ -153,7 +153,7 @@ def by_tables(
     spec: Spec, layer: Layer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
 ) -> list[Estimate]:
     """What the queries get with each of these L, smallest first, by the first planes of `how`."""
-    scores = ask(spec, layer, SINKS, WINDOW, seed)
+    scores = last_queries(spec, layer, SINKS, WINDOW, seed)
     keys, cosines = centred(spec, layer, SINKS, WINDOW)
     found = []
     for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
@@ -202,7 +202,7 @@ def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def least(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
+def smallest_tables(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
     """Of the points that surely err no more than that, by two standard errors, the one with the
     smallest tables, and of equals the one that reads least."""
     will_do = [p for p in points if p["error"]["mean"] + 2 * p["error"]["standard_error"] <= target]

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import ratio, rounds
+from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
 from jaxkv.models import Llm
@@ -163,7 +163,9 @@ def run(
         answers[name] = answer(engines[name], load.requests)
         return perf_counter() - begun
 
-    seconds = rounds({name: lambda name=name: all_of_them(name) for name in engines}, count, title)
+    seconds = time_rounds(
+        {name: lambda name=name: all_of_them(name) for name in engines}, count, title
+    )
     if [one.tokens for one in answers["kept"]] != [one.tokens for one in answers["none"]]:
         raise RuntimeError(f"{title}: answers differ by whether prefixes were kept")
     return summary(load, answers, seconds, engines["kept"]) | {

@@ -184,9 +184,9 @@ def replay_file(given: argparse.Namespace) -> dict[str, Any]:
     block, mode = given.block, given.mode or "alias"
     if trace.kind == "mooncake":
         block = block or traces.MOONCAKE_BLOCK
-        prepare = traces.same if by_ids else traces.spell_out
+        prepare = traces.unchanged if by_ids else traces.expand_ids
     else:
-        block, prepare = block or BLOCK, traces.same
+        block, prepare = block or BLOCK, traces.unchanged
     found = traces.replay(
         trace, given.capacity, 1 if by_ids else block, "full" if by_ids else mode, order,
         given.cap, prepare,
@@ -312,17 +312,17 @@ def measure_report() -> dict[str, Any]:
 def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
     """Block look-ups a second by ids and by tokens, and microseconds to hash a long prompt."""
     from jaxkv.evals.lib.record import spread
-    from jaxkv.evals.lib.timing import rounds, timed
+    from jaxkv.evals.lib.timing import time_rounds, timed
 
     def rate(capacity: int | None, by_tokens: bool) -> float:
         block, mode = (traces.MOONCAKE_BLOCK, "alias") if by_tokens else (1, "full")
-        prepare = traces.spell_out if by_tokens else traces.same
+        prepare = traces.expand_ids if by_tokens else traces.unchanged
         found = traces.replay(trace, capacity, block, mode, prepare=prepare)
         return found.blocks / found.seconds
 
     prompt, name = list(range(4096)), root_hash()
     read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
-    hashing = rounds(
+    hashing = time_rounds(
         {
             how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))
             for how, chain in read.items()

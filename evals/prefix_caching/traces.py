@@ -163,12 +163,12 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
                 yield RecordedRequest(prompt[: turns[turn]], turns[turn])
 
 
-def same(request: RecordedRequest) -> RecordedRequest:
+def unchanged(request: RecordedRequest) -> RecordedRequest:
     """A request as it stands."""
     return request
 
 
-def spell_out(request: RecordedRequest) -> RecordedRequest:
+def expand_ids(request: RecordedRequest) -> RecordedRequest:
     """A request of Mooncake with tokens: what an id stands for follows from the id."""
     ids = np.asarray(request.keys, np.int64)
     tokens = (ids[:, None] * MOONCAKE_BLOCK + np.arange(MOONCAKE_BLOCK)).ravel()
@@ -182,7 +182,7 @@ def replay(
     mode: str = "full",
     order: str = "lru",
     cap: bool = False,
-    prepare: Callable[[RecordedRequest], RecordedRequest] = same,
+    prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
 ) -> Found:
     """What an index finds that keeps this many blocks, None for all.
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import bar, decoding, prompt, ratio, rounds
+from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.streaming.endless import HELD_BACK, read, tokens_of
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
@@ -147,8 +147,8 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     for name, text in caches.items():
         stream = models.Stream(llm, text)
         stream.prefill([prompt(llm, 8 * SLOTS)])
-        variants[name] = decoding(stream, given.written)
-    seconds = rounds(variants, given.rounds, f"{given.written:,} tokens")
+        variants[name] = decode_variant(stream, given.written)
+    seconds = time_rounds(variants, given.rounds, f"{given.written:,} tokens")
     ratios = {name: ratio(seconds[name], seconds["streaming"]) for name in CACHES}
     return {
         "slots": SLOTS,
@@ -160,7 +160,7 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     }  # fmt: skip
 
 
-def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
+def time_compression(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
     """Seconds that a prompt is compressed in, and that it was read in."""
     large, _ = random_llama(SMALL if given.quick else LARGE)
     tokens = prompt(large, given.prompt)
@@ -194,7 +194,7 @@ def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[st
     }  # fmt: skip
 
 
-PARTS = {"worth": worth, "token": token, "thinning": thinning}
+PARTS = {"worth": worth, "token": token, "thinning": time_compression}
 
 
 if __name__ == "__main__":

@@ -23,19 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.baseline import LARGE, SMALL, Baseline, on_threads, random_llama, same_tokens
+from jaxkv.evals.lib.baseline import (
+    LARGE,
+    SMALL,
+    Baseline,
+    check_same_tokens,
+    random_llama,
+    thread_variants,
+)
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import (
     Variant,
     bar,
-    decoding,
-    faster,
+    decode_variant,
+    fastest,
+    generate_greedy,
     prompt,
     rate,
     ratio,
-    rounds,
+    time_rounds,
     timed,
-    write,
 )
 from jaxkv.evals.speed import profile
 from jaxkv.models import uncached
@@ -108,9 +115,9 @@ def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     for count in scale.seen:
         stream = models.Stream(llm, POLICY)
         stream.prefill([prompt(llm, 16)])
-        write(stream, count - 16)
-        variants[str(count)] = decoding(stream, tokens)
-    seconds = rounds(variants, scale.rounds, "seen")
+        generate_greedy(stream, count - 16)
+        variants[str(count)] = decode_variant(stream, tokens)
+    seconds = time_rounds(variants, scale.rounds, "seen")
     first, *later = seconds
     found = {name: ratio(seconds[name], seconds[first]) for name in later}
     return {
@@ -134,13 +141,13 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         stream.prefill([prompt(llm, cache + 64)])
         ids = prompt(llm, cache)
         variants = {
-            "streaming": decoding(stream, new),
+            "streaming": decode_variant(stream, new),
             "jaxkv": timed(partial(forward, llm, ids)),
-            **on_threads("transformers", partial(other.prefill, ids)),
+            **thread_variants("transformers", partial(other.prefill, ids)),
         }
-        seconds = rounds(variants, scale.few, f"recompute, cache {cache}")
+        seconds = time_rounds(variants, scale.few, f"recompute, cache {cache}")
         seconds["streaming"] = [s / new for s in seconds["streaming"]]
-        best = faster(seconds, "jaxkv", "transformers")
+        best = fastest(seconds, "jaxkv", "transformers")
         line = {name: spread(1e3 * np.array(s)) for name, s in seconds.items()}
         table.append(
             {
@@ -181,20 +188,20 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         llm, other = small if name.startswith("260K") else large
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
-        same_tokens(llm, other, prompts, new)
+        check_same_tokens(llm, other, prompts, new)
         stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),
-            "loop": decoding(stream, new),
-            **on_threads("transformers", partial(other.generate, prompts, new)),
+            "loop": decode_variant(stream, new),
+            **thread_variants("transformers", partial(other.generate, prompts, new)),
         }
         if name == "260K batch 1":
             variants |= static_cache(other, prompts, new)
         count = scale.rounds if llm is small[0] else scale.few
-        seconds = rounds(variants, count, f"generate, {name}")
-        others = {kind: faster(seconds, kind) for kind in ("transformers", "compiled")
+        seconds = time_rounds(variants, count, f"generate, {name}")
+        others = {kind: fastest(seconds, kind) for kind in ("transformers", "compiled")
                   if any(n.startswith(kind) for n in seconds)}  # fmt: skip
         times = {
             f"{side} over {kind}": ratio(seconds[best], seconds[side])
@@ -230,7 +237,7 @@ def static_cache(other: Baseline, prompts: Sequence[Sequence[int]], new: int) ->
     if not same:
         print("torch.compile is left out: it writes other tokens")
         return {}
-    return on_threads("compiled", run)
+    return thread_variants("compiled", run)
 
 
 def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
@@ -250,8 +257,8 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     for batch in (1, 8):
         stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill([prompt(llm, 300, seed) for seed in range(batch)])
-        variants[f"batch {batch}"] = decoding(stream, new)
-    seconds = rounds(variants, scale.rounds, "bound")
+        variants[f"batch {batch}"] = decode_variant(stream, new)
+    seconds = time_rounds(variants, scale.rounds, "bound")
     bandwidth = repeats * matrix.nbytes / np.array(seconds["gemv"])
     share = spread(weight_bytes * new / np.array(seconds["batch 1"]) / bandwidth)
     gain = ratio(8 * np.array(seconds["batch 1"]), seconds["batch 8"])
@@ -284,9 +291,9 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     if other.prefill(ids) != read(policies["full"]):
         raise SystemExit("the two sides read different next tokens: their times say nothing")
     variants = {name: timed(partial(read, policy)) for name, policy in policies.items()}
-    variants |= on_threads("transformers", partial(other.prefill, ids))
-    seconds = rounds(variants, scale.few, "prefill")
-    best = faster(seconds, "transformers")
+    variants |= thread_variants("transformers", partial(other.prefill, ids))
+    seconds = time_rounds(variants, scale.few, "prefill")
+    best = fastest(seconds, "transformers")
     times = {name: ratio(seconds[best], seconds[name]) for name in policies}
     return {
         "prompt_tokens": len(ids),

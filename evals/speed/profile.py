@@ -17,7 +17,7 @@ from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.lib.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
+from jaxkv.evals.lib.timing import Variant, bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import streams as streams_module
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
@@ -36,9 +36,9 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
         "without nnx": started(plain.Stream(llm, POLICY)),
         "absolute": started(models.Stream(llm, f"{POLICY},positions=absolute")),
     }
-    variants = {name: decoding(stream, tokens) for name, stream in streams.items()}
+    variants = {name: decode_variant(stream, tokens) for name, stream in streams.items()}
     variants["step by step"] = by_step(started(models.Stream(llm, POLICY)), tokens)
-    seconds = rounds(variants, count, "loop")
+    seconds = time_rounds(variants, count, "loop")
     gain = ratio(seconds["step by step"], seconds["loop"])
     nnx = ratio(seconds["without nnx"], seconds["loop"])
     sinks = ratio(seconds["absolute"], seconds["loop"])
@@ -87,14 +87,14 @@ def plain_streams() -> ModuleType:
     """models/streams.py over a decoder of plain arrays: the same three files with nnx taken out."""
     arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
     with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
-        decoder = again("jaxkv.models.decoder")
+        decoder = second_copy("jaxkv.models.decoder")
     with mock.patch.dict(sys.modules, {"jaxkv.models.decoder": decoder}):
-        decoding = again("jaxkv.models.decoding")
+        decoding = second_copy("jaxkv.models.decoding")
     with mock.patch.dict(sys.modules, {"jaxkv.models.decoding": decoding}):
-        return again("jaxkv.models.streams")
+        return second_copy("jaxkv.models.streams")
 
 
-def again(name: str) -> ModuleType:
+def second_copy(name: str) -> ModuleType:
     """A second copy of a module, which shares nothing with the first."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.models import Llm
 from jaxkv.models.serving import make_engine
 
@@ -92,7 +92,7 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
         for one in alone:
             models.generate(llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True)
 
-    seconds = rounds(
+    seconds = time_rounds(
         {
             "alone, models.generate": timed(generated),
             "together": timed(lambda: answer(many, asked)),
@@ -134,7 +134,7 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
         def hit(engine: Engine = engine, held: tuple = held) -> float:
             return to_first(engine, held, (size - 1) // engine.chunk * engine.chunk)
 
-        seconds = rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
+        seconds = time_rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
         share = ratio(seconds["hit"], seconds["miss"])
         results["policies"][policy] = {
             "seconds": {name: spread(taken) for name, taken in seconds.items()}, "share": share,
@@ -168,7 +168,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
             return to_first(engines[name], next(new[name])[:size], 0)
 
         variants = {name: lambda name=name, read=read: read(name) for name in engines}
-        seconds = rounds(variants, 12 * count, f"cost of a miss, {policy}")
+        seconds = time_rounds(variants, 12 * count, f"cost of a miss, {policy}")
         over = ratio(seconds["kept"], seconds["none"])
         results["policies"][policy] = {
             "prompt_tokens": size, "over": over,

@@ -89,13 +89,13 @@ async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str
              "--slots", "16", "--max-len", "1024", "--prefix-slots", "64"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        port = listening(process)
+        port = port_of(process)
         rng, done, wrong = np.random.default_rng(1), 0, 0
         rests, begun = [await rest(port, process.pid)], time.monotonic()
         left = 0
         for _ in range(-(-count // REST)):
-            batch = [some(rng) for _ in range(min(REST, count - done))]
-            texts = await many(port, kinds, batch)
+            batch = [draw_request(rng) for _ in range(min(REST, count - done))]
+            texts = await ask_all(port, kinds, batch)
             wrong += sum(
                 text != alone[one.kind]
                 for one, text in zip(batch, texts, strict=True) if not one.leaves
@@ -121,14 +121,16 @@ async def answers_alone(policy: str, kinds: list[dict[str, Any]]) -> list[str]:
              "--slots", "16", "--max-len", "1024", "--prefix-slots", "0"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        port = listening(process)
-        return [await asked(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)]
+        port = port_of(process)
+        return [
+            await ask_server(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)
+        ]
     finally:
         process.terminate()
         process.wait(30)
 
 
-def listening(process: subprocess.Popen) -> int:
+def port_of(process: subprocess.Popen) -> int:
     """The port, once the server says it; raises RuntimeError where it ends instead."""
     for line in process.stderr:
         if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
@@ -136,25 +138,25 @@ def listening(process: subprocess.Popen) -> int:
     raise RuntimeError("the server ended before it listened")
 
 
-def some(rng: np.random.Generator) -> SoakRequest:
+def draw_request(rng: np.random.Generator) -> SoakRequest:
     leaves = str(rng.choice(["", *LEAVES], p=[1 - sum(LEAVES.values()), *LEAVES.values()]))
     return SoakRequest(
         int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves
     )
 
 
-async def many(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
+async def ask_all(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
     """The texts of a batch, this many clients at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(each: SoakRequest) -> str:
         async with gate:
-            return await asked(port, kinds[each.kind], each)
+            return await ask_server(port, kinds[each.kind], each)
 
     return await asyncio.gather(*map(one, batch))
 
 
-async def asked(port: int, body: dict[str, Any], how: SoakRequest) -> str:
+async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     """The text of an answer, as much as its client waits for.
 
     Raises RuntimeError for a status other than 200.

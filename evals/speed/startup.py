@@ -19,7 +19,7 @@ from time import perf_counter
 import numpy as np
 
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -53,7 +53,7 @@ def main() -> None:
             "compile and run, not kept": partial(compile_and_run, generate, "off"),
         }
         # The round that does not count fills the cached compilations.
-        seconds = rounds(variants, 2 if given.quick else given.rounds, "startup")
+        seconds = time_rounds(variants, 2 if given.quick else given.rounds, "startup")
     share = ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"])
     results = {
         "seconds": {name: spread(s) for name, s in seconds.items()},

@@ -235,7 +235,7 @@ def blocks_of(
     return {"first": pieces[0][:400], "last": pieces[-1][-400:], "blocks": blocks}
 
 
-def fell_silent(text: dict[str, Any]) -> bool:
+def degenerated(text: dict[str, Any]) -> bool:
     """Whether its last block has hardly a word: a line of one sign, which some books have."""
     first, last = text["blocks"][0], text["blocks"][-1]
     return last["words"] < first["words"] / 10
@@ -311,7 +311,7 @@ def card(record: dict[str, Any]) -> str:
         texts=len(texts),
         temperature=TEMPERATURE,
         colder=COLDER,
-        silent=sum(map(fell_silent, colder)),
+        silent=sum(map(degenerated, colder)),
         known_first=min(known[0]),
         known_last=min(known[-1]),
         known_least=min(of_books),

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import Variant, bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.models import device, training
 from jaxkv.models.pretrain import FRONT, setting_for
 from jaxkv.models.recipes import PRESETS, Recipe
@@ -56,7 +56,7 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
     if on_cpu:
         product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
         variants["peak"] = timed(lambda: product().block_until_ready())
-    seconds = rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
+    seconds = time_rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
     config = setting_for(recipe, vocab, (), 0).config
     tokens = recipe.rows * recipe.context
     flops = training.flops_per_token(config, recipe.context) * tokens

@@ -81,9 +81,11 @@ def test_errors_by_head_average_to_the_error_of_the_layer(layer):
 
 @pytest.mark.parametrize("head", [0, 3])
 def test_a_single_head_has_the_same_output_as_in_its_layer(layer, head):
-    together = heads.exactly(SPEC, layer, "all heads")[:, :, head]
+    together = heads.exact_attention(SPEC, layer, "all heads")[:, :, head]
     spec, own = long_tail.single_head(SPEC, layer, head)
-    np.testing.assert_allclose(heads.exactly(spec, own, "one")[:, :, 0], together, atol=1e-6)
+    np.testing.assert_allclose(
+        heads.exact_attention(spec, own, "one")[:, :, 0], together, atol=1e-6
+    )
 
 
 def test_the_flattest_the_best_sampled_and_the_most_peaked_head_are_picked():
@@ -96,7 +98,7 @@ def test_the_flattest_the_best_sampled_and_the_most_peaked_head_are_picked():
 
 def test_synthetic_attention_has_its_drawn_logits():
     drawing, layer = synthetic.draw(2.0, 5, 200), synthetic.layer(2.0, [5], 200)
-    found = heads.ask(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
+    found = heads.last_queries(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
     np.testing.assert_allclose(found[0], drawing.logits, atol=1e-5)
     np.testing.assert_array_equal(layer.v[0, :, 0], drawing.v)
 
@@ -104,7 +106,7 @@ def test_synthetic_attention_has_its_drawn_logits():
 def test_a_cone_changes_only_the_weight_of_the_sink():
     flat = synthetic.layer(1.0, [0, 1], 400)
     logits = [
-        np.asarray(heads.ask(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
+        np.asarray(heads.last_queries(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
         for one in (flat, synthetic.cone(flat, 1.0))
     ]
     before, after = (line[:, 1:] - line[:, 1:].max(axis=1, keepdims=True) for line in logits)

@@ -73,10 +73,10 @@ def test_more_rounds_more_error_and_weights_help(drawn):
 def test_an_error_is_relative_to_each_head():
     exact = np.zeros((5, 2, 3))
     exact[:, 0], exact[:, 1] = 1.0, 10.0
-    assert single_layer.relative(exact * 1.5, exact) == 0.5
+    assert single_layer.relative_error(exact * 1.5, exact) == 0.5
     off = exact.copy()
     off[:, 1] = 0
-    assert single_layer.relative(off, exact) == 0.5  # of two heads one is wholly wrong
+    assert single_layer.relative_error(off, exact) == 0.5  # of two heads one is wholly wrong
 
 
 @pytest.mark.parametrize("length", [300, seldom(700)])  # within the context of 512, and beyond it

@@ -45,7 +45,7 @@ def methods():
 
 def test_with_every_key_it_is_attention(layer):
     """The same as `full` makes of each stretch, by the protocol that models use."""
-    found = np.asarray(heads.exactly(SPEC, layer, "test"))
+    found = np.asarray(heads.exact_attention(SPEC, layer, "test"))
     for row in range(2):
         wanted = single_layer.attend(
             SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full")
@@ -57,7 +57,7 @@ def test_with_every_key_it_is_attention(layer):
 def test_a_share_of_all_leaves_no_error(layer, name):
     whole = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
     attended = heads.estimate(whole, SPEC, layer, 0)
-    assert heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 1e-5
+    assert heads.errors(attended.out, heads.exact_attention(SPEC, layer, "test")).max() < 1e-5
     np.testing.assert_array_equal(attended.share, 1)
 
 
@@ -70,7 +70,7 @@ def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
     # Oracle draws that share with replacement.
     assert (0.02 if name == "oracle" else 0.1) < attended.share.min()
     assert attended.share.max() < 0.1 + 2 * rounded
-    assert 0 < heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 3
+    assert 0 < heads.errors(attended.out, heads.exact_attention(SPEC, layer, "test")).max() < 3
 
 
 @pytest.mark.slow
@@ -148,14 +148,14 @@ def test_geometry_in_a_cone():
 
 def test_errors_are_held_against_those_of_top_k(layer):
     """Stretch by stretch, at the same share; of no seeds twice the same draw."""
-    exact = {0: heads.exactly(SPEC, layer, "test")}
+    exact = {0: heads.exact_attention(SPEC, layer, "test")}
     kinds = {"topk": TopK(0.1, sampling.SINKS, sampling.WINDOW),
              "oracle": Oracle(0.1, sampling.SINKS, sampling.WINDOW)}  # fmt: skip
     captured = {
         kind: {"0.1": sampling.measured(SPEC, {0: layer}, exact, {0: chosen}, 2)}
         for kind, chosen in kinds.items()
     }
-    sampling.against(captured)
+    sampling.add_ratios_to_topk(captured)
     topk, oracle = captured["topk"]["0.1"], captured["oracle"]["0.1"]
     assert topk["over_topk"] == {"mean": 1, "standard_error": 0}
     over = np.array(oracle["stretches"]) / np.array(topk["stretches"])

@@ -137,7 +137,7 @@ def test_methods_that_draw_know_their_seed(text):
 
 def test_errors_over_stretches_and_over_seeds():
     base = np.array([[1.0, 2.0, 3.0]])
-    found = sparse.over(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
+    found = sparse.excess_loss(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
     assert found["mean"] == pytest.approx(0.3)
     assert found["each"] == pytest.approx([0.2, 0.3, 0.4])
     assert found["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)

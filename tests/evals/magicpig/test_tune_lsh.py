@@ -47,7 +47,7 @@ def test_the_most_tables_are_those_of_the_policy(layer, kind):
 
 def test_the_first_tables_are_among_all_of_them(layer):
     """In as many as the chance says: with K=1 and keys at any angle about half."""
-    asked = heads.ask(SPEC, layer, SINKS, WINDOW, 0)
+    asked = heads.last_queries(SPEC, layer, SINKS, WINDOW, 0)
     keys, cosines = heads.centred(SPEC, layer, SINKS, WINDOW)
     how = tune_lsh.hashing("simhash", 1, 200)
     few, many = tune_lsh.agreements(asked, keys, how, (50, 200))
@@ -84,10 +84,10 @@ def test_nothing_on_a_frontier_is_dominated():
 
 
 def test_the_smallest_tables_that_surely_meet_a_target():
-    assert tune_lsh.least(SOME, 0.1)["L"] == 10
-    assert tune_lsh.least(SOME, 0.1)["K"] == 4
-    assert tune_lsh.least(SOME, 0.32)["share"] == 0.1  # of equal tables what reads least
-    assert tune_lsh.least(SOME, 0.069) is None  # within two standard errors
+    assert tune_lsh.smallest_tables(SOME, 0.1)["L"] == 10
+    assert tune_lsh.smallest_tables(SOME, 0.1)["K"] == 4
+    assert tune_lsh.smallest_tables(SOME, 0.32)["share"] == 0.1  # of equal tables what reads least
+    assert tune_lsh.smallest_tables(SOME, 0.069) is None  # within two standard errors
 
 
 def test_what_is_recommended_is_a_policy():

@@ -115,7 +115,9 @@ def test_a_soak_reads_answers_streamed_and_whole():
     with serve(FakeEngine()) as served:
 
         async def ask(*hows):
-            return [await soak.asked(served.port, body, soak.SoakRequest(0, *how)) for how in hows]
+            return [
+                await soak.ask_server(served.port, body, soak.SoakRequest(0, *how)) for how in hows
+            ]
 
         reported = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
         assert reported == ["some words", "some words", "", ""]
@@ -139,7 +141,7 @@ def test_what_a_soak_holds_against_a_server(wrong, changed, missed):
 
 def test_clients_leave_as_often_as_was_said():
     rng = np.random.default_rng(0)
-    how = [soak.some(rng) for _ in range(3000)]
+    how = [soak.draw_request(rng) for _ in range(3000)]
     for when, share in soak.LEAVES.items():
         assert abs(np.mean([one.leaves == when for one in how]) - share) < 0.03
     assert all(one.stream for one in how if one.leaves == "amid")

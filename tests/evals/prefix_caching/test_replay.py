@@ -123,7 +123,7 @@ def test_mooncake(mooncake, capacity, wanted):
 def test_mooncake_by_tokens(mooncake, capacity, wanted):
     """Whichever is looked up, ids or the tokens that follow from them."""
     by_ids = traces.replay(mooncake, capacity)
-    found = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.spell_out)
+    found = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.expand_ids)
     assert found.blocks_hit == by_ids.blocks_hit and found.tokens_hit == by_ids.tokens_hit
     assert abs(found.rates()["hit_rate_tokens"] - wanted) < 0.0001
     assert found.evictions == by_ids.evictions

@@ -62,7 +62,7 @@ def test_a_token_of_each_is_timed_beside_streaming(compress, few):
 @pytest.mark.slow
 def test_a_prompt_is_thinned_anew_each_time(compress):
     pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
-    found = sampled.thinning(compress, [], GIVEN)
+    found = sampled.time_compression(compress, [], GIVEN)
     assert found["share"]["median"] > 0
     whole, left = found["state_bytes"]  # of one size each time
     assert left < whole / 2

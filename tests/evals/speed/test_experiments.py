@@ -91,7 +91,7 @@ def test_a_ring_far_out_is_exact():
 def test_every_state_of_a_stream_is_measured_from_its_own_start(compress):
     stream = profile.started(models.Stream(compress, profile.POLICY))
     before = int(stream.decoding.position[0])
-    variant = timing.decoding(stream, 10)
+    variant = timing.decode_variant(stream, 10)
     assert variant() > 0
     assert variant() > 0
     assert int(stream.decoding.position[0]) == before + 10
@@ -100,7 +100,7 @@ def test_every_state_of_a_stream_is_measured_from_its_own_start(compress):
 def test_variants_take_turns():
     order = []
     variants = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
-    seconds = timing.rounds(variants, 2, "trial")
+    seconds = timing.time_rounds(variants, 2, "trial")
     assert "".join(order) == "baabba"
     assert seconds == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
 
