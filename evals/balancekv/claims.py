@@ -1,7 +1,7 @@
 """The claims of BalanceKV.
 
-Verdicts are of the paper's own variants; stratified and weighted uniform sampling, which are ours,
-stand beside them.
+Verdicts concern the paper's own variants. Stratified and weighted uniform sampling, added here, are
+shown for comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def nearer_than_uniform(r: Results) -> Finding:
         parts.append(f"T={rounds}: {listed(line, '{:.3f}'.format)}")
 
     def below(*others: str) -> list[bool]:
-        """For each layer and T: the walk of the worst seed is nearer than the best of others."""
+        """For each layer and T, whether the walk's worst seed beats the best of the others."""
         return [
             max(layer[PAPERS[0]][T]) < min(min(layer[other][T]) for other in others)
             for layer in r["layers"].values()
@@ -83,7 +83,7 @@ BALANCE.append(
 
 @claim("recall", "The same in small", "not claimed")
 def in_small(r: Results) -> Finding:
-    """Policies that compress a prompt, and streaming, which never held all of it."""
+    """Policies that compress a prompt, and streaming."""
     right = answers(r, (*r["thinned"], "streaming"), lambda distance: distance >= 16)
     others = [mean(right[n]) for n in ("uniform", "snapkv", "pyramidkv", "streaming")]
     ours = mean(right["balance"])
