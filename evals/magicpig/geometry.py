@@ -1,6 +1,6 @@
-"""Where keys, queries and values of a layer lie (MagicPIG, Figures 2, 4, 9 to 11).
+"""Geometry of the keys, queries and values of a layer (MagicPIG, Figures 2, 4, 9 to 11).
 
-Keys are rotated to their positions, as a cache has them; the first of a stretch is the sink.
+Keys are rotated to their positions; the first key of a stretch is the sink.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIFTH = 0.2  # of the keys, in Figures 2 and 4
 
 
 def geometry(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
-    """Of one layer: each number the mean over its kv heads, cosines also at their least."""
+    """Measures of one layer: means over its KV heads, of cosines also the minimum."""
     q, k = (np.asarray(a, np.float64) for a in rotate_queries_and_keys(spec, layer))
     sink, mean = k[:, :, 0], k.mean(axis=2)  # [B,K,H]
     last = q[:, -1].reshape(*sink.shape[:2], -1, q.shape[-1])  # [B,K,G,H]
@@ -49,7 +49,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _across(x: np.ndarray) -> np.ndarray:
-    """Of [B,K,H] the cosines of every two stretches."""
+    """Cosines of every two stretches in [B,K,H]."""
     one, other = np.triu_indices(len(x), 1)
     return _cosine(x[one], x[other])
 
@@ -64,14 +64,14 @@ def _value_norms(layer: Layer) -> dict[str, float]:
 
 
 def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
-    """Over the keys of one query, in the mean over queries: of log|v - o| and of the logits, both
-    of which stand in the exponent of the best chance to draw a key by."""
+    """Standard deviations over the keys of one query, averaged over queries: of log|v - o| and of
+    the logits. The optimal sampling probability is proportional to the exponential of their sum."""
     scores = last_queries(spec, layer, 0, 0)
     rows, kv_heads, group, queries, _ = scores.logits.shape
     out = np.asarray(exact_attention(spec, layer, title), np.float64)
     out = out.reshape(rows, queries, kv_heads, group, -1)
     v = np.asarray(layer.v, np.float64)
-    # |v - o|^2 by its parts: the differences themselves would be H times as large.
+    # |v - o|^2 expanded, because the differences need H times the memory.
     product = np.einsum("btkh,bqkgh->bkgqt", v, out, optimize=True)
     norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
     own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
@@ -84,8 +84,8 @@ def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
 
 
 def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
-    """The weight of the fifth of the keys that have the most, of all keys and without the ends;
-    and the error of attention to that fifth alone."""
+    """The weight of the heaviest fifth of the keys, with and without the ends, and the error of
+    attention to that fifth alone."""
     found = {}
     for name, chosen in (("all", TopK(FIFTH, sinks=0, window=1)), ("between", TopK(FIFTH))):
         weight, out = _top(chosen, spec, layer)
@@ -98,7 +98,7 @@ def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
-    """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
+    """The share [B] of the softmax over the keys between the ends that the selected keys have."""
     scores = last_queries(spec, layer, chosen.sinks, chosen.window)
     bias = chosen.select(scores)
     top = sparse_attention.log_sum(scores.logits, scores.between & (bias == 0))

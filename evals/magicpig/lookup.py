@@ -1,10 +1,10 @@
-"""Time of MagicPIG's attention by tables, beside the best dense form.
+"""Time of MagicPIG's attention by hash tables, compared with the best dense form.
 
 One KV head with four query heads, d = 128, K = 10, L = 150, float32. Keys have random directions in
 a subspace of 88 dimensions, which gives the shares of Table 8, and a common offset. All variants
-alternate in one process; a round decodes some tokens, each with queries of its own. The bytes that
-a token reads are counted beside the time: the sampled keys and values, the blocks of the buckets,
-the counts, the planes, the unindexed tail, the first and the newest tokens.
+alternate in one process; a round decodes some tokens, each with its own queries. The bytes that a
+token reads are counted as well: the sampled keys and values, the blocks of the buckets, the counts,
+the planes, the unindexed tail, the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.rotary import NoPosition
 
 GROUP, DIM, DIMS = 4, 128, 88
-TURN = 32  # tokens
+TURN = 32  # tokens decoded per round
 POLICY = MagicPIG(K=10, L=150, sinks=4, window=64)
-FASTER = {131_072: 3.0, 32_768: 2.0}  # at least this many times
-READ = 0.12  # of the bytes of dense attention, at most
+FASTER = {131_072: 3.0, 32_768: 2.0}  # bar: minimal speed over dense attention
+READ = 0.12  # bar: maximal bytes over dense attention
 SPEC = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 
 
@@ -133,7 +133,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
 
 
 def draw(tokens: int) -> tuple[Chunk, jax.Array]:
-    """A prompt of random keys, and a query of each head of the tokens of a turn [TURN,1,G,H]."""
+    """A prompt of random keys, and queries [TURN,1,G,H] for the tokens of a round."""
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(DIM, DIMS)))[0].T
     offset = 6 * rng.normal(size=DIM) / DIM**0.5
@@ -148,7 +148,7 @@ def draw(tokens: int) -> tuple[Chunk, jax.Array]:
 
 @jax.jit
 def absorb(state: IndexState, tokens: Chunk) -> IndexState:
-    """The state with these tokens, whose own attention is not computed."""
+    """The state after these tokens."""
     return POLICY.update(SPEC, state, tokens)[1]
 
 
@@ -157,25 +157,25 @@ def begin() -> IndexState:
 
 
 def where(tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The number and position of the token that asks."""
+    """The number and position of the querying token."""
     return jnp.full((1,), tokens, jnp.int32), jnp.full((1,), tokens, jnp.uint32)
 
 
 def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
-    """What the policy does for a token, but for writing it into the cache."""
+    """The policy's attention for one token, without writing it to the cache."""
     number, position = where(tokens)
     return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
 
 
 def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
-    """Tokens one after another in one program, as they are decoded."""
+    """Attention of one token after another in one program, as in decoding."""
     return jax.lax.map(lambda q: form(q, *given), queries)
 
 
 def dense_forms(prompt: Chunk) -> dict[str, Form]:
-    """Attention of q [1,G,H] to all keys, in the forms that a CPU may be fast at."""
+    """Attention of q [1,G,H] to all keys, in several forms; which is fastest depends on the CPU."""
     k, v = prompt.k[0, :, 0], prompt.v[0, :, 0]
-    turned = jax.block_until_ready(jnp.array(k.T, copy=True))
+    transposed = jax.block_until_ready(jnp.array(k.T, copy=True))
     high = jax.lax.Precision.HIGHEST
     dot = lambda a, b: jnp.dot(a, b, precision=high)  # noqa: E731
     scale = np.float32(SPEC.scale)
@@ -185,7 +185,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
 
     forms = {
         "dense, keys as rows": (k, lambda q, k, v: blend(dot(q, k.T), v)),
-        "dense, keys as columns": (turned, lambda q, k, v: blend(dot(q, k), v)),
+        "dense, keys as columns": (transposed, lambda q, k, v: blend(dot(q, k), v)),
         "dense, keys first": (k, lambda q, k, v: blend(dot(k, q.T).T, v)),
         "dense, values first": (k, lambda q, k, v: dot(
             v.T, jax.nn.softmax(dot(k, q.T) * scale, axis=0)).T),
@@ -199,7 +199,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
 
 
 def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
-    """Of a token: of all query heads together, but for the planes."""
+    """Bytes that one token reads, by array: the sum over query heads, planes once."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]
     attended = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
@@ -208,15 +208,15 @@ def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dic
     block = entries.shape[4] * entries.dtype.itemsize
     places = state.indexed.positions.shape[1] + state.tail_codes.shape[3]
     rows = int(np.sum(found.count))
-    # The first token that waits is compared with a whole piece of codes.
-    waiting = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
-    waiting = -(-waiting // hash_tables.COMPARED) * hash_tables.COMPARED
+    # The codes of the unindexed tail are compared in whole blocks.
+    tail = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
+    tail = -(-tail // hash_tables.COMPARED) * hash_tables.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(attended)) * block + GROUP * POLICY.L * 8,
-        "tallies": GROUP * places * 9 // 4,  # a byte and a bit of each, written and read
+        "tallies": GROUP * places * 9 // 4,  # one byte and one bit per key, written and read
         "planes": state.planes.nbytes,
-        "zone": GROUP * POLICY.L * waiting * state.tail_codes.dtype.itemsize,
+        "zone": GROUP * POLICY.L * tail * state.tail_codes.dtype.itemsize,
         "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
     }
 
