@@ -3,8 +3,11 @@
 #
 # # Unbounded generation in constant memory
 #
-# A model that was trained on 512 tokens at a time writes 20,000, and the last word costs as much time
-# and memory as the thousandth. The third cell says where it has been run, and how long it took.
+# This notebook lets a model that was trained on 512 tokens at a time generate 20,000. With a
+# StreamingLLM cache, every token costs the same time and memory, however long the text is. You
+# first see how the usual cache fails and why a plain sliding window can fail too, then how a few
+# attention sinks fix it, and finally what each token costs. The third cell lists the devices on
+# which this notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -15,9 +18,9 @@ from jaxkv.colab import runtime
 runtime.begin("01_endless_generation")
 
 # %% [markdown]
-# The model is a small one of our own, trained on old novels; it comes with the package. Put the Hub
-# id of any Llama-family model into the field to take that one. (What the text below says of texts and
-# numbers is of our own.)
+# The default model comes with the package. It is small and was trained on old novels. To use
+# another model, put the Hub id of any Llama-family model into the field below. Statements about
+# generated text and about numbers hold for the default model.
 
 # %%
 from jaxkv import models
@@ -28,11 +31,11 @@ context = llm.config.context
 print(f"{llm.folder.name}: {llm.config.layers} layers, trained on {context:,} tokens at a time")
 
 # %% [markdown]
-# ## First, how it fails
+# ## How full attention fails
 #
-# The usual cache keeps every token. Beyond the length that the model was trained on it meets
-# distances that it has never seen, and the text falls apart. This is how it ends after three times
-# that length (or 6,000 tokens, where that is less):
+# The usual KV cache stores every token. Once the text is longer than the trained context, queries
+# attend over relative distances that never occurred in training, and the output degenerates. The
+# cell below generates three times the trained context (at most 6,000 tokens) and prints the end:
 
 # %%
 LENGTH = min(runtime.size(3, 2) * context, runtime.size(6_000, 1_200))
@@ -42,16 +45,19 @@ full = models.generate(llm, PROMPT, policy="full", **WRITE)
 print("...", full.text[-400:])
 
 # %% [markdown]
-# To keep only the newest tokens, a *window*, bounds the memory and the distances. But attention
-# weights add up to one: a head that finds nothing to look at must put its weight somewhere, and many
-# models learn to put it on the first tokens of a text, the *attention sinks*. A window loses them,
-# and at that moment the model falls apart ([StreamingLLM](https://arxiv.org/abs/2309.17453), which
-# saw it in models of billions of weights: of Llama-2-13B it has a perplexity of 5158 in place of
-# 5.40, Table 1).
+# ## Why a plain window can fail
 #
-# It can be seen in a model of one layer, trained on the spot with a learnable sink token in front of
-# every sample. It reads letters, some of which say "copy the letter before"; at all others its head
-# has nothing to do.
+# A *sliding window* caches only the newest tokens, which bounds both memory and distances. But
+# attention weights sum to one. A head that finds nothing relevant must still put its weight
+# somewhere, and many models learn to put it on the first tokens of the text. These tokens are
+# called *attention sinks*. A window evicts them, and at that position the model fails.
+# [StreamingLLM](https://arxiv.org/abs/2309.17453) observed this in models with billions of weights:
+# with a plain window, Llama-2-13B has a perplexity of 5158 instead of 5.40 (Table 1).
+#
+# The effect is visible in a model with a single layer. The next cell trains one with a learnable
+# sink token in front of every sample. Its data are letters. After some of them (the triggers), the
+# next letter is a copy of the letter before the trigger. At all other letters, the copying head has
+# nothing to do.
 
 # %%
 import tempfile
@@ -71,22 +77,25 @@ SMALL = ["full", "window:window=24", "streaming:sinks=1,window=23"]
 copying = loss_by_position.losses(small, [[small.config.bos, *row] for row in rows], SMALL)
 loss_by_position.draw(
     copying,
-    {"sink gone": 24, "trained context": small.config.context},
-    f"mean of {len(rows)} texts that the model has not seen, and two standard errors",
+    {"sink evicted": 24, "trained context": small.config.context},
+    f"mean of {len(rows)} held-out texts, and two standard errors",
 )
 
 # %% [markdown]
-# The window (orange) fails with the very token that pushes the sink out of it. Full attention (grey)
-# fails a little beyond the trained context. The blue line keeps the sink beside a window as short as
-# the other, and nothing happens. How much a window costs such a model depends on how it was trained: of
-# [three that differ in the seed alone](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.png)
-# (`token`, 0+24) this one loses most.
+# **What to see.** The window (orange) fails exactly where it evicts the sink token. Full attention
+# (grey) fails a little beyond the trained context. The streaming cache (blue) has the same size as
+# the window, but one of its slots holds the sink, and its loss stays level. How much a window costs
+# depends on the training run: of [three models that differ only in the
+# seed](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.png) (`token`, 0+24), this
+# one loses most.
 #
-# ## What mends it
+# ## The fix: cache the sinks
 #
-# Keep the sink beside the newest tokens and number all by their place in the cache: *streaming*. Most
-# models were trained without a sink token and use some of the first tokens, so four are cached unless
-# set otherwise. The same model as at first, under a cache of 256 tokens:
+# A *streaming* cache stores the first tokens and the newest tokens, and numbers them by their
+# position within the cache. So no distance exceeds the cache size, and the sinks are never evicted.
+# Most models were trained without a dedicated sink token and use several of the first tokens, so
+# four are cached by default. Below, the default model generates the same number of tokens with a
+# cache of 256 tokens:
 
 # %%
 STREAMING = "streaming:sinks=4,window=252"
@@ -94,30 +103,32 @@ streaming = models.generate(llm, PROMPT, policy=STREAMING, **WRITE)
 print("...", streaming.text[-400:])
 
 # %% [markdown]
-# How well does it predict a text that somebody else wrote? Here it is the beginning of *The Hound of
-# the Baskervilles*, which the model has not seen. (The default model is small and has grown no sink
-# that it needs: a window alone does it no harm. Which models are hurt cannot be seen from outside,
-# and four tokens cost next to nothing.)
+# Next, the model scores a text that it has not seen: the beginning of *The Hound of the
+# Baskervilles*. The table and the plot show the loss, where lower is better. Look for the position
+# where full attention leaves its trained context. The default model is small and has learnt no
+# attention sink, so for this model a plain window is as good as streaming. You cannot tell from
+# outside whether a model needs its sinks, and four extra tokens cost almost nothing.
 
 # %%
 from jaxkv.models import compare
 
 POLICIES = ["full", "window:window=256", STREAMING]
 ids = runtime.passage(llm, runtime.size(8_000, 2_000))
-scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.quietly)
+scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, name, scores[name], block=250) for name in POLICIES]
 runtime.Text(compare.table(results))
 
 # %%
-caption = "The Hound of the Baskervilles, mean of 250 tokens a point"
+caption = "The Hound of the Baskervilles, mean of 250 tokens per point"
 runtime.shrink(compare.draw(results, context, caption, dpi=80))
 
 # %% [markdown]
 # ## What a token costs
 #
-# With every token kept, each new one has more to read and the cache grows; a bounded one stays as it
-# is, however long the text. (A full cache makes room by doubling, and reads its empty slots too: so its
-# lines climb in steps. On a GPU, which reads so small a cache at once, times may hardly differ.)
+# With a full cache, every new token reads more keys, and memory grows with the text. With a bounded
+# cache, both stay constant. A full cache doubles its capacity when it is full and also reads its
+# empty slots, so its curves rise in steps. On a GPU, which reads such a small cache at once, the
+# times may hardly differ.
 
 # %%
 from jaxkv.colab import cost_by_length
@@ -125,12 +136,13 @@ from jaxkv.colab import cost_by_length
 text = runtime.passage(llm, runtime.size(14_000, 1_900))
 lengths = [len(text) // part for part in runtime.size([28, 7, 4, 2, 1], [8, 4, 1])]
 costs = cost_by_length.measure(llm, text, ["full", STREAMING], lengths)
-cost_by_length.draw(costs, f"one row, {runtime.device()}; the median of three rounds")
+cost_by_length.draw(costs, f"one sequence, {runtime.device()}; median of three rounds")
 
 # %% [markdown]
-# ## Without end
+# ## Unbounded generation
 #
-# `models.stream` yields text as it is made. It stops when you do; here after 20,000 tokens.
+# `models.stream` yields text as it is generated, until you stop reading. Here it stops after 20,000
+# tokens.
 
 # %%
 tokens = runtime.size(20_000, 600)
@@ -138,14 +150,15 @@ pieces = models.stream(
     llm, PROMPT, policy=STREAMING, max_new_tokens=tokens, temperature=0.8, seed=7, ignore_eos=True
 )
 story = "".join(pieces)
-print(f"{len(story.split()):,} words; the last of them:\n\n...{story[-400:]}")
+print(f"{len(story.split()):,} words; the end:\n\n...{story[-400:]}")
 
 # %% [markdown]
-# ## What it does not do
+# ## What a streaming cache does not do
 #
-# The model sees the first four tokens and the newest 252, at token 1,000 and at token 20,000 alike.
-# What has left the window is gone: no question about it has an answer in this cache. Caches that keep
-# a sample of it are in [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb).
+# A streaming cache does not extend what the model can attend to. At token 1,000 and at token 20,000
+# alike, the model sees the first four tokens and the newest 252. It cannot answer a question about
+# evicted text. [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb) shows caches that also
+# store a sample of the evicted tokens.
 #
 # The next cell checks these results and fails if one of them does not hold.
 
@@ -161,20 +174,24 @@ growth_of_full = end["full"].state_bytes / begin["full"].state_bytes
 runtime.verify(
     MODEL,
     always={
-        "until its sink is gone a window is as good": abs(window - sink)[before].max() < 1e-3,
-        "then it fails at once": (window - sink)[at_once].mean() > 0.1,
-        "full attention fails beyond the context": (dense - sink)[beyond].mean() > 0.1,
-        "with the sink nothing happens": abs(sink[beyond].mean() - sink[at_once].mean()) < 0.15,
+        "until it evicts the sink, a window equals streaming": abs(window - sink)[before].max()
+        < 1e-3,
+        "then the window fails at once": (window - sink)[at_once].mean() > 0.1,
+        "full attention fails beyond the trained context": (dense - sink)[beyond].mean() > 0.1,
+        "with the sink cached, the loss stays level": abs(
+            sink[beyond].mean() - sink[at_once].mean()
+        )
+        < 0.15,
         "a full cache grows": growth_of_full > 2,
-        "a bounded one does not": end[STREAMING].state_bytes == begin[STREAMING].state_bytes,
+        "a bounded cache does not": end[STREAMING].state_bytes == begin[STREAMING].state_bytes,
     },
     ours={
-        "full attention loses the novel": reading["full"] > reading[STREAMING] + 0.5,
-        "four sinks cost next to nothing": abs(gap) < 0.15,
-        "the story is no loop": len(set(story[-2_000:].split())) > 50,
+        "full attention fails on the novel": reading["full"] > reading[STREAMING] + 0.5,
+        "four sinks cost almost nothing": abs(gap) < 0.15,
+        "the story does not repeat itself": len(set(story[-2_000:].split())) > 50,
     },
     times={
-        "in the end a token costs a full cache over twice as much": times > 2,
-        "and a bounded one what it did at first": steady < 1.5,
+        "at the end, a token takes over twice as long with a full cache": times > 2,
+        "with a bounded cache, it takes as long as at the start": steady < 1.5,
     },
 )

@@ -3,10 +3,10 @@
 #
 # # Train a sink
 #
-# Small models of two kinds, alike but for a learnable sink token in front of every sample
-# ([StreamingLLM](https://arxiv.org/abs/2309.17453), section 3.3): how well they learn, what their
-# heads look at, and what each needs of a cache. The third cell says where it has been run, and how
-# long it took.
+# This notebook trains two kinds of small models that differ in one thing: a learnable sink token in
+# front of every training sample ([StreamingLLM](https://arxiv.org/abs/2309.17453), section 3.3). It
+# compares how well they learn, what their heads attend to, and which tokens a cache must store for
+# each. The third cell lists the devices on which this notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -19,10 +19,10 @@ runtime.begin("05_train_a_sink")
 # %% [markdown]
 # ## A head with nothing to do
 #
-# The models read letters (after [Guo et al.](https://arxiv.org/abs/2410.13835)). Each letter follows
-# the one before it by chance, but for twenty *triggers*: after a trigger comes the letter that stood
-# before it. One head is enough for that, and at every letter that is no trigger this head has nothing
-# to do. Triggers are marked by a dot:
+# The training data are letters, as in [Guo et al.](https://arxiv.org/abs/2410.13835). Each letter
+# follows the one before it at random, except after twenty *triggers*: the letter after a trigger is
+# a copy of the letter before it. One attention head can learn to copy. At every letter that is no
+# trigger, this head is idle. In the sample below, a dot marks each trigger:
 
 # %%
 from jaxkv.evals.training import backcopy
@@ -34,10 +34,10 @@ print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i i
 # %% [markdown]
 # ## Two variants
 #
-# `none` is plain softmax. `token` has one more token, which stands in front of every sample and is
-# learnt like any other; it says nothing, so a head may look at it for free. `jaxkv pretrain` trains
-# both by the same recipe, here a model of one layer with one head and samples of 48 letters. Each is
-# trained from several seeds.
+# `none` is plain softmax. `token` has one extra token in front of every sample, with a learnt
+# embedding like any other token. It carries no information, so an idle head can attend to it
+# without effect. `jaxkv pretrain` trains both variants with the same recipe: here one layer, one
+# head and samples of 48 letters, from several seeds.
 
 # %%
 import tempfile
@@ -59,46 +59,48 @@ def of_each(measure):
     ]
 
 
-places, shares = of_each(sink_variants.loss_by_place), of_each(sink_variants.share_of_first)
-sink_variants.draw_learning(places, shares, floor)
+by_position = of_each(sink_variants.loss_by_position)
+on_first = of_each(sink_variants.first_token_attention)
+sink_variants.draw_learning(by_position, on_first, floor)
 
 # %% [markdown]
-# On the left is the loss of a letter by its place in a sample. The sink token has the place of the
-# first letter, so this variant must predict the letter after it from nothing, and the next one too where
-# it copies what was not seen. From the third place on both variants have the same task:
+# **What to see.** The left panel shows the loss by position in a sample. The sink token takes the
+# position of the first letter. So this variant must predict the next letter without context, and
+# the one after it too if it copies the missing letter. From the third position on, both variants
+# have the same task:
 
 # %%
-late = [
-    {name: loss[sink_variants.ALIKE :].mean() for name, loss in found.items()} for found in places
-]
+same = sink_variants.COMPARABLE_FROM
+late = [{name: loss[same:].mean() for name, loss in found.items()} for found in by_position]
 for seed, loss in zip(SEEDS, late, strict=True):
     print(f"seed {seed}: none {loss['none']:.4f}, token {loss['token']:.4f}")
 
 # %% [markdown]
-# There the two are within 0.02 nats of each other, which
+# From there on, the losses of the two variants differ by less than 0.02 nats, which
 # [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) counts as no difference. So
-# while a sample is read whole the sink is no gain: it costs a place in it.
+# as long as a sample fits the context, the sink token brings no gain and costs one position.
 #
-# On the right is how much of its attention each idle letter gives to the first token of its sample,
-# in the mean: with plain softmax hardly any, with a sink token some letters much. How many letters do
-# so differs from seed to seed, but no seed here has none.
+# The right panel shows the mean attention that each idle letter gives to the first token. With
+# plain softmax it is almost zero. With a sink token, some letters give it much. The number of such
+# letters varies with the seed, but every seed has some.
 #
-# ## What they look at
+# ## What the heads attend to
 #
-# A row is a letter, a column what it looks at. The models are those of the first seed, and of many
-# stretches of the text this is the one in which the sink gets most. What stands after a trigger is
-# known, so a trigger, with a dot, looks one back. An idle letter looks at itself, which tells it
-# nothing new, or, where one was trained, at the sink.
+# In the attention maps below, each row is a query letter and each column a key. The models are
+# those of the first seed. Of many stretches of text, the maps show the one in which the sink gets
+# most attention. The letter after a trigger is known, so a trigger (with a dot) attends to the
+# letter before it. An idle letter attends to itself, which adds no information, or to the sink if
+# the model has one.
 
 # %% tags=["picture"]
-start = sink_variants.most_idle(trained[0]["token"], letters, 15)
+start = sink_variants.find_idle_stretch(trained[0]["token"], letters, 15)
 sink_variants.draw_maps(trained[0], letters, 15, start)
 
 # %% [markdown]
 # ## Streaming with one sink
 #
-# All now read a text much longer than a sample, under caches of 24 tokens: the newest alone, or one,
-# two or four of the first tokens beside fewer of the newest.
+# All models now read a text much longer than a sample, with caches of 24 tokens: the newest tokens
+# alone, or one, two or four of the first tokens and correspondingly fewer of the newest.
 
 # %%
 CACHES = {"0 + 24": "window:window=24"}
@@ -106,29 +108,31 @@ CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1
 count = runtime.size(20_000, 4_000)
 found = of_each(
     lambda variant, of: sink_variants.losses(
-        variant, sink_variants.held_back(variant, of, count), CACHES
+        variant, sink_variants.held_out(variant, of, count), CACHES
     )
 )
 context = trained[0]["none"].config.context
-print(f"{count:,} letters, {count // context} times as many as in a sample")
+print(f"{count:,} letters, {count // context} times the length of a sample")
 named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
-runtime.Text(sink_variants.table({name: loss for one in named for name, loss in one.items()}))
+runtime.Text(sink_variants.loss_table({name: loss for one in named for name, loss in one.items()}))
 
 # %%
 sink_variants.draw_losses(found, floor)
 
 # %% [markdown]
-# Where a sink token was trained the cache must keep it, and then one is enough: more of the first
-# tokens bring nothing. The model with plain softmax does not care: it grew no sink, so it has none to
-# lose. A window alone is safe for such a model, and whether a model is such cannot be seen from
-# outside: keep the first tokens. More variants and tries to make plain softmax grow a sink are in
-# [backcopy.json](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.json), and what they
-# say of the paper in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md).
+# **What to see.** A model trained with a sink token needs it in the cache, and one sink is enough:
+# more first tokens do not lower the loss. The model with plain softmax has learnt no sink, so no
+# cache hurts it. A plain window is safe for such a model, but you cannot tell from outside whether
+# a model is one. So cache the first tokens.
+# [backcopy.json](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.json) has more
+# variants, and attempts to make plain softmax learn a sink.
+# [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) compares them with the
+# paper.
 #
-# ## A larger one
+# ## A larger model
 #
-# The same on text, in a terminal:
+# To train on text, run in a terminal:
 #
 # ```bash
 # jaxkv data --text books/train --valid books/valid --vocab-size 4096 --out tokens
@@ -136,16 +140,16 @@ sink_variants.draw_losses(found, floor)
 # jaxkv generate "Once upon a time" --model run/hf --policy streaming:sinks=1,window=255
 # ```
 #
-# `--preset default` is the model that comes with jaxkv, `--preset 160m` the size of the paper's, which
-# wants a GPU.
+# `--preset default` is the default model of jaxkv. `--preset 160m` has the size of the paper's
+# models and needs a GPU.
 #
 # The next cell checks these results and fails if one of them does not hold.
 
 # %%
-NEAR = runtime.size(0.02, 0.05)  # nats; half as many steps leave more of a difference
+NEAR = runtime.size(0.02, 0.05)  # nats; with half as many steps, the difference is larger
 
 
-looks = of_each(sink_variants.looks)
+attention = of_each(sink_variants.mean_attention)
 
 
 def in_every_seed(of, holds):
@@ -155,24 +159,24 @@ def in_every_seed(of, holds):
 runtime.verify(
     "",
     always={
-        "the first two predicted letters are harder with a sink token in the first one's place":
-            in_every_seed(places, lambda none, token: bool((token > none + 0.3)[: sink_variants.ALIKE].all())),
-        f"from the third on the arms are within {NEAR} nats":
+        "with a sink token, the first two predictions have a higher loss":
+            in_every_seed(by_position, lambda none, token: bool((token > none + 0.3)[:same].all())),
+        f"from the third on, the variants are within {NEAR} nats":
             in_every_seed(late, lambda none, token: bool(abs(token - none) < NEAR)),
         "some idle letter gives a sink token more than 0.2 of its attention":
-            in_every_seed(shares, lambda none, token: bool(token[0] > 0.2)),
-        "none gives the first letter more than 0.1 where there is no sink":
-            in_every_seed(shares, lambda none, token: bool(none[0] < 0.1)),
-        "a trigger looks one back, in the mean with more than half of its attention":
-            in_every_seed(looks, lambda none, token: min(none[0], token[0]) > 0.5),
-        "any other letter looks at itself or the sink, in the mean with more than 0.8":
-            in_every_seed(looks, lambda none, token: min(none[1], token[1]) > 0.8),
-        "without its sink token a model reads worse, by more than 0.02 nats":
+            in_every_seed(on_first, lambda none, token: bool(token[0] > 0.2)),
+        "without a sink token, no idle letter gives the first letter more than 0.1":
+            in_every_seed(on_first, lambda none, token: bool(none[0] < 0.1)),
+        "triggers give the letter before them more than half of their attention, on average":
+            in_every_seed(attention, lambda none, token: min(none[0], token[0]) > 0.5),
+        "other letters give themselves and the sink more than 0.8, on average":
+            in_every_seed(attention, lambda none, token: min(none[1], token[1]) > 0.8),
+        "a model that loses its sink token has a loss higher by more than 0.02 nats":
             in_every_seed(found, lambda none, token: token["0 + 24"] > token["1 + 23"] + 0.02),
-        "with it one of the first tokens is enough: four change less than a fifth of that":
+        "one sink is enough: four first tokens change less than a fifth of that":
             in_every_seed(found, lambda none, token: abs(token["4 + 20"] - token["1 + 23"])
                           < 0.2 * (token["0 + 24"] - token["1 + 23"])),
-        "with plain softmax no cache is more than 0.01 nats from another":
+        "with plain softmax, all caches are within 0.01 nats":
             in_every_seed(found, lambda none, token: max(none.values()) - min(none.values()) < 0.01),
     },
     ours={},

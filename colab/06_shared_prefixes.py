@@ -3,9 +3,10 @@
 #
 # # Shared prefixes
 #
-# A chat sends all that was said with every turn. What prompts have in common is read once, under
-# caches that grow and, bit for bit, under evicting caches. The third cell says where it has been
-# run, and how long it took.
+# A chat client sends the whole conversation again with every turn. Prefix caching computes the
+# common beginning of prompts once and reuses it. It works for growing caches and also for evicting
+# caches, where the result is bit-identical to recomputing. The third cell lists the devices on
+# which this notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -16,8 +17,8 @@ from jaxkv.colab import runtime
 runtime.begin("06_shared_prefixes")
 
 # %% [markdown]
-# The model is a small one of our own that comes with the package; the Hub id of any Llama-family model
-# can take its place.
+# The default model is small and comes with the package. The Hub id of any Llama-family model can
+# replace it.
 
 # %%
 from jaxkv import models
@@ -26,11 +27,12 @@ MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
 
 # %% [markdown]
-# ## What a prefix is known by
+# ## How a prefix is identified
 #
-# A prompt is cut into blocks. The key of a block is a hash of the key before it and of its own tokens,
-# so equal keys mean that all before them was equal too, and one look-up a block finds how far two
-# prompts are the same. These two part in their third block:
+# A prompt is cut into blocks. The hash of a block covers the hash of the block before it and its
+# own tokens. So equal hashes mean that everything before is equal too, and one look-up per block
+# finds the longest common prefix of two prompts. The two prompts below differ from their third
+# block on:
 
 # %%
 from jaxkv.colab import conversations
@@ -38,34 +40,35 @@ from jaxkv.colab import conversations
 ids = runtime.passage(llm, 64)
 other = ids[:40] + ids[20:44]
 for prompt in (ids, other):
-    print(*conversations.keys(prompt))
+    print(*conversations.block_hashes(prompt))
 
 # %% [markdown]
-# ## A block that is not yet full
+# ## A block that is only partly full
 #
-# How much is found depends on what becomes of the last block of a prompt. The report that this library
-# follows sent one prompt of 15 tokens again and again, found it 8 times of 100, and put that down to
-# answers that differ. It is the key that changes: a prompt shorter than a block loses its key with the
-# first token that is written after it (`rekey`), so only requests that are admitted together find
-# each other, which a formula can tell. A block that keeps a key of its own for the prompt (`alias`) is
-# found almost always; full blocks alone (`full`) never, for such a prompt fills none.
+# The hit rate depends on how the last, incomplete block of a prompt is handled. The report that
+# this library follows sent one prompt of 15 tokens again and again and measured 8 hits in 100. It
+# explained the misses by answers that differ. The actual cause is the hash. A prompt shorter than a
+# block loses its hash when the first generated token is written into the block (`rekey`). Only
+# requests that are admitted together can then share it, and a formula predicts this hit rate. If
+# the block keeps a second hash for the prompt (`alias`), almost every request hits. If only full
+# blocks count (`full`), none does, because such a prompt fills no block.
 
 # %%
 slots = (4, 16, 64)
-hits = conversations.hits(slots, runtime.size(1_000, 200), seeds=3)
-conversations.draw_hits(hits, slots)
+hits = conversations.measure_hit_rates(slots, runtime.size(1_000, 200), seeds=3)
+conversations.draw_hit_rates(hits, slots)
 
 # %% [markdown]
 # ## Conversations through the engine
 #
-# Users take turns. All begin with the same 256 tokens of instructions, and each turn sends everything
-# before it again, the answers too. The engine reads prompts in chunks of 64 tokens and answers four at
-# a time.
+# Several users talk to the engine in turns. All conversations begin with the same 256 tokens of
+# instructions, and each turn sends all earlier turns and answers again. The engine processes
+# prompts in chunks of 64 tokens and decodes four sequences at a time.
 #
-# A cache that grows can share *pages*: a chunk's keys and values serve all that begin alike. A cache
-# that evicts has dropped tokens by the end of a prefix, so a page of it is of no use; its whole
-# *state* is cached at a few places, and taken up there. Either way what follows must be what it would
-# have been.
+# A growing cache shares *pages*: the keys and values of one chunk serve every prompt with the same
+# beginning. An evicting cache has already dropped tokens at the end of a prefix, so pages are not
+# enough. The engine stores its whole *state* at a few positions and restores it there. In both
+# cases, the generated tokens must equal those without prefix caching.
 
 # %%
 from functools import partial
@@ -73,34 +76,36 @@ from functools import partial
 from jaxkv.engine import PrefixConfig
 
 users, turns = runtime.size((6, 6), (3, 3))
-said = conversations.say(llm, users, turns)
-SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # as many bytes of pages as of states
+said = conversations.make_turns(llm, users, turns)
+SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # pages and states of equal bytes
 served = {
-    policy: conversations.serve(
-        llm, policy, partial(conversations.converse, said=said), conversations.room(said),
-        PrefixConfig(slots), chunk=64, rounds=runtime.size(3, 1),
+    policy: conversations.serve_both(
+        llm, policy, partial(conversations.run_conversations, said=said),
+        conversations.max_length(said), PrefixConfig(slots), chunk=64, rounds=runtime.size(3, 1),
     )
     for policy, slots in SLOTS.items()
 }  # fmt: skip
-runtime.Text(conversations.table(served))
+runtime.Text(conversations.reuse_table(served))
 
 # %% tags=["picture"]
 caption = (
-    f"from a free slot to the first token; medians of {users} users, least to most of the rounds; "
+    f"from a free slot to the first token; medians of {users} users, range over the rounds; "
     f"{runtime.device()}"
 )
-conversations.draw_first(served, turns, caption)
+conversations.draw_first_token_by_turn(served, turns, caption)
 
 # %% [markdown]
-# Where everything is recomputed, a turn takes longer the more was said; with prefix caching it costs what
-# is new in it, as long as there is room for them. In as much memory the cache that grows runs out of
-# pages in the last turn, and its time jumps. A state of an evicting cache stays as small as it is.
+# **What to see.** Without prefix caching, time to first token grows with the conversation. With
+# prefix caching it depends only on the new tokens, as long as the prefixes fit in memory. At equal
+# memory, the growing cache runs out of pages in the last turn, and its time jumps. The state of an
+# evicting cache has constant size.
 #
 # ## Recorded requests
 #
-# People do not talk as tidily as that. These are the first requests that a chat service was sent in
-# an hour ([Mooncake](https://github.com/kvcache-ai/Mooncake), published under Apache-2.0). Of their
-# texts only ids are known, one for every 512 tokens, equal where all before was equal.
+# Real conversations are less regular. The next cell loads the first requests of one hour of a chat
+# service ([Mooncake](https://github.com/kvcache-ai/Mooncake), published under Apache-2.0). The
+# trace has no texts. It has one id per 512 tokens, and two ids are equal if all text up to there is
+# equal.
 
 # %%
 from jaxkv.evals.prefix_caching import engine, traces
@@ -108,51 +113,52 @@ from jaxkv.evals.prefix_caching import engine, traces
 trace = traces.read(conversations.TRACE)
 total = sum(one.tokens for one in trace.requests)
 print(
-    f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} in the mean"
+    f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} on average"
 )
 
 # %% [markdown]
-# How many blocks does an index find that has room for some of them, and gives up those that were not
-# asked for longest?
+# How many blocks does an index find if it has room for a part of them and evicts the least recently
+# used?
 
 # %%
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-found = conversations.by_capacity(trace, shares)
+found = conversations.hit_rate_by_capacity(trace, shares)
 conversations.draw_capacity(
     found, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
 )
 
 # %% [markdown]
-# Most prompts are new: even with room for all of them few blocks are found so early in the hour.
-# ([The whole hour](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md#hash-table-prefix-caching-lin-2024)
-# has a third of them.) Now through the engine, with texts made up for the ids and every length divided
-# by sixteen, for the model is small:
+# **What to see.** Most prompts are new. Even with room for all blocks, few are found so early in
+# the hour. (Over [the whole
+# hour](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md#hash-table-prefix-caching-lin-2024)
+# a third of them is found.) The next cell sends the requests through the engine. Their texts are
+# generated from the ids, and all lengths are divided by sixteen because the model is small:
 
 # %%
 load = engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
 longest = max(len(request.tokens) + request.max_new_tokens for request in load.requests)
 POLICY = "streaming:sinks=4,window=124"
-recorded = conversations.serve(
+recorded = conversations.serve_both(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
     PrefixConfig(runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
-runtime.Text(conversations.table({POLICY: recorded}))
+runtime.Text(conversations.reuse_table({POLICY: recorded}))
 
 # %%
-caption = f"from a free slot to the first token, one dot a request; {runtime.device()}"
-conversations.draw_each(recorded, caption)
+caption = f"from a free slot to the first token, one dot per request; {runtime.device()}"
+conversations.draw_first_token_by_length(recorded, caption)
 
 # %% [markdown]
-# How long a request takes follows from what is new in it, and from what the other three slots are at
-# just then. The few of which half was there (blue) are answered sooner, taken together; for most there
-# is little to find, so there is little to gain. On recorded agents,
-# which send all that was done before with every step, nearly everything is found, and states of a cache
-# that evict save about as much as pages do in a small part of their memory:
-# [picture](https://github.com/jaxkv/jaxkv/blob/main/evals/results/agents.png).
+# **What to see.** The time of a request depends on its new tokens and on the work of the other
+# three slots at that moment. The few requests with at least half of the prompt cached (blue) start
+# sooner on average. For most requests little is cached, so little is gained. Recorded agents send
+# all earlier steps with every step, so almost everything is cached. There, states of an evicting
+# cache save about as much as pages, in a small part of the memory:
+# [plot](https://github.com/jaxkv/jaxkv/blob/main/evals/results/agents.png).
 #
 # ## Serving
 #
-# The same engine behind HTTP, for OpenAI's clients:
+# The same engine runs behind an HTTP server for OpenAI clients:
 #
 # ```bash
 # jaxkv serve --policy streaming:sinks=4,window=252 --prefix-slots 256
@@ -166,49 +172,52 @@ conversations.draw_each(recorded, caption)
 # print(answer.choices[0].text, answer.usage)
 # ```
 #
-# Requests of different API keys, or of different `cache_salt`, share nothing: how soon an answer
-# begins tells what was asked before.
+# Each API key and each `cache_salt` has its own prefix cache, because time to first token would
+# otherwise reveal the prompts of other users.
 #
 # The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np
 
-same, parted = (conversations.keys(prompt) for prompt in (ids, other))
+same, other_hashes = (conversations.block_hashes(prompt) for prompt in (ids, other))
 at_16, by_formula = (hits[name][1]["median"] for name in ("rekey", "formula"))
 pairs = [
-    (pair[conversations.ANEW], pair[conversations.KEPT]) for pair in (*served.values(), recorded)
+    (pair[conversations.RECOMPUTED], pair[conversations.CACHED])
+    for pair in (*served.values(), recorded)
 ]
 last = [np.median(one.first[:, -users:]) for pair in pairs[:2] for one in pair]
 by_turn = [(b.found / b.prompts).reshape(turns, users).mean(axis=1) for _, b in pairs[:2]]
-grown, forgot = by_turn
-recomputed, kept = pairs[2]
-much = kept.found > 0.5 * kept.prompts
-sooner = kept.first[:, much].sum() / max(recomputed.first[:, much].sum(), 1e-9)
+growing, evicting = by_turn
+recomputed, cached = pairs[2]
+much = cached.found > 0.5 * cached.prompts
+sooner = cached.first[:, much].sum() / max(recomputed.first[:, much].sum(), 1e-9)
 runtime.verify(
     MODEL,
     always={
-        "keys part where prompts do": same[:2] == parted[:2] and not {*same[2:]} & {*parted[2:]},
-        "a key of its own is found almost always": hits["alias"][1]["median"] > 95,
-        "full blocks find nothing of a short prompt": not any(x["max"] for x in hits["full"]),
-        "a changed key is found as the formula says": abs(at_16 - by_formula) < 2.5,
-        "of the recorded requests little is found": found[-1] < 20,
-        "answers are the same with prefixes kept": all(a.tokens == b.tokens for a, b in pairs),
-        "what is found need not be read": all(
+        "block hashes differ where the prompts do": same[:2] == other_hashes[:2]
+        and not {*same[2:]} & {*other_hashes[2:]},
+        "a second hash for the prompt hits almost always": hits["alias"][1]["median"] > 95,
+        "full blocks never hit for a short prompt": not any(x["max"] for x in hits["full"]),
+        "the hit rate of a changing hash is that of the formula": abs(at_16 - by_formula) < 2.5,
+        "few blocks of the recorded requests are found": found[-1] < 20,
+        "prefix caching does not change an answer": all(a.tokens == b.tokens for a, b in pairs),
+        "cached tokens are not computed": all(
             (b.read + b.found == a.read).all() and b.found.any() for a, b in pairs
         ),
     },
     ours={
-        "of conversations most is found": all(
+        "more than half of the conversations' tokens is cached": all(
             b.found.sum() > 0.5 * b.prompts.sum() for _, b in pairs[:2]
         ),
-        "the cache that grows runs out of pages in the last turn": runtime.SMOKE
-        or bool(grown[-1] < 0.8 * grown[-2]),
-        "the cache that forgets has room": runtime.SMOKE or bool(forgot[-1] > 0.95 * forgot[-2]),
-        "some prompts were found to a half": runtime.SMOKE or bool(much.any()),
+        "the growing cache runs out of pages in the last turn": runtime.SMOKE
+        or bool(growing[-1] < 0.8 * growing[-2]),
+        "the evicting cache does not": runtime.SMOKE or bool(evicting[-1] > 0.95 * evicting[-2]),
+        "some prompts are more than half cached": runtime.SMOKE or bool(much.any()),
     },
     times={
-        "the last turn begins sooner": last[1] < 0.8 * last[0] and last[3] < 0.8 * last[2],
-        "what was found to a half begins sooner": runtime.SMOKE or bool(sooner < 0.8),
+        "the last turn has a lower time to first token": last[1] < 0.8 * last[0]
+        and last[3] < 0.8 * last[2],
+        "so do prompts that are more than half cached": runtime.SMOKE or bool(sooner < 0.8),
     },
 )

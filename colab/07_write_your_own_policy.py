@@ -3,10 +3,10 @@
 #
 # # Write your own policy
 #
-# A cache policy is one small class. This notebook writes one that the library does not have, in about
-# ten lines. It checks the policy by the laws that every policy keeps, compares it with others, and
-# uses it in a model that is not ours. The third cell says where the notebook has run, and how long it
-# took.
+# A cache policy is one small class. This notebook writes a policy that the library does not have,
+# in about ten lines. It checks the policy against the laws that every policy must satisfy, compares
+# it with other policies, and uses it in a model of your own in plain JAX. The third cell lists the
+# devices on which this notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -19,15 +19,16 @@ runtime.begin("07_write_your_own_policy")
 # %% [markdown]
 # ## The idea
 #
-# Keep near tokens all and far tokens sparsely: of every four tokens, cache one for long and the others
-# briefly, as the strided heads of [Sparse Transformers](https://arxiv.org/abs/1904.10509) do. Far
-# tokens then cost a quarter, so as many slots reach further back. The state is two rings, and every
-# token goes to one of them.
+# Cache all near tokens, but only some of the far ones: one token of every four stays for long and
+# the other three briefly, like the strided heads of [Sparse
+# Transformers](https://arxiv.org/abs/1904.10509). Far tokens then need a quarter of the slots, so
+# the same number of slots covers more text. The state is two ring buffers, and every token goes to
+# one of them.
 #
-# A policy is a frozen dataclass that subclasses `jaxkv.Policy`, with `init`, `update` and `cached`. It
-# describes its state in `leaves`, one letter per axis, and its memory in `bytes_per_sequence`
-# ([contract.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/contract.py)). All functions are pure:
-# a state goes in, another comes out. A ring is a part of the library
+# A policy is a frozen dataclass that subclasses `jaxkv.Policy`, with `init`, `update` and `cached`.
+# It describes its state in `leaves`, one letter per axis, and its memory in `bytes_per_sequence`
+# ([contract.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/contract.py)). All functions are
+# pure: they take a state and return a new one. The library provides the ring buffer
 # ([ring.py](https://github.com/jaxkv/jaxkv/blob/main/jaxkv/cache/ring.py)).
 
 # %%
@@ -81,25 +82,26 @@ class Strided(jaxkv.Policy):
 
 
 # %% [markdown]
-# One function is left: attention to one ring. A query sees the tokens that the ring had before this
-# chunk, and the ring's own tokens of the chunk. Each part is a `Partial`, attention with its
-# log-sum-exp, so `merge` gives exactly what attention to all these tokens at once would give.
+# One function is missing: attention to one ring. A query sees the tokens that the ring held before
+# this chunk, and the chunk's own tokens that belong to this ring. Each part is a `Partial`: an
+# attention output with its log-sum-exp. So `merge` gives exactly the attention over all these
+# tokens at once.
 
 
 # %%
 def attend(spec, cache, share, chunk):
-    """Attention to a ring and to its own tokens of the chunk, less than `reach` tokens back."""
-    own, reach = share
-    before = ring.attend_ring(spec, cache, chunk, sinks=0, window=reach)
-    return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, reach, hidden=~own))
+    """Attention to a ring and to its own tokens of the chunk, fewer than `window` tokens back."""
+    own, window = share
+    before = ring.attend_ring(spec, cache, chunk, sinks=0, window=window)
+    return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, window, hidden=~own))
 
 
 # %% [markdown]
-# ## Does it keep the laws?
+# ## Does it satisfy the laws?
 #
-# A cache that is slightly wrong still writes fluent text, so `jaxkv.testing` checks the laws of a
-# policy. Law 15 needs the meaning of the policy in plain Python: which tokens are cached when the query
-# number `n` attends.
+# A cache that is slightly wrong still generates fluent text, so `jaxkv.testing` checks the laws of
+# a policy. Law 15 compares the policy with its meaning in plain Python: which tokens are cached
+# when query number `n` attends.
 
 # %%
 from jaxkv.testing import judge_laws, table
@@ -111,15 +113,16 @@ def cached_tokens(n):
     return [t for t in range(n + 1) if n - t < small.stride * (small.near if t % 4 else small.far)]
 
 
-capacity = small.near * small.stride  # it evicts none of the first tokens
+capacity = small.near * small.stride  # up to here, no token is evicted
 verdicts = judge_laws(small, capacity, cached_tokens)
 runtime.Text(table(verdicts))
 
 # %% [markdown]
-# In a test of your own, `check_policy(small)` raises where a law is broken. The other laws are about
-# what this policy does not have: an estimate (12), protected slots (13), the end of prefill (14).
+# In your own tests, `check_policy(small)` raises if a law is broken. The remaining laws concern
+# features that this policy does not have: an estimate (12), protected slots (13), the end of
+# prefill (14).
 #
-# And where something is wrong? This one forgets that a token belongs to one ring alone:
+# What does a broken policy look like? The next one writes every token to both rings:
 
 
 # %%
@@ -129,15 +132,15 @@ class Twice(Strided):
         return partial, Rings(*(ring.write(spec, cache, chunk, sinks=0) for cache in state))
 
 
-mistaken = judge_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
-runtime.Text(table(mistaken))
+broken = judge_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
+runtime.Text(table(broken))
 
 # %% [markdown]
-# ## Its place beside the others
+# ## Comparison with other policies
 #
-# The comparison has a `window` and a `streaming` cache of as many slots, and a window of the near part
-# alone. The caches are small, because then the choice of tokens matters most. The model has not seen
-# the text.
+# The comparison has a `window` and a `streaming` cache with equally many slots, and a window of the
+# near part alone. The caches are small, because then the choice of tokens matters most. The model
+# has not seen the text.
 
 # %%
 from jaxkv import models
@@ -151,27 +154,27 @@ own = Strided(near, slots_of_each - 3 * near, stride=4)
 ids = runtime.passage(llm, runtime.size(12_000, 1_500))
 full, window, short = "full", f"window:window={slots_of_each}", f"window:window={4 * near}"
 POLICIES = [full, window, short, f"streaming:sinks=4,window={slots_of_each - 4}"]
-scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.quietly)
+scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, name, scores[name], 500) for name in POLICIES]
 results.append(compare.result(llm, "strided", models.score(llm, ids, own), 500, own))
-print(f"{own} looks {own.stride * own.far} tokens back")
+print(f"{own} caches tokens from up to {own.stride * own.far} positions back")
 runtime.Text(compare.table(results))
 
 # %% tags=["picture"]
-caption = "The Hound of the Baskervilles, mean of 500 tokens a point; full: see the table"
+caption = "The Hound of the Baskervilles, mean of 500 tokens per point; full: see the table"
 runtime.shrink(compare.draw(results[1:], llm.config.context, caption, dpi=80))
 
 # %% [markdown]
-# With the model that comes with jaxkv, the far tokens lower the loss clearly below that of the near
-# part alone. The same number of nearer tokens lowers it a little more: a plain window of equal size is
-# ahead, and reads faster, because it has one ring and not two. Full attention caches everything and
-# fails beyond the trained context.
+# **What to see.** With the default model, the far tokens lower the loss clearly below that of the
+# near part alone. The same number of nearer tokens lowers it a little more: a plain window of equal
+# size has a lower loss. It is also faster, because it has one ring instead of two. Full attention
+# caches everything and fails beyond the trained context.
 #
-# ## In a model that is not ours
+# ## In your own model
 #
-# `jaxkv.step` goes between the projections of any model. This is a decoder in plain JAX, with
-# embedding, attention, MLP and logits; its weights are random. It takes a function `attend` and the
-# state of each layer.
+# `jaxkv.step` goes between the projections of any model. The next cells define a decoder in plain
+# JAX, with embedding, attention, MLP and logits. Its weights are random. It takes a function
+# `attend` and one state per layer.
 
 # %%
 from jaxkv.rotary import rotary
@@ -214,14 +217,14 @@ def decode(attend, states, tokens, positions):
 
 
 # %% [markdown]
-# Two ways to attend: `jaxkv.step` with our policy, and JAX's own attention, which caches nothing and
-# needs the whole text.
+# There are two ways to attend: `jaxkv.step` with our policy, and JAX's own attention, which caches
+# nothing and needs the whole text.
 
 # %%
 policy = Strided(near=8, far=40, stride=4)
 
 
-def remember(state, q, k, v, positions):
+def attend_cached(state, q, k, v, positions):
     valid = jnp.ones(positions.shape, bool)
     return jaxkv.step(policy, spec, state, q, k, v, positions, valid)
 
@@ -233,8 +236,8 @@ def dense(state, q, k, v, positions):
 
 
 # %% [markdown]
-# Every token is drawn from the logits of the one before; the states travel through `jax.lax.scan`
-# like any other array.
+# Each token is sampled from the logits of the one before. The states travel through `jax.lax.scan`
+# like any other arrays.
 
 # %%
 from jaxkv.state import batch
@@ -242,7 +245,7 @@ from jaxkv.state import batch
 
 def write(carry, position):
     states, token = carry
-    logits, states = decode(remember, states, token[None, None], position[None, None])
+    logits, states = decode(attend_cached, states, token[None, None], position[None, None])
     new = jax.random.categorical(jax.random.fold_in(jax.random.key(3), position), logits[0, 0])
     return (states, new), (token, logits[0, 0])
 
@@ -252,61 +255,61 @@ before = batch.nbytes(states)
 count = runtime.size(2_000, 500)
 (states, _), (text, logits) = jax.jit(lambda first: jax.lax.scan(
     write, first, jnp.arange(count, dtype=jnp.uint32)))((states, jnp.int32(0)))  # fmt: skip
-print(f"{count:,} tokens, {batch.nbytes(states):,} bytes of cache, as many as at the beginning")
+print(f"{count:,} tokens; the cache has {batch.nbytes(states):,} bytes, {before:,} at the start")
 
 # %% [markdown]
-# While the near part caches every token, the logits must equal those of dense attention. After that
-# they differ, because tokens are evicted.
+# As long as the near part caches every token, the logits must equal those of dense attention. After
+# that they differ, because tokens are evicted.
 
 # %%
 most = policy.near * policy.stride
 where = jnp.arange(2 * most, dtype=jnp.uint32)[None]
 plain, _ = jax.jit(decode, static_argnums=0)(dense, (None,) * LAYERS, text[None, : 2 * most], where)
-apart = jnp.abs(plain[0] - logits[: 2 * most]).max(axis=1)
-print(f"largest difference of logits: {apart[:most].max():.1e} up to token {most}, "
-      f"{apart[most:].max():.1e} in the next {most}")  # fmt: skip
+difference = jnp.abs(plain[0] - logits[: 2 * most]).max(axis=1)
+print(f"largest difference of logits: {difference[:most].max():.1e} up to token {most}, "
+      f"{difference[most:].max():.1e} in the next {most}")  # fmt: skip
 
 # %% [markdown]
-# ## To go on
+# ## Next steps
 #
-# In a clone the class becomes `jaxkv/policies/strided.py`, with `summary` and `source` for `jaxkv
-# policies`; one line in `jaxkv/policies/__init__.py`, so that `--policy strided:near=16` finds it; and
-# one in `tests/laws/cases.py`. Those tests check all laws, also in other dtypes, with other position
-# encodings and sharded over several devices. A policy that scores tokens by attention does so inside
-# `update`. One that grows overrides `reserve`, and one that compresses a finished prompt overrides
-# `finish_prefill`.
+# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`
+# and `source` for `jaxkv policies`. Add one line to `jaxkv/policies/__init__.py`, so that `--policy
+# strided:near=16` finds it, and one line to `tests/laws/cases.py`. The tests then check all laws,
+# also in other dtypes, with other position encodings and sharded over several devices. A policy
+# that scores tokens by attention does so inside `update`. A growing policy overrides `reserve`. A
+# policy that compresses a finished prompt overrides `finish_prefill`.
 #
-# The cell below says what held, and fails where something did not.
+# The next cell checks these results and fails if one of them does not hold.
 
 # %%
 import numpy as np
 
-broken = {verdict.number for verdict in mistaken if not verdict.holds}
+failed = {verdict.number for verdict in broken if not verdict.holds}
 loss = {row["policy"]: row["loss"] for row in results}
 size = {row["policy"]: row["state_bytes"] for row in results}
 rate = {row["policy"]: row["tokens_per_second"] for row in results}
 runtime.verify(
     MODEL,
     always={
-        "the policy keeps every law that applies to it":
+        "the policy satisfies every law that applies to it":
             {v.number for v in verdicts if v.holds} == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16}
             and all(v.holds for v in verdicts),
-        "the wrong one is caught, by laws 4 and 15 among others": broken > {4, 15},
-        "the window of equal size has as many bytes, to a hundredth":
+        "the broken policy fails laws 4, 15 and others": failed > {4, 15},
+        "the window of equal size has as many bytes, within 1 %":
             abs(size["strided"] / size[window] - 1) < 0.01,
-        "the other model generated in constant memory": batch.nbytes(states) == before,
-        "its logits are dense attention's while nothing is evicted, to a thousandth":
-            bool(apart[:most].max() < 1e-3),
-        "after that they are not": bool(apart[most:].max() > 0.01),
-        "all of them are finite": bool(np.isfinite(logits).all()),
+        "the model in plain JAX generates in constant memory": batch.nbytes(states) == before,
+        "its logits equal those of dense attention until tokens are evicted, within 0.001":
+            bool(difference[:most].max() < 1e-3),
+        "after that they differ": bool(difference[most:].max() > 0.01),
+        "all logits are finite": bool(np.isfinite(logits).all()),
     },
     ours={
-        "far tokens help: its loss is 0.02 below the near part's alone":
+        "far tokens help: the loss is more than 0.02 below that of the near part alone":
             loss["strided"] < loss[short] - 0.02,
-        "nearer ones help a little more: a window of equal size is ahead by 0 to 0.06":
+        "nearer tokens help a little more: a window of equal size is better by 0 to 0.06":
             loss[window] < loss["strided"] < loss[window] + 0.06,
-        "full attention fails: its loss is 0.3 above the window's":
+        "full attention fails: its loss is more than 0.3 above that of the window":
             loss[full] > loss[window] + 0.3,
     },
-    times={"a window reads faster": rate[window] > rate["strided"]},
+    times={"a window is faster": rate[window] > rate["strided"]},
 )  # fmt: skip

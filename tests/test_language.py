@@ -13,8 +13,8 @@ ALLOWED = {"CHANGELOG.md", "docs/glossary.md", "tests/test_language.py"}
 SOURCES = ("*.py", "*.md", "*.toml", "*.ipynb")
 # Fields of records and names of figures, which older records use.
 RECORDED = re.compile(
-    r"\"(thinned|seal|zone|spelled|anew)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
-    r"|losses that are no numbers, of all"
+    r"\"(thinned|thinning|seal|zone|spelled|anew)\"|(?<=/)(thinned|seal|zone)(?=/)|recall_thinned"
+    r"|losses that are no numbers, of all|thinning a prompt of 32,768"
 )
 # Term -> replacement. Names are matched as whole words, so `met` does not match `method`. Words
 # that are also correct English, such as `behind` and `lane`, are matched in phrases.

@@ -1,1 +1,1 @@
-"""What only the notebooks need; installed as `jaxkv.colab`."""
+"""Helpers of the notebooks; installed as `jaxkv.colab`."""

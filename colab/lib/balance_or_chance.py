@@ -1,7 +1,7 @@
-"""A prompt compressed by balance or by chance: what notebook 03 computes and draws.
+"""Computations and plots of notebook 03: prompt compression by balance and by random samples.
 
-What halving does to points in a plane, how far attention of a model's layers is from attention to
-everything, which keys make balance worth its time and which do not, and what it costs.
+Halving of points in a plane, the attention error in the layers of a model and on synthetic keys,
+and the time that compression takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
-from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative
+from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative_error
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
@@ -31,21 +31,25 @@ from jaxkv.policies.discrepancy import Halving, walk
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
-SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points of each cluster, and how far from its centre
+SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points per cluster; deviation from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])
 PLANE = Halving("walk", temperature=0.5)
-BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4  # of worlds: keys to compress, last ones that stay
-KINDS = 32  # of keys, where keys are alike
-HEAVY, LEAD = 8, 9.0  # keys that all queries look for, and by how much their logits are higher
-WORLDS = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
+# Of synthetic prompts: keys to compress, last keys that stay, head dim, heads.
+BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4
+KINDS = 32  # of keys, in "kinds, mixed"
+HEAVY, LEAD = 8, 9.0  # number of heavy keys; by how much their logits are higher
+SYNTHETIC = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
 SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
 COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
-Errors = dict[str, list[float]]  # by method, one for each seed
+Errors = dict[str, list[float]]  # by method, one per seed
 
 
 class Halves(NamedTuple):
-    """points [S,2], group [S]; by either way of all draws [draws,S] how long the signed sum of the
-    points' vectors is after each point, and of the draw that ends in the middle the signs [S]."""
+    """Points [S,2] and their clusters [S], halved by each method.
+
+    lengths [draws,S]: norm of the signed sum after each point. signs [S]: of the draw whose final
+    norm is the median.
+    """
 
     points: np.ndarray
     group: np.ndarray
@@ -53,10 +57,10 @@ class Halves(NamedTuple):
     lengths: dict[str, np.ndarray]
 
 
-def halves(draws: int, seed: int = 0) -> Halves:
-    """Points of some clusters, in any order, given signs by coins and by BalanceKV's walk.
+def halve_points(draws: int, seed: int = 0) -> Halves:
+    """Points of several clusters in random order, with signs from coins and from BalanceKV's walk.
 
-    draws: how often both are done.
+    draws: number of repetitions.
     """
     random = np.random.default_rng(seed)
     group = random.permutation(np.repeat(np.arange(len(SIZES)), SIZES))
@@ -65,7 +69,7 @@ def halves(draws: int, seed: int = 0) -> Halves:
     keys = jnp.broadcast_to(jnp.asarray(points, jnp.float32), (draws, *points.shape))
     values, there = jnp.ones((*uniforms.shape, 1), jnp.float32), jnp.ones(uniforms.shape, bool)
     signs = {
-        "by chance": np.where(random.random(uniforms.shape) < 0.5, 1, -1),
+        "random": np.where(random.random(uniforms.shape) < 0.5, 1, -1),
         "balanced": np.asarray(walk(PLANE, 1.0, keys, values, uniforms, there)[1]),
     }
     lengths = {name: signed_lengths(points, each) for name, each in signs.items()}
@@ -74,9 +78,9 @@ def halves(draws: int, seed: int = 0) -> Halves:
 
 
 def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """How long the sum of sign x vector is after each point, over the root of the mean square of
-    one vector's length; vectors whose products are exp(t <a, b>), as the walk has them.
+    """Norm of the sum of sign x vector after each point, over the RMS norm of one vector.
 
+    The vectors are those of the walk: their inner products are exp(t <a, b>).
     points: [S,2]. signs: [draws,S]. Returns [draws,S].
     """
     centred = points - points.mean(axis=0)
@@ -87,7 +91,7 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def draw_halves(found: Halves, caption: str) -> runtime.Picture:
-    """Both halves in the plane, with how many of a cluster each keeps, and the lengths."""
+    """Both halves in the plane, with kept and dropped keys per cluster, and the norms."""
     figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
     colours = [COMPRESSION[name]["color"] for name in ("uniform, weighted", "balance, walk")]
     for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
@@ -98,13 +102,13 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
             reported = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
             axes.annotate(reported, at, ha="center", va="center", fontsize=8)
         axes.set_title(f"{name},\nkept : dropped", fontsize=9)
-        axes.set(xlabel="key, 1st number", ylabel="key, 2nd number", aspect="equal",
+        axes.set(xlabel="key, 1st coordinate", ylabel="key, 2nd coordinate", aspect="equal",
                  xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
         lengths = found.lengths[name]
         at = np.arange(1, lengths.shape[1] + 1)
         right.fill_between(at, *np.quantile(lengths, [0.1, 0.9], axis=0), color=colour, alpha=0.25)
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
-    right.set(xlabel="points that have a sign", ylabel="length of the signed sum", ylim=(0, None))
+    right.set(xlabel="points with a sign", ylabel="norm of the signed sum", ylim=(0, None))
     right.legend(frameon=False, fontsize=8, loc="upper left")
     return runtime.picture(figure, caption, dpi=80)
 
@@ -113,50 +117,51 @@ def compare(
     spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, ends: tuple[int, int], rounds: int,
     seeds: Sequence[int], names: Sequence[str] = COMPARED,
 ) -> Errors:  # fmt: skip
-    """The errors of attention of the last QUERIES to what each method leaves of what is before.
+    """Relative attention error of the last QUERIES after each method has compressed the rest.
 
-    q, k, v: [T,*,H]. ends: how many of the first and last tokens stay; of those between one in
-    2^rounds does. `snapkv` draws nothing, so it has one error.
+    q, k, v: [T,*,H]. ends: how many of the first and last tokens stay; of those between, one in
+    2^rounds stays. `snapkv` is deterministic, so it has one error.
     """
     exact = attend(spec, q, k, v, parse_policy("full"))
     between, found = len(k) - QUERIES - sum(ends), {}
     for name in names:
-        chosen = parse_policy(setting(name, rounds, between, *ends))
+        chosen = parse_policy(policy_string(name, rounds, between, *ends))
         draws = seeds[:1] if name == "snapkv" else seeds
-        found[name] = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
+        found[name] = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
     return found
 
 
-def setting(name: str, rounds: int, between: int, sinks: int, window: int) -> str:
-    """The policy of a method that keeps both ends, and of those between one in 2^rounds."""
+def policy_string(name: str, rounds: int, between: int, sinks: int, window: int) -> str:
+    """The policy string of a method that keeps both ends and one in 2^rounds tokens between."""
     if name == "snapkv":
         capacity = sinks + window + (between >> rounds)
         return f"snapkv:capacity={capacity},window={single_layer.WINDOW}"
     return f"{METHODS[name]},rounds={rounds},sinks={sinks},window={window}"
 
 
-def heaviest(
+def attention_on_heaviest(
     spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, between: slice, share: float
 ) -> float:
-    """Of the attention that the last queries give to some keys, how much the heaviest get, in the
-    mean over queries and heads.
+    """Share of the attention on some keys that their heaviest receive; mean over queries and heads.
 
-    q, k, v: [T,*,H]. between: which keys. share: of those, how many are the heaviest.
+    q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
     rows = heads.Layer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
-    logits = np.asarray(heads.ask(spec, rows, 0, 0).logits, np.float64)[..., between]
+    logits = np.asarray(heads.last_queries(spec, rows, 0, 0).logits, np.float64)[..., between]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     ordered = np.sort(weights, axis=-1)[..., ::-1]
     first = ordered[..., : max(1, round(share * ordered.shape[-1]))]
     return float((first.sum(axis=-1) / ordered.sum(axis=-1)).mean())
 
 
-def of_model(
+def measure_layers(
     llm: Llm, stretches: Sequence[Sequence[int]], rounds: Sequence[int], seeds: int
 ) -> dict[int, dict[str, Any]]:
-    """Of some layers, the first and the last among them: `errors` by T and method, [seeds] each, in
-    the mean over stretches of text; and `tenth`, of the attention between the ends the share that
-    goes to its heaviest tenth of keys."""
+    """Errors in up to six layers, the first and the last among them.
+
+    Returns by layer: `errors` by T and method, [seeds] each, averaged over stretches of text; and
+    `tenth`, the share of the attention between the ends on its heaviest tenth of keys.
+    """
     layers = llm.config.layers
     chosen = np.unique(np.linspace(0, layers - 1, min(6, layers)).round().astype(int)).tolist()
     found: dict[int, list[Any]] = {layer: [] for layer in chosen}
@@ -164,13 +169,15 @@ def of_model(
         captured = single_layer.capture(llm, ids)
         for layer in chosen:
             seen = captured[layer]
-            first = seeds * (layer + layers * number)  # no draw serves twice
+            first = seeds * (layer + layers * number)  # no seed is used twice
             draws, names = range(first, first + seeds), ("balance, walk", *COMPARED)
             errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
             given = partial(attend, llm.spec, *seen, parse_policy("full"))
             for each in errors.values():
-                each["ends alone"] = [relative(given(between=False), given())]
-            tenth = heaviest(llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1)
+                each["ends alone"] = [relative_error(given(between=False), given())]
+            tenth = attention_on_heaviest(
+                llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1
+            )
             found[layer].append({"errors": errors, "tenth": tenth})
     return {
         layer: jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
@@ -179,7 +186,7 @@ def of_model(
 
 
 def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
-    """Errors by what is cached: of the first layer, and of the others in the mean."""
+    """Errors by the share of tokens kept: of the first layer, and the mean over the others."""
     figure, panels = pictures.begin(7.0, 3.9, columns=2)
     (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
     title = f"layers {others[0][0]} to {others[-1][0]}, mean"
@@ -188,7 +195,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
     for axes, (title, layers) in zip(panels, shown.items(), strict=True):
         for place, name in enumerate(names):
             lines = {t: spread(np.mean([e[t][name] for e in layers], axis=0)) for t in of_first}
-            # Beside each other, so that the ranges can be distinguished.
+            # Offset, so that the ranges do not overlap.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
             draw_spreads(
@@ -200,11 +207,11 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128)  # many hues, each with its shades
+    return runtime.picture(figure, caption, colours=128)
 
 
-def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
-    """By layer how concentrated attention is, and the error of balanced pairs over others'."""
+def error_table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
+    """By layer: concentration of attention, and the error of balanced pairs over each method's."""
     others = ("uniform, weighted", "uniform", "stratified", "snapkv")
     lines = ["       attention on   error of balance, pairs over that of"]
     lines.append("layer  heaviest 10%" + "".join(f"   {name:>6}" for name in others))
@@ -215,10 +222,12 @@ def table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
     return "\n".join(lines)
 
 
-def world(name: str, seed: int, sharp: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def synthetic_prompt(
+    name: str, seed: int, sharp: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, k, v [T,HEADS,DIM] of a prompt and of the queries after it; coordinates of unit variance.
 
-    name: one of WORLDS. sharp: the deviation of a query's logits.
+    name: one of SYNTHETIC. sharp: standard deviation of a query's logits.
     """
     random = np.random.default_rng(seed)
     tokens = BETWEEN + WINDOW + QUERIES
@@ -231,26 +240,26 @@ def world(name: str, seed: int, sharp: float = 1.0) -> tuple[np.ndarray, np.ndar
         kind = random.integers(0, KINDS, tokens)
         of_kind = random.normal(size=(2, KINDS, HEADS, DIM))[:, kind]
         k, v = (0.96 * of_kind[i] + 0.28 * own[i] for i in (0, 1))
-    elif name == "a few heavy keys":  # a direction that all queries share and few keys have
+    elif name == "a few heavy keys":  # all queries share a direction with these keys
         q = q + 1.0
         k[random.choice(BETWEEN, HEAVY, replace=False)] += LEAD / DIM**0.5
     return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
 
 
-def of_world(name: str, seeds: int, sharp: float = 1.0, rounds: int = 2) -> Errors:
-    """The errors of each method in some worlds of this name, one each; and `heaviest`, the share
-    of attention that the heaviest hundredth of the keys gets."""
+def measure_synthetic(name: str, seeds: int, sharp: float = 1.0, rounds: int = 2) -> Errors:
+    """The errors of each method, one synthetic prompt per seed; and `heaviest`, the share of the
+    attention on the heaviest hundredth of the keys."""
     found: Errors = {each: [] for each in ("heaviest", *COMPARED)}
     for seed in range(seeds):
-        made = world(name, seed, sharp)
-        found["heaviest"].append(heaviest(SPEC, *made, slice(BETWEEN), 0.01))
+        made = synthetic_prompt(name, seed, sharp)
+        found["heaviest"].append(attention_on_heaviest(SPEC, *made, slice(BETWEEN), 0.01))
         for method, errors in compare(SPEC, *made, (0, WINDOW), rounds, [seed]).items():
             found[method] += errors
     return found
 
 
-def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
-    """Errors of each method in each world, on a scale of their logarithm."""
+def draw_synthetic(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
+    """Errors of each method on each kind of synthetic prompt, on a log scale."""
     figure, axes = pictures.begin(7.0, 3.8)
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
         at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
@@ -266,8 +275,8 @@ def draw_worlds(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
     return runtime.picture(figure, caption, colours=128)
 
 
-def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
-    """Errors by how much of the attention a few keys get."""
+def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Picture:
+    """Errors by concentration of attention."""
     figure, axes = pictures.begin(6.4, 3.4)
     at = [100 * np.mean(each["heaviest"]) for each in found]
     for name in COMPARED:
@@ -279,9 +288,9 @@ def draw_sharper(found: Sequence[Errors], caption: str) -> runtime.Picture:
     return runtime.picture(figure, caption)
 
 
-def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
-    """Milliseconds to read this prompt and to compress it, with all layers, medians of `count`; and
-    how much of the caches' bytes is left, in per cent."""
+def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
+    """Milliseconds of prefill and of compression in all layers, medians of `count`; and the
+    percentage of the caches' bytes that is left."""
 
     def read() -> tuple[Any, ...]:
         stream = models.Stream(llm, f"uniform:rounds={rounds}", tokens=len(ids))
@@ -289,15 +298,15 @@ def cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[
         return jax.block_until_ready(stream.decoding).states
 
     def compress(name: str) -> tuple[Any, ...]:
-        chosen = parse_policy(setting(name, rounds, len(ids), sinks=32, window=32))
+        chosen = parse_policy(policy_string(name, rounds, len(ids), sinks=32, window=32))
         made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
-    states = read()  # of one form, whichever of these will compress them
+    states = read()  # the same for every method
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
-    variants = {"read it (ms)": timing.timed(read)}
-    variants |= {f"thin it: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
-    seconds = timing.rounds(variants, count, f"thinning {len(ids):,} tokens")
+    variants = {"prefill (ms)": timing.timed(read)}
+    variants |= {f"compress: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
+    seconds = timing.time_rounds(variants, count, f"compressing {len(ids):,} tokens")
     size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
     found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
     return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

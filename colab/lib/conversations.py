@@ -1,9 +1,9 @@
-"""Conversations, made up and recorded, with and without prefix caching.
+"""Synthetic and recorded conversations, with and without prefix caching.
 
-Every turn sends all that was said before once more, the answers too, and all users begin with the
-same instructions, as clients of chat models do. mooncake_first.jsonl are the first requests of
+As with chat clients, every turn sends all earlier turns and answers again, and all users begin with
+the same instructions. mooncake_first.jsonl has the first requests of
 FAST25-release/traces/conversation_trace.jsonl of kvcache-ai/Mooncake, commit
-3b5a594133958449a1feaf1c9e0fc1b553e34a28 (Apache-2.0), as they stand there.
+3b5a594133958449a1feaf1c9e0fc1b553e34a28 (Apache-2.0), unchanged.
 """
 
 from __future__ import annotations
@@ -29,49 +29,51 @@ from jaxkv.prefix import Chain, root_hash
 from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
-ANEW, KEPT = "read anew", "kept"
-NEW = 16  # tokens of an answer
+RECOMPUTED, CACHED = "recomputed", "prefix caching"
+ANSWER_TOKENS = 16
 Talk = Callable[[Engine], list[Collected]]
-Said = list[list[list[int]]]  # by turn and user the tokens that are said
+Turns = list[list[list[int]]]  # new tokens by turn and user
 
 
 class Served(NamedTuple):
-    """What an engine made of the same requests in some rounds. bytes: of the prefixes that it has
-    room for."""
+    """An engine's answers to the same requests in several rounds.
+
+    bytes: memory of its prefix cache.
+    """
 
     rounds: list[list[Collected]]
     bytes: int
 
     @property
     def tokens(self) -> list[list[list[int]]]:
-        """Of every round all answers."""
+        """All answers of every round."""
         return [[one.tokens for one in each] for each in self.rounds]
 
     @property
     def prompts(self) -> np.ndarray:
-        """How many tokens each prompt has."""
+        """Tokens per prompt."""
         return np.array([one.outcome.prompt_tokens for one in self.rounds[0]])
 
     @property
     def found(self) -> np.ndarray:
-        """How many of those need not be computed."""
+        """Cached tokens per prompt."""
         return np.array([one.outcome.cached_tokens for one in self.rounds[0]])
 
     @property
     def read(self) -> np.ndarray:
-        """How many are."""
+        """Computed tokens per prompt."""
         return np.array([one.outcome.computed_tokens for one in self.rounds[0]])
 
     @property
     def first(self) -> np.ndarray:
-        """By round and request the milliseconds from where a slot was there to the first token."""
+        """Milliseconds from a free slot to the first token, by round and request."""
         outcomes = [[one.outcome for one in each] for each in self.rounds]
         times = [[o.first_token_seconds - o.queue_seconds for o in each] for each in outcomes]
         return 1e3 * np.array(times)
 
 
-def say(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0) -> Said:
-    """What users say: parts of the passage, and in front of the first one the instructions."""
+def make_turns(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0) -> Turns:
+    """New tokens of each turn and user: parts of the passage, after instructions at first."""
     rng, ids = np.random.default_rng(seed), runtime.passage(llm, 15_000)
 
     def part() -> list[int]:
@@ -82,32 +84,32 @@ def say(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0
     return [[front[turn] + part() for _ in range(users)] for turn in range(turns)]
 
 
-def converse(engine: Engine, said: Said) -> list[Collected]:
-    """The answers to all users, turn by turn; each sends what both said before, and goes on."""
+def run_conversations(engine: Engine, said: Turns) -> list[Collected]:
+    """The answers to all users, turn by turn; each prompt is the whole conversation so far."""
     prompts: list[list[int]] = [[] for _ in said[0]]
     answers: list[Collected] = []
     for turn in said:
         prompts = [prompt + more for prompt, more in zip(prompts, turn, strict=True)]
-        answers += answer(engine, [Request(tuple(one), NEW) for one in prompts])
+        answers += answer(engine, [Request(tuple(one), ANSWER_TOKENS) for one in prompts])
         last = answers[-len(prompts) :]
         prompts = [prompt + one.tokens for prompt, one in zip(prompts, last, strict=True)]
     return answers
 
 
-def serve(
+def serve_both(
     llm: Llm, policy: str, talk: Talk, room: int, prefixes: PrefixConfig, chunk: int, rounds: int
 ) -> dict[str, Served]:
-    """The same requests to an engine that keeps nothing and to one that keeps prefixes, in turn.
+    """The same requests to an engine with and to one without prefix caching, alternately.
 
-    room: tokens of the longest prompt with its answer. Every round begins with nothing kept.
+    room: tokens of the longest prompt with its answer. Every round begins with an empty cache.
     """
     engines = {
         name: make_engine(llm, policy, max_batch=4, max_len=room, chunk=chunk, queue=1024,
                         queue_tokens=2**24, prefix_cache=kept)
-        for name, kept in ((ANEW, None), (KEPT, prefixes))
+        for name, kept in ((RECOMPUTED, None), (CACHED, prefixes))
     }  # fmt: skip
     reported: dict[str, list[list[Collected]]] = {name: [] for name in engines}
-    for engine in engines.values():  # what runs for the first time takes longer
+    for engine in engines.values():  # the first run compiles
         answer(engine, [Request((1, 2, 3), 2)])
     for number in range(rounds):
         for name in list(engines)[:: 1 if number % 2 else -1]:
@@ -116,20 +118,24 @@ def serve(
     return {name: Served(reported[name], engines[name].prefix_bytes) for name in engines}
 
 
-def room(said: Said) -> int:
-    """Tokens of the longest conversation, answers and all."""
+def max_length(said: Turns) -> int:
+    """Tokens of the longest conversation, with its answers."""
     longest = max(sum(map(len, of_user)) for of_user in zip(*said, strict=True))
-    return longest + NEW * len(said)
+    return longest + ANSWER_TOKENS * len(said)
 
 
-def keys(ids: Sequence[int], block: int = 16) -> list[str]:
-    """The first digits of what each block of a prompt is known by."""
+def block_hashes(ids: Sequence[int], block: int = 16) -> list[str]:
+    """The first digits of the hash of each block of a prompt."""
     return [hash.hex()[:6] for hash in Chain(block).hash_prompt(ids, root_hash(model="any")).hashes]
 
 
-def hits(slots: Sequence[int], requests: int, seeds: int) -> dict[str, list[dict[str, float]]]:
-    """The report's experiment with one prompt for all: blocks found in percent, by how many
-    requests run at once; `formula` is what those of one step alone would find."""
+def measure_hit_rates(
+    slots: Sequence[int], requests: int, seeds: int
+) -> dict[str, list[dict[str, float]]]:
+    """The report's experiment with one prompt for all requests: hit rate in percent by slots.
+
+    `formula` predicts it if only requests of one step share blocks.
+    """
     settings = [replace(report.ONE_PROMPT, slots=each, requests=requests) for each in slots]
     found = {
         mode: [
@@ -142,49 +148,50 @@ def hits(slots: Sequence[int], requests: int, seeds: int) -> dict[str, list[dict
     return found | {"formula": formula}
 
 
-def by_capacity(trace: traces.Trace, shares: Sequence[float]) -> list[float]:
-    """Blocks found in percent where an index keeps so large a share of all that are distinct."""
+def hit_rate_by_capacity(trace: traces.Trace, shares: Sequence[float]) -> list[float]:
+    """Hit rate in percent of an index that has room for a share of all distinct blocks."""
     distinct = len({key for one in trace.requests for key in one.keys})
     found = [traces.replay(trace, round(share * distinct)) for share in shares]
     return [100 * one.blocks_hit / one.blocks for one in found]
 
 
-def draw_hits(
+def draw_hit_rates(
     found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]
 ) -> runtime.Picture:
-    """What an index finds by how many requests run at once."""
+    """Hit rate by the number of concurrent requests."""
     figure, axes = pictures.begin(height=3.2)
     at = np.arange(len(slots))
     for mode, colour in MODES.items():
         lines = dict(zip(slots, found[mode], strict=True))
         draw_spreads(axes, at, lines, label=mode, color=colour, marker="o", ms=3)
     axes.plot(at, [one["median"] for one in found["formula"]], color=pictures.INK, lw=1.2,
-              ls="dotted", zorder=3, label="rekey, by formula")  # fmt: skip
+              ls="dotted", zorder=3, label="rekey, formula")  # fmt: skip
     axes.set_xticks(at, slots)
-    axes.set(xlabel="requests that run at once", ylabel="blocks found (%)", ylim=(-2, 102))
+    axes.set(xlabel="concurrent requests", ylabel="hit rate (% of blocks)", ylim=(-2, 102))
     pictures.legend(figure, 4)
-    return runtime.picture(figure, "one prompt of 15 tokens for all, blocks of 16; least to most")
+    return runtime.picture(
+        figure, "one prompt of 15 tokens for all, blocks of 16; bars: minimum to maximum"
+    )
 
 
 def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> runtime.Picture:
-    """Blocks found by what an index has room for."""
+    """Hit rate by the capacity of an index."""
     figure, axes = pictures.begin(height=3.0)
     axes.plot(100 * np.array(shares), found, "o-", ms=3, color=COLOURS["streaming"])
-    axes.set(xlabel="distinct blocks that there is room for (%)", ylabel="blocks found (%)",
+    axes.set(xlabel="capacity (% of distinct blocks)", ylabel="hit rate (% of blocks)",
              xlim=(0, None), ylim=(0, None))  # fmt: skip
     return runtime.picture(figure, caption)
 
 
-def draw_first(
+def draw_first_token_by_turn(
     served: Mapping[str, Mapping[str, Served]], turns: int, caption: str
 ) -> runtime.Picture:
-    """Milliseconds to the first token by turn, medians over users; from the least round to the
-    most."""
+    """Milliseconds to the first token by turn, medians over users; minimum to maximum round."""
     figure, axes = pictures.begin()
     at = np.arange(turns) + 1
     for policy, pair in served.items():
         name = policy.split(":")[0]
-        for label, line in ((ANEW, "dashed"), (KEPT, "solid")):
+        for label, line in ((RECOMPUTED, "dashed"), (CACHED, "solid")):
             by_turn = pair[label].first.reshape(len(pair[label].rounds), turns, -1)
             lines = dict(enumerate(map(spread, np.median(by_turn, axis=2).T)))
             draw_spreads(axes, at, lines, marker="o", ms=3, color=COLOURS[name], linestyle=line,
@@ -195,14 +202,14 @@ def draw_first(
     return runtime.picture(figure, caption)
 
 
-def draw_each(served: Mapping[str, Served], caption: str) -> runtime.Picture:
-    """Milliseconds to the first token of every request by the length of its prompt."""
+def draw_first_token_by_length(served: Mapping[str, Served], caption: str) -> runtime.Picture:
+    """Milliseconds to the first token of every request by prompt length."""
     figure, axes = pictures.begin()
-    share = served[KEPT].found / served[KEPT].prompts
+    share = served[CACHED].found / served[CACHED].prompts
     looks = (
-        (ANEW, np.ones(len(share), bool), COLOURS["full"], 3, "read anew"),
-        (KEPT, share < 0.5, COLOURS["reservoir"], 3, "kept, less than half of it found"),
-        (KEPT, share >= 0.5, COLOURS["streaming"], 5, "kept, half of it or more found"),
+        (RECOMPUTED, np.ones(len(share), bool), COLOURS["full"], 3, RECOMPUTED),
+        (CACHED, share < 0.5, COLOURS["reservoir"], 3, "prefix caching, less than half cached"),
+        (CACHED, share >= 0.5, COLOURS["streaming"], 5, "prefix caching, half or more cached"),
     )
     for name, chosen, colour, size, label in looks:
         took = np.median(served[name].first, axis=0)[chosen]
@@ -215,11 +222,11 @@ def draw_each(served: Mapping[str, Served], caption: str) -> runtime.Picture:
     return runtime.picture(figure, caption)
 
 
-def table(served: Mapping[str, Mapping[str, Served]]) -> str:
-    """Tokens of prompts, how many of them were found, and the memory of what is cached."""
-    lines = [f"{'':12}{'tokens of prompts':>18}{'found':>12}{'hit rate':>10}{'memory of it':>14}"]
+def reuse_table(served: Mapping[str, Mapping[str, Served]]) -> str:
+    """Prompt tokens, cached tokens, and the memory of the prefix cache."""
+    lines = [f"{'':12}{'prompt tokens':>18}{'cached':>12}{'hit rate':>10}{'memory':>14}"]
     for policy, pair in served.items():
-        kept = pair[KEPT]
+        kept = pair[CACHED]
         total, found = kept.prompts.sum(), kept.found.sum()
         lines.append(f"{policy.split(':')[0]:12}{total:18,}{found:12,}{found / total:10.0%}"
                      f"{show(kept.bytes):>14}")  # fmt: skip

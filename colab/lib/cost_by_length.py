@@ -16,7 +16,7 @@ from jaxkv.models.palette import styles
 
 
 class Cost(NamedTuple):
-    """What a token costs after this many others. microseconds: the median of some rounds."""
+    """What one token costs after `tokens` others; microseconds: median of the rounds."""
 
     tokens: int
     microseconds: float
@@ -31,9 +31,9 @@ def measure(
     new: int = 64,
     count: int = 3,
 ) -> dict[str, list[Cost]]:
-    """The costs under each policy after each of some lengths of a text, measured in turn.
+    """The costs under each policy after each length of a text; the variants alternate.
 
-    new: tokens written to measure one; count: rounds.
+    new: tokens generated per measurement; count: rounds.
     """
     streams, variants = {}, {}
     for policy in policies:
@@ -42,8 +42,8 @@ def measure(
             stream.prefill([ids[:length]])
             stream.finish_prefill()
             streams[policy, length] = stream
-            variants[f"{policy} {length}"] = timing.decoding(stream, new)
-    seconds = timing.rounds(variants, count, "time of a token")
+            variants[f"{policy} {length}"] = timing.decode_variant(stream, new)
+    seconds = timing.time_rounds(variants, count, "time of a token")
     return {
         policy: [
             Cost(

@@ -1,8 +1,8 @@
-"""Reading a part of the keys: a sample by weight, the largest, or any.
+"""Sparse attention to a share of the keys: a sample by weight, the top-k, or a uniform sample.
 
-What the notebook on MagicPIG (arXiv 2410.16179) computes of a model's attention and of drawn
-attention, and its tables; colab/lib/long_tail_figures.py has the pictures. The same at full size is
-in evals/magicpig/sampling.py, tune_lsh.py and sparse.py, from which the parts are.
+Computations and tables of the notebook on MagicPIG (arXiv 2410.16179), on a model's attention and
+on synthetic attention; colab/lib/long_tail_figures.py has the plots. The experiments at full size
+are evals/magicpig/sampling.py, tune_lsh.py and sparse.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from jaxkv.typing import Float32
 SINK = 1  # first tokens that count as the sink
 FIFTH = 0.2  # of the keys, as in the paper's Figure 4
 KINDS = ("topk", "oracle", "uniform")
-BARE = "magicpig, not centred"
-PAIRS = ((10, 150), (8, 75), (6, 40), (4, 20))  # K and L, from the paper's on
-DRAWN = (8, 69)  # K and L that find 5 % of keys of random direction in synthetic.DIM dimensions
-SIGMAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # deviations of drawn logits
-DRAWINGS = 4
-MOST = 6  # layers of a model that are looked at
+UNCENTRED = "magicpig, not centred"
+PAIRS = ((10, 150), (8, 75), (6, 40), (4, 20))  # K and L; the first are the paper's
+TABLES_OF_SYNTHETIC = (
+    8,
+    69,
+)  # K and L that find 5 % of keys of random direction in synthetic.DIM dimensions
+SIGMAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # standard deviations of synthetic logits
+SAMPLES = 4  # of synthetic attention
+MAX_LAYERS = 6  # measured layers of a model
 
 
-class Read(NamedTuple):
-    """One way to read a part. share: of the keys; error: over exact attention's length."""
+class Measured(NamedTuple):
+    """The share of the keys that was read, and the error over the norm of exact attention."""
 
     share: float
     error: float
@@ -44,7 +47,7 @@ class Read(NamedTuple):
 
 class Heads(NamedTuple):
     """Query heads of some layers. layer, head [M]: their numbers; fifth [M]: the weight of the
-    heaviest fifth of the keys; error: by kind the error of attention to a part of them [M]."""
+    heaviest fifth of the keys; error [M]: relative error of each of KINDS."""
 
     layer: np.ndarray
     head: np.ndarray
@@ -52,22 +55,24 @@ class Heads(NamedTuple):
     error: dict[str, np.ndarray]
 
 
-class World(NamedTuple):
-    """Drawn attention by the deviation of its logits. fifth, error: as of Heads [sigmas]."""
+class Synthetic(NamedTuple):
+    """Synthetic attention by the deviation of its logits; fifth, error [sigmas]: as in Heads."""
 
     fifth: np.ndarray
     error: dict[str, np.ndarray]
 
 
-def some(layers: Sequence[Layer]) -> dict[int, Layer]:
-    """MOST of them at most, evenly spread, the first and the last among them."""
-    at = np.unique(np.linspace(0, len(layers) - 1, min(MOST, len(layers))).round().astype(int))
+def pick_layers(layers: Sequence[Layer]) -> dict[int, Layer]:
+    """At most MAX_LAYERS layers, evenly spaced, including the first and the last."""
+    at = np.unique(
+        np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int)
+    )
     return {n: layers[n] for n in at.tolist()}
 
 
-def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
-    """By query head the weight of the 1, 2, ... heaviest keys, in the mean over queries."""
-    queries = heads.ask(spec, layer, 0, 1)
+def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
+    """By query head, the total weight of the 1, 2, ... heaviest keys; mean over queries."""
+    queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
         queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
@@ -78,9 +83,9 @@ def tails(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     return sums.reshape(kv_heads * group, size).astype(np.float32)
 
 
-def sink(spec: Spec, layer: Layer) -> float:
-    """The weight of the first token, in the mean over heads and queries."""
-    queries = heads.ask(spec, layer, 0, 1)
+def sink_weight(spec: Spec, layer: Layer) -> float:
+    """The weight of the first token; mean over heads and queries."""
+    queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
         queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
     )
@@ -88,34 +93,34 @@ def sink(spec: Spec, layer: Layer) -> float:
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
 
 
-def chosen(kind: str, share: float, sinks: int = 0) -> Policy:
-    """A way to read a share of all keys but the first `sinks` and the query's own."""
+def make_policy(kind: str, share: float, sinks: int = 0) -> Policy:
+    """A policy that reads a share of all keys except the first `sinks` and the query's own."""
     ends = {"sinks": sinks, "window": 1}
-    evenly = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}  # no more than it was set to
+    evenly = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}  # no more than its set share
     make = {
         "topk": lambda: TopK(share, **ends),
         "oracle": lambda: Oracle(share, **ends),
         "uniform": lambda: VAttention(0.0, share, **evenly, **ends),
-        "magicpig": lambda: MagicPIG(*DRAWN, **ends, tail=matched_budgets.ROOM),
+        "magicpig": lambda: MagicPIG(*TABLES_OF_SYNTHETIC, **ends, tail=matched_budgets.ROOM),
     }
     return make[kind]()
 
 
-def fifth_of(sums: Float32[np.ndarray, "N S"]) -> np.ndarray:
+def weight_of_fifth(sums: Float32[np.ndarray, "N S"]) -> np.ndarray:
     """By query head the weight of the heaviest fifth of the keys [N]."""
     return sums[:, round(FIFTH * sums.shape[1]) - 1]
 
 
-def by_head(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -> Heads:
-    """Every query head of these layers, with the error of each of KINDS at one share of the keys,
-    in the mean over stretches and seeds."""
-    fifth = {n: fifth_of(tails(spec, layer)) for n, layer in layers.items()}
+def measure_heads(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -> Heads:
+    """Every query head of these layers, with the error of each of KINDS at one share of the keys;
+    means over stretches and seeds."""
+    fifth = {n: weight_of_fifth(cumulative_weights(spec, layer)) for n, layer in layers.items()}
     error: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
     for number, layer in layers.items():
-        exact = heads.exactly(spec, layer, f"layer {number}")
+        exact = heads.exact_attention(spec, layer, f"layer {number}")
         for kind, line in error.items():
             attended = [
-                heads.estimate(chosen(kind, share), spec, layer, seed) for seed in range(seeds)
+                heads.estimate(make_policy(kind, share), spec, layer, seed) for seed in range(seeds)
             ]
             each = [heads.errors_by_head(one.out, exact) for one in attended]
             line.append(np.mean(each, axis=(0, 1)))
@@ -127,100 +132,101 @@ def by_head(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -
     )
 
 
-def lead(found: Heads) -> np.ndarray:
-    """The error of a sample by weight over that of the better of the other two [M]."""
+def oracle_over_best(found: Heads) -> np.ndarray:
+    """The error of `oracle` over that of the better of `topk` and `uniform` [M]."""
     return found.error["oracle"] / np.minimum(found.error["topk"], found.error["uniform"])
 
 
-def telling(found: Heads) -> dict[str, int]:
-    """Which of the heads is the flattest, which the most peaked, and in which a sample by weight
-    gains the most, or loses the least."""
-    at = {"flattest": found.fifth.argmin(), "sample gains most": lead(found).argmin(),
+def pick_heads(found: Heads) -> dict[str, int]:
+    """The flattest head, the head in which `oracle` gains most, and the most peaked head."""
+    at = {"flattest": found.fifth.argmin(), "sample gains most": oracle_over_best(found).argmin(),
           "most peaked": found.fifth.argmax()}  # fmt: skip
     return {name: int(number) for name, number in at.items()}
 
 
-def alone(spec: Spec, layer: Layer, head: int) -> tuple[Spec, Layer]:
+def single_head(spec: Spec, layer: Layer, head: int) -> tuple[Spec, Layer]:
     """One query head of a layer, with the keys that it reads."""
     own = slice(head, head + 1), slice(head // spec.group, head // spec.group + 1)
     cut = Layer(layer.q[:, :, own[0]], layer.k[:, :, own[1]], layer.v[:, :, own[1]])
     return replace(spec, kv_heads=1, group=1), cut
 
 
-def budgets(spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int) -> dict[str, list[Read]]:
-    """The error of a layer's attention by the share of the keys, for each of KINDS."""
-    exact = heads.exactly(spec, layer, "by budget")
+def errors_by_budget(
+    spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int
+) -> dict[str, list[Measured]]:
+    """The error of a layer's attention by share of the keys, for each of KINDS."""
+    exact = heads.exact_attention(spec, layer, "by budget")
     return {
-        kind: [measure(chosen(kind, share), spec, layer, exact, seeds) for share in wanted]
+        kind: [measure(make_policy(kind, share), spec, layer, exact, seeds) for share in wanted]
         for kind in KINDS
     }
 
 
-def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: int) -> Read:
+def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: int) -> Measured:
     """Means over stretches, heads and seeds."""
     attended = [heads.estimate(policy, spec, layer, seed) for seed in range(seeds)]
     error = np.mean([heads.errors(one.out, exact) for one in attended])
-    return Read(float(np.mean([one.share for one in attended])), float(error))
+    return Measured(float(np.mean([one.share for one in attended])), float(error))
 
 
-def world(
+def measure_synthetic(
     keys: int, sigmas: Sequence[float], share: float, follow: float, kinds: Sequence[str] = KINDS
-) -> World:
-    """Drawn attention to this many keys; follow: how far values follow the logit, from 0 to 1."""
+) -> Synthetic:
+    """Synthetic attention; follow: correlation of values and logits, from 0 to 1."""
     error: dict[str, list[float]] = {kind: [] for kind in kinds}
     fifth, spec = [], synthetic.SPEC
     for sigma in sigmas:
-        layer = synthetic.layer(sigma, range(DRAWINGS), keys, follow)
-        exact = heads.exactly(spec, layer, "drawn attention")
-        fifth.append(fifth_of(tails(spec, layer)).mean())
+        layer = synthetic.layer(sigma, range(SAMPLES), keys, follow)
+        exact = heads.exact_attention(spec, layer, "synthetic attention")
+        fifth.append(weight_of_fifth(cumulative_weights(spec, layer)).mean())
         for kind, line in error.items():
-            line.append(measure(chosen(kind, share), spec, layer, exact, 1).error)
-    return World(np.array(fifth), {kind: np.array(line) for kind, line in error.items()})
+            line.append(measure(make_policy(kind, share), spec, layer, exact, 1).error)
+    return Synthetic(np.array(fifth), {kind: np.array(line) for kind, line in error.items()})
 
 
-def beside_a_sink(keys: int, share: float) -> dict[str, dict[str, Read]]:
-    """Drawn keys in a cone that queries point away from, and a sink with half of the weight: what
-    is read and what that leaves wrong, with the sink among the rest and with it always read."""
-    spec, layer = synthetic.SPEC, synthetic.cone(synthetic.layer(1.0, range(DRAWINGS), keys), 1.0)
-    exact = heads.exactly(spec, layer, "a cone and a sink")
-    found: dict[str, dict[str, Read]] = {}
-    for name, sinks in (("among the rest", 0), ("always read", SINK)):
-        ways = {kind: chosen(kind, share, sinks) for kind in (*KINDS, "magicpig")}
+def measure_with_sink(keys: int, share: float) -> dict[str, dict[str, Measured]]:
+    """Share read and error for synthetic keys: a cone that queries point away from, and a sink with
+    half of the weight, which is either selected like other keys or always read."""
+    spec, layer = synthetic.SPEC, synthetic.cone(synthetic.layer(1.0, range(SAMPLES), keys), 1.0)
+    exact = heads.exact_attention(spec, layer, "a cone and a sink")
+    found: dict[str, dict[str, Measured]] = {}
+    for name, sinks in (("selected", 0), ("always read", SINK)):
+        ways = {kind: make_policy(kind, share, sinks) for kind in (*KINDS, "magicpig")}
         if sinks:
-            ways[BARE] = replace(ways["magicpig"], center=False)
+            ways[UNCENTRED] = replace(ways["magicpig"], center=False)
         found[name] = {way: measure(p, spec, layer, exact, 1) for way, p in ways.items()}
     return found
 
 
 def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
-    """Of queries with the keys between both ends, as they are or less their mean."""
+    """Cosines of queries and the keys between the ends; center: with the mean key subtracted."""
     if center:
         _, found = heads.centred(spec, layer, SINKS, WINDOW)
     else:
-        q, k = (np.asarray(x, np.float64) for x in heads.turned(spec, layer))
+        q, k = (np.asarray(x, np.float64) for x in heads.rotate_queries_and_keys(spec, layer))
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1])
         found = np.einsum("bqkgh,bkth->bkgqt", q, k)
-    between = np.broadcast_to(heads.ask(spec, layer, SINKS, WINDOW).between, found.shape)
+    between = np.broadcast_to(heads.last_queries(spec, layer, SINKS, WINDOW).between, found.shape)
     return np.asarray(found)[between].clip(-1, 1)
 
 
-def tables(
+def measure_tables(
     spec: Spec, layers: Mapping[int, Layer], pairs: Sequence[tuple[int, int]], seeds: int
-) -> dict[tuple[int, int, bool], Read]:
-    """What hash tables read and what that leaves wrong, by K, L and whether keys are centred."""
-    exact = {n: heads.exactly(spec, layer, "by tables") for n, layer in layers.items()}
+) -> dict[tuple[int, int, bool], Measured]:
+    """Share read and error of hash tables, by K, L and whether keys are centred."""
+    exact = {n: heads.exact_attention(spec, layer, "hash tables") for n, layer in layers.items()}
     found = {}
     for bits, count in pairs:
         for center in (True, False):
             policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, tail=matched_budgets.ROOM)
             each = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
-            found[bits, count, center] = Read(*np.mean(each, axis=0).tolist())
+            found[bits, count, center] = Measured(*np.mean(each, axis=0).tolist())
     return found
 
 
-def ways(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
-    """Every method at one share between the ends, tables with this K and L; and the ends alone."""
+def policies_at_share(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
+    """Every method at one share of the keys between the ends, and the ends alone; pair: K and L."""
     made = matched_budgets.methods(share, pair, SINKS, WINDOW)
     shown = ("uniform", "magicpig", "topk", "oracle", "vattention")
     return {
@@ -229,10 +235,10 @@ def ways(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
     }
 
 
-def read_by(
+def measure_shares(
     spec: Spec, layers: Mapping[int, Layer], policies: Mapping[str, Policy]
 ) -> dict[str, float]:
-    """The share of the keys between the ends that the last queries read, in the mean."""
+    """The mean share of the keys between the ends that the last queries read."""
     each = {
         name: [np.mean(heads.estimate(policy, spec, layer, n).share) for n, layer in layers.items()]
         for name, policy in policies.items()
@@ -240,11 +246,13 @@ def read_by(
     return {name: float(np.mean(line)) for name, line in each.items()}
 
 
-def losses(
+def measure_losses(
     llm: Llm, ids: Sequence[int], stretches: int, policies: Mapping[str, Policy]
 ) -> dict[str, dict[str, Any]]:
-    """By how much the loss after three quarters of each stretch is over full attention's, with
-    two standard errors; shows no progress, for notebooks would keep it."""
+    """Loss minus full attention's on the last quarter of each stretch, with two standard errors.
+
+    Shows no progress, because the notebook would store it.
+    """
     front, size = llm.tokenizer.front, len(ids) // stretches
     cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]
     text = Text(llm, [], cuts, [])
@@ -252,27 +260,28 @@ def losses(
     with contextlib.redirect_stderr(io.StringIO()):
         base = sparse.losses(text, "full", 1, "full")
         return {
-            name: sparse.over(sparse.losses(text, policy, seeds[name], name), base)
+            name: sparse.excess_loss(sparse.losses(text, policy, seeds[name], name), base)
             for name, policy in policies.items()
         }
 
 
-def tell_heads(spec: Spec, layers: Mapping[int, Layer], found: Heads) -> str:
-    """By layer how long the tails of its heads are, and in how many of them each of KINDS is
-    nearest to exact attention."""
+def heads_table(spec: Spec, layers: Mapping[int, Layer], found: Heads) -> str:
+    """By layer: tails of its heads, and the number of heads in which each of KINDS is best."""
     best = np.array(KINDS)[np.argmin([found.error[kind] for kind in KINDS], axis=0)]
-    lines = ["        weight of the     of the     heads in which the nearest is"]
+    lines = ["        weight of the     of the     heads with the lowest error for"]
     lines.append(f"layer   heaviest fifth   1st token{KINDS[0]:>8}{KINDS[1]:>9}{KINDS[2]:>10}")
     for number, layer in layers.items():
         own = found.layer == number
         fifth, counts = found.fifth[own], [(best[own] == kind).sum() for kind in KINDS]
-        lines.append(f"{number:5}{fifth.min():9.0%} to {fifth.max():4.0%}{sink(spec, layer):12.1%}"
-                     f"{counts[0]:8}{counts[1]:9}{counts[2]:10}")  # fmt: skip
+        lines.append(
+            f"{number:5}{fifth.min():9.0%} to {fifth.max():4.0%}{sink_weight(spec, layer):12.1%}"
+            f"{counts[0]:8}{counts[1]:9}{counts[2]:10}"
+        )
     return "\n".join(lines)
 
 
-def tell_sink(found: Mapping[str, Mapping[str, Read]]) -> str:
-    """What is read with the sink among the rest and with it always read, as a table."""
+def sink_table(found: Mapping[str, Mapping[str, Measured]]) -> str:
+    """Share read and error by policy, with the sink selected or always read."""
     lines = [f"{'':23}" + "".join(f"{'sink ' + name:>21}" for name in found)]
     lines.append(f"{'':23}" + f"{'read':>12}{'error':>9}" * len(found))
     for way in list(found.values())[-1]:
@@ -284,9 +293,9 @@ def tell_sink(found: Mapping[str, Mapping[str, Read]]) -> str:
     return "\n".join(lines)
 
 
-def tell_tables(found: Mapping[tuple[int, int, bool], Read]) -> str:
-    """By K and L what is read and what that leaves wrong, with and without centring."""
-    lines = [f"{'':8}{'keys less their mean':>22}{'keys as they are':>22}"]
+def lsh_table(found: Mapping[tuple[int, int, bool], Measured]) -> str:
+    """Share read and error by K and L, with and without centring."""
+    lines = [f"{'':8}{'centred keys':>22}{'uncentred keys':>22}"]
     lines.append(f"{'K':>3}{'L':>5}" + f"{'read':>13}{'error':>9}" * 2)
     for bits, count, center in found:
         if center:
@@ -296,9 +305,9 @@ def tell_tables(found: Mapping[tuple[int, int, bool], Read]) -> str:
     return "\n".join(lines)
 
 
-def tell_losses(after_prompt: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
-    """By policy what it reads between the ends, and what it loses."""
-    lines = [f"{'':12}{'keys read':>11}   loss over full attention's ± two standard errors"]
+def loss_table(after_prompt: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
+    """By policy: share of the keys between the ends that it reads, and loss minus full's."""
+    lines = [f"{'':12}{'keys read':>11}   loss minus full attention's ± two standard errors"]
     for name, over in after_prompt.items():
         lines.append(f"{name:12}{read[name]:11.1%}{over['mean']:+11.4f}"
                      f" ± {over['two_errors']['stretches']:.4f}")  # fmt: skip

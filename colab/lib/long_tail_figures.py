@@ -1,4 +1,4 @@
-"""The pictures of the notebook on MagicPIG: what colab/lib/long_tail.py computed."""
+"""The plots of the notebook on MagicPIG, from the results of colab/lib/long_tail.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.colab import long_tail, runtime
-from jaxkv.colab.long_tail import FIFTH, Heads, Read, World
+from jaxkv.colab.long_tail import FIFTH, Heads, Measured, Synthetic
 from jaxkv.contract import Spec
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.evals.magicpig.heads import Layer
@@ -19,7 +19,7 @@ MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 
 
 def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
-    """The weight of the heaviest keys, a line for each query head [N,S] of each layer."""
+    """The cumulative weight of the heaviest keys, one line per query head [N,S] of each layer."""
     figure, axes = pictures.begin(6.0, 3.4)
     for sums in found.values():
         at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
@@ -27,17 +27,17 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     axes.plot([100 * FIFTH] * 2, [0, 100], color=pictures.INK, lw=0.8, ls="--")
     axes.plot([0, 100], [0, 100], color=pictures.INK, lw=0.8, ls=":")
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
-    caption = "dashed: a fifth of the keys; dotted: where lines lie if all keys count alike"
+    caption = "dashed: a fifth of the keys; dotted: all keys with equal weight"
     which = ", ".join(map(str, found))
-    reported = f"a line for each query head of layers {which}; {caption}"
+    reported = f"one line per query head of layers {which}; {caption}"
     return runtime.picture(figure, reported, dpi=80)
 
 
-def draw_when(
-    found: Heads, worlds: Mapping[str, World], share: float, caption: str
+def draw_error_ratio(
+    found: Heads, worlds: Mapping[str, Synthetic], share: float, caption: str
 ) -> runtime.Picture:
-    """Errors over top-k's by how much of the weight a fifth of the keys has: heads of a model
-    beside drawn attention, a line a world."""
+    """Errors over top-k's by the weight of the heaviest fifth of the keys: heads of a model, and
+    synthetic attention with one line per setting."""
     figure, panels = pictures.begin(7.0, 4.0, columns=2)
     left, right = panels
     for kind in ("uniform", "oracle"):
@@ -53,20 +53,20 @@ def draw_when(
         right.plot([], [], linestyle=line, color=pictures.INK, label=name)
     lowest, highest = (f(getattr(axes.dataLim, end) for axes in panels)
                        for f, end in ((min, "y0"), (max, "y1")))  # fmt: skip
-    for axes, title in ((left, "heads of the model"), (right, "drawn keys")):
+    for axes, title in ((left, "heads of the model"), (right, "synthetic keys")):
         axes.axhline(1, color=COLOURS["topk"], lw=1.2, label="topk" if axes is left else None)
         axes.set(xlabel="weight of the heaviest fifth (%)", title=title, xlim=(15, 102),
                  yscale="log", ylim=(lowest / 1.2, 1.2 * highest))  # fmt: skip
-        say_log(axes)
+        format_log_axis(axes)
     left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128, dpi=80)  # many hues, each with its shades
+    return runtime.picture(figure, caption, colours=128, dpi=80)
 
 
 def draw_budgets(
-    found: Mapping[str, Mapping[str, Sequence[Read]]], wanted: Sequence[float]
+    found: Mapping[str, Mapping[str, Sequence[Measured]]], wanted: Sequence[float]
 ) -> runtime.Picture:
-    """The error by budget; a panel for each head."""
+    """The error by budget, one panel per head."""
     figure, panels = pictures.begin(7.0, 3.4, columns=len(found))
     at = 100 * np.array(wanted)
     for axes, (name, kinds) in zip(np.ravel(panels), found.items(), strict=True):
@@ -76,33 +76,33 @@ def draw_budgets(
                       color=COLOURS[kind], label=label)  # fmt: skip
         axes.set(xlabel="budget (% of the keys)", xscale="log", yscale="log")
         axes.set_title(name, fontsize=9)
-        say_log(axes)
+        format_log_axis(axes)
         axes.set_xticks(at, [f"{x:g}" for x in at], fontsize=8)
         axes.set_xticks([], minor=True)
-    np.ravel(panels)[0].set(ylabel="error over exact attention's length")
+    np.ravel(panels)[0].set(ylabel="relative error of attention")
     pictures.legend(figure, 3)
-    return runtime.picture(figure, "draws with replacement count each time; scales differ", dpi=80)
+    return runtime.picture(figure, "each draw with replacement counts; scales differ", dpi=80)
 
 
-def say_log(axes: Any) -> None:
-    """Plain numbers along a vertical scale of logarithms."""
+def format_log_axis(axes: Any) -> None:
+    """Label a logarithmic y axis with plain numbers."""
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" else "")
 
 
-def draw_chances(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> runtime.Picture:
-    """Where keys lie, and the chance that tables find them there."""
+def draw_inclusion(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> runtime.Picture:
+    """The distribution of keys by cosine, and the probability that hash tables find them."""
     figure, axes = pictures.begin(7.0, 3.4)
     edges = np.linspace(-1, 1, 81)
-    for center, label in ((False, "as they are"), (True, "less their mean")):
+    for center, label in ((False, "uncentred"), (True, "centred")):
         counts = np.histogram(long_tail.cosines(spec, layer, center), edges)[0]
         look = {"color": COLOURS["magicpig"], "alpha": 0.3} if center else {"color": pictures.INK}
-        axes.stairs(counts / counts.max(), edges, fill=center, label=f"keys, {label}", **look)
+        axes.stairs(counts / counts.max(), edges, fill=center, label=f"{label} keys", **look)
     at = np.linspace(-0.999, 0.999, 200)
     for (bits, count), line in zip(pairs, ("-", "--", ":", "-."), strict=False):
         chance = np.exp(inclusion.log_u(at, bits, count))
         axes.plot(at, chance, color=COLOURS["magicpig"], ls=line,
                   label=f"found, K={bits}, L={count}")  # fmt: skip
-    axes.set(xlabel="cosine of a query with a key", ylabel="chance to be found", ylim=(0, 1.02))
+    axes.set(xlabel="cosine of query and key", ylabel="inclusion probability", ylim=(0, 1.02))
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return runtime.picture(figure, "the height of the ground: how many keys lie there", dpi=80)
+    return runtime.picture(figure, "shaded area and outline: number of keys, scaled to 1", dpi=80)

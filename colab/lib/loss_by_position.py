@@ -1,6 +1,6 @@
-"""The loss at each position of many short texts, in the mean: the moment at which a cache fails.
+"""The loss at each position, averaged over many short texts: shows where a cache fails.
 
-A long text has that moment once, among ups and downs of its own; over many texts those are gone.
+In a single long text the variation of the text would hide that position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxkv.typing import Float32
 def losses(
     llm: Llm, texts: Sequence[Sequence[int]], policies: Sequence[str]
 ) -> dict[str, Float32[np.ndarray, "R T"]]:
-    """Of each policy the loss of every token but the first, in nats; a row for each text.
+    """By policy, the loss in nats of every token but the first; one row per text.
 
     texts: of one length, all with the same first token.
     """
@@ -35,7 +35,7 @@ def draw(
 ) -> runtime.Picture:
     """The mean over texts by position, with two standard errors.
 
-    marks: what happens at some positions, where dashed lines say so.
+    marks: labels of positions, drawn as dashed lines.
     """
     figure, axes = pictures.begin()
     for (policy, each), look in zip(found.items(), styles(list(found)), strict=True):

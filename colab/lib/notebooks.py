@@ -1,17 +1,16 @@
-"""Runs the notebooks under colab/ and keeps what they showed.
+"""Runs the notebooks under colab/ and saves their outputs.
 
-Each is a text in percent format, colab/NN_name.py, which is its source; beside it lies the notebook
-of the same cells with what they printed and drew, and the picture of its cell tagged `picture`. A
-notebook runs in a kernel of its own, in an empty folder, and checks its own results: a wrong one
-ends the run.
+The source of each notebook is colab/NN_name.py in percent format. Beside it are the notebook with
+its outputs and the picture of its cell tagged `picture`. A notebook runs in its own kernel and in
+an empty folder. Its last cell checks the results; a wrong result ends the run.
 
-    python -m jaxkv.colab.notebooks                     all in full, saved; minutes go into a record
-    python -m jaxkv.colab.notebooks --smoke [NAME ...]  with JAXKV_SMOKE=1, and nothing is saved
+    python -m jaxkv.colab.notebooks                     run all, save them, record their minutes
+    python -m jaxkv.colab.notebooks --smoke [NAME ...]  run with JAXKV_SMOKE=1; save nothing
     python colab/lib/notebooks.py --smoke --install     without jaxkv: the first one installs it
-    python -m jaxkv.colab.notebooks --smoke --model DIR with another model in the field
+    python -m jaxkv.colab.notebooks --smoke --model DIR run with another model in the field
 
-That cell installs jaxkv, here from the commit of this folder, and no package that is there may
-change: that is what goes wrong on Colab.
+With --install, the cell installs jaxkv from the commit of this checkout. The run fails if the cell
+changes any installed package, because that breaks notebooks on Colab.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# jaxkv itself is imported inside functions: the first notebook installs it.
+# jaxkv is imported inside functions, because the first notebook may install it.
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "colab"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-REPOSITORY = PROJECT["urls"]["Repository"]  # the one place of the address
+REPOSITORY = PROJECT["urls"]["Repository"]
 OWNER = REPOSITORY.removeprefix("https://github.com/")
 BADGE = f"https://colab.research.google.com/github/{OWNER}/blob/main/colab/"
-FIELD = 'MODEL = ""'  # the cell where a reader names another model begins so
-LONGEST = 180  # seconds of a notebook with JAXKV_SMOKE=1
-ANY = 7200  # seconds of a cell in full
+MODEL_FIELD = 'MODEL = ""'  # the line in which a reader names another model
+SMOKE_TIMEOUT = 180  # seconds per notebook with JAXKV_SMOKE=1
+CELL_TIMEOUT = 7200  # seconds per cell otherwise
 
 
 def main() -> None:
@@ -48,10 +47,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ask.add_argument("names", nargs="*", metavar="NAME", help="as of the files; all by default")
-    ask.add_argument("--smoke", action="store_true", help="small sizes; nothing is kept")
-    ask.add_argument("--model", default="", help="with --smoke, another one than our own")
-    ask.add_argument("--install", action="store_true", help="the first one installs")
+    ask.add_argument(
+        "names", nargs="*", metavar="NAME", help="file names without suffix (default: all)"
+    )
+    ask.add_argument("--smoke", action="store_true", help="small sizes; save nothing")
+    ask.add_argument("--model", default="", help="with --smoke: replaces the default model")
+    ask.add_argument("--install", action="store_true", help="with --smoke: run the install cell")
     given = ask.parse_args()
     known = [path.stem for path in sources()]
     unknown = [name for name in given.names if name not in known]
@@ -59,35 +60,36 @@ def main() -> None:
         ask.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]!r}")
     chosen = given.names or list(known)
     if given.install and not given.smoke:
-        ask.error("--install is for --smoke: what is kept is what this folder has")
+        ask.error("--install needs --smoke: saved outputs are those of this checkout")
     if given.model and not given.smoke:
-        ask.error("--model is for --smoke: what is kept is of the model of our own")
+        ask.error("--model needs --smoke: saved outputs are those of the default model")
     if given.model:
         if fixed := [name for name in given.names if not takes_model(name)]:
             ask.error(f"--model is for notebooks that take one, got {fixed[0]}")
         chosen = [name for name in chosen if takes_model(name)]
     if not given.smoke:
-        keep(chosen)
+        run_and_save(chosen)
         return
     if given.install:
-        try_out(chosen.pop(0), given.model, install=True)
+        run_smoke_test(chosen.pop(0), given.model, install=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda name: try_out(name, given.model), chosen))
+        list(pool.map(lambda name: run_smoke_test(name, given.model), chosen))
 
 
-def try_out(name: str, model: str, install: bool = False) -> None:
-    """Run with JAXKV_SMOKE=1; nothing is saved.
+def run_smoke_test(name: str, model: str, install: bool = False) -> None:
+    """Run with JAXKV_SMOKE=1 and save nothing.
 
-    Raises SystemExit where it takes too long, be it that the machine has other work, or where what
-    it installs changes what was there.
+    Raises SystemExit if it takes too long or if its install cell changes installed packages.
     """
     from nbclient.exceptions import CellTimeoutError
 
     try:
         took = run(name, smoke=True, install=install, model=model)[1]
     except CellTimeoutError:
-        raise SystemExit(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, a cell took longer; "
-                         "run it alone on a quiet machine") from None  # fmt: skip
+        raise SystemExit(
+            f"{name} may take {SMOKE_TIMEOUT} s with JAXKV_SMOKE=1, a cell took longer; run it "
+            "alone on an idle machine"
+        ) from None
     except RuntimeError as error:
         raise SystemExit(str(error)) from None
     print(f"{name}: {took:.0f} s", flush=True)
@@ -98,11 +100,11 @@ def sources() -> list[Path]:
 
 
 def takes_model(name: str) -> bool:
-    return any(FIELD in cell.source for cell in load(name).cells)
+    return any(MODEL_FIELD in cell.source for cell in load(name).cells)
 
 
-def keep(names: list[str]) -> None:
-    """Run in full, write what was shown, and record the minutes beside those of the others."""
+def run_and_save(names: list[str]) -> None:
+    """Run in full, save notebooks and pictures, and add the minutes to this device's record."""
     import jax
     import nbformat
 
@@ -123,17 +125,17 @@ def keep(names: list[str]) -> None:
     results = {"platform": jax.default_backend(), "device": device(), "notebooks": notebooks}
     print("wrote", record.save(results))
     for name in names:
-        tell_minutes(name)
+        update_run_times(name)
 
 
 def record_name(platform: str, kind: str) -> str:
-    """Of the record of one kind of device; minutes of a T4 are none of an A100."""
+    """The name of the record of one kind of device, such as a T4."""
     words = platform if platform == "cpu" else f"{platform} {kind}"
     return "notebooks_" + re.sub(r"[^a-z0-9]+", "_", words.lower())
 
 
-def tell_minutes(name: str) -> None:
-    """Run the third cell of a notebook again, which now knows how long the whole of it takes."""
+def update_run_times(name: str) -> None:
+    """Run the third cell of a saved notebook again: it prints the run times, now recorded."""
     import nbformat
 
     kept = nbformat.read(FOLDER / f"{name}.ipynb", 4)
@@ -145,7 +147,7 @@ def tell_minutes(name: str) -> None:
 
 
 def load(name: str) -> Any:
-    """The cells of a source as a notebook without outputs; their ids follow from their order."""
+    """The cells of a source as a notebook without outputs; cells are numbered."""
     import jupytext
 
     notebook = jupytext.read(FOLDER / f"{name}.py")
@@ -165,36 +167,37 @@ def run(
 ) -> tuple[Any, float]:
     """A notebook with its outputs, and the seconds that it took.
 
-    model: what stands in its field; nothing takes the model of our own. Raises nbclient's
-    CellExecutionError or CellTimeoutError, and RuntimeError where a cell that installs changed what
-    was there.
+    model: value of its model field; an empty string selects the default model. Raises nbclient's
+    CellExecutionError or CellTimeoutError, and RuntimeError if the run takes too long or the
+    install cell changes installed packages.
     """
     notebook = load(name)
     sources = [cell.source for cell in notebook.cells]
     for cell in notebook.cells:
         if "install" in tags(cell) and not install:
             cell.source = ""
-        cell.source = cell.source.replace(FIELD, f"MODEL = {model!r}")
+        cell.source = cell.source.replace(MODEL_FIELD, f"MODEL = {model!r}")
     before = packages() if install else {}
     took = execute(notebook, smoke, install)
     for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
-    if smoke and took > LONGEST:
-        raise RuntimeError(f"{name} may take {LONGEST} s with JAXKV_SMOKE=1, took {took:.0f}")
+    if smoke and took > SMOKE_TIMEOUT:
+        raise RuntimeError(f"{name} may take {SMOKE_TIMEOUT} s with JAXKV_SMOKE=1, took {took:.0f}")
     after = packages() if install else {}
     changed = [each for each, was in before.items() if after.get(each) != was]
     if changed:
-        raise RuntimeError(f"the first cell must leave what is there, changed {', '.join(changed)}")
+        raise RuntimeError(f"the install cell must not change installed packages, changed "
+                           f"{', '.join(changed)}")  # fmt: skip
     return notebook, took
 
 
 def execute(notebook: Any, smoke: bool, install: bool) -> float:
-    """Run all cells in a kernel and a folder of their own; the seconds that it took."""
+    """Run all cells in a new kernel and an empty folder; the seconds that it took."""
     from nbclient import NotebookClient
 
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
-            notebook, timeout=LONGEST if smoke else ANY, kernel_name="python3",
+            notebook, timeout=SMOKE_TIMEOUT if smoke else CELL_TIMEOUT, kernel_name="python3",
             resources={"metadata": {"path": folder}}, record_timing=False,
         )  # fmt: skip
         begun = time.perf_counter()
@@ -203,7 +206,7 @@ def execute(notebook: Any, smoke: bool, install: bool) -> float:
 
 
 def picture_of(notebook: Any) -> bytes:
-    """What the cell tagged `picture` drew, which README shows."""
+    """The output of the cell tagged `picture`."""
     (cell,) = [cell for cell in notebook.cells if "picture" in tags(cell)]
     (png,) = [one.data["image/png"] for one in cell.outputs if "image/png" in one.get("data", {})]
     return base64.b64decode(png)
@@ -214,11 +217,11 @@ def tags(cell: Any) -> list[str]:
 
 
 def environment(smoke: bool, install: bool) -> Mapping[str, str]:
-    """That of the kernel: it finds jaxkv only where it is installed."""
+    """The environment of the kernel, without PYTHONPATH: it imports the installed jaxkv."""
     made = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if smoke:
         made["JAXKV_SMOKE"] = "1"
-    if install:  # the cell says where users get it; here that leads to this folder
+    if install:  # redirect the repository's address to this checkout
         made |= {
             "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
             "GIT_CONFIG_VALUE_0": REPOSITORY,
@@ -227,7 +230,7 @@ def environment(smoke: bool, install: bool) -> Mapping[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Name and version of whatever is installed here."""
+    """Name and version of every installed package."""
     asked = [sys.executable, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
     reported = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     return dict(line.split("==", 1) for line in reported.splitlines() if "==" in line)

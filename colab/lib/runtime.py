@@ -1,7 +1,6 @@
-"""What the notebooks under colab/ begin with: where they run, how large they are, their pictures.
+"""Setup of the notebooks under colab/: device, sizes, checks and pictures.
 
-Nothing here imports jax before `begin` has said how much memory it may take and where compilations
-are cached.
+Nothing here imports jax before `begin` has set its memory fraction and compilation cache.
 """
 
 from __future__ import annotations
@@ -33,44 +32,44 @@ if TYPE_CHECKING:
 
 SMOKE = os.environ.get("JAXKV_SMOKE", "0") not in ("", "0")
 PLATFORMS = ("cpu", "gpu", "tpu")
-# Google as a vendor of PCI devices, and which of its devices are TPUs (jax/_src/hardware_utils.py).
+# Google's PCI vendor id, and the device ids of TPUs (jax/_src/hardware_utils.py).
 GOOGLE = "0x1ae0"
 TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c")
-COLOURS = 64  # of a picture of lines and letters
+COLOURS = 64  # palette size of a line plot
 Size = TypeVar("Size")
 
 
 def begin(name: str) -> None:
-    """Say what this runtime can do, and how long the notebook of this name takes.
+    """Print the device, its capabilities and the run times of the notebook of this name.
 
-    Raises UserError where the runtime has a GPU or TPU that JAX does not use.
+    Raises UserError if the runtime has a GPU or TPU that JAX does not use.
     """
-    if "jax" not in sys.modules:  # read when it is imported
+    if "jax" not in sys.modules:  # JAX reads it on import
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
     from jaxkv.models.compilation import enable_compilation_cache
 
     enable_compilation_cache()
-    warnings.showwarning = say_warning
-    sys.stderr = sys.stdout  # progress is no error: notebooks show that on a red ground
+    warnings.showwarning = print_warning
+    sys.stderr = sys.stdout  # notebooks show stderr on a red background
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     platform_found = jax.default_backend()
-    check(platform_found, accelerator(), os.environ.get("JAX_PLATFORMS", ""))
+    check_platform(platform_found, accelerator(), os.environ.get("JAX_PLATFORMS", ""))
     print(f"jaxkv {version('jaxkv')}, jax {jax.__version__}, Python {platform.python_version()}")
-    print(f"runs on {device()}; {powers()}")
-    print(*minutes(name), sep="\n")
+    print(f"runs on {device()}; {capabilities()}")
+    print(*run_times(name), sep="\n")
     if SMOKE:
-        print("JAXKV_SMOKE is set: sizes are a test's, and figures mean nothing")
+        print("JAXKV_SMOKE is set: sizes are those of a test, results are not meaningful")
 
 
-def say_warning(message: Warning | str, *where: object) -> None:
-    """In one line, without the place in the library that it comes from."""
+def print_warning(message: Warning | str, *where: object) -> None:
+    """Print a warning on one line, without its source location."""
     print(f"warning: {message}")
 
 
-def powers() -> str:
-    """What the device has and can do: free memory, what it computes in, which kernels it takes."""
+def capabilities() -> str:
+    """Free memory of the device, its native dtype, and its kind of kernels."""
     import jax
 
     from jaxkv.models.device import native_dtype
@@ -85,16 +84,16 @@ def powers() -> str:
 
 
 def device() -> str:
-    """What computes, in words."""
+    """The name of the device."""
     from jaxkv.models.device import used_by
 
     return used_by(None)
 
 
-def check(found: str, there: str, asked: str) -> None:
-    """Raise UserError where JAX computes on a CPU beside an accelerator, unless that was asked.
+def check_platform(found: str, there: str, asked: str) -> None:
+    """Raise UserError if JAX uses the CPU although there is an accelerator, unless requested.
 
-    found: JAX's platform; there: the accelerator of the machine, or nothing; asked: JAX_PLATFORMS.
+    found: JAX's platform; there: the machine's accelerator or ""; asked: JAX_PLATFORMS.
     """
     if found == "cpu" and there and not asked.startswith("cpu"):
         raise UserError(
@@ -105,14 +104,14 @@ def check(found: str, there: str, asked: str) -> None:
 
 
 def accelerator() -> str:
-    """What this machine has besides a CPU, whether or not JAX found it."""
+    """The accelerator of this machine or "", whether or not JAX found it."""
     if has_gpu():
         return "GPU"
     return "TPU" if has_tpu() else ""
 
 
 def has_gpu() -> bool:
-    """Whether NVIDIA's driver lists a device; the program alone may be there without one."""
+    """Whether nvidia-smi lists a device; some images contain nvidia-smi without a GPU."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -129,8 +128,8 @@ def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     )
 
 
-def minutes(name: str) -> list[str]:
-    """How long a notebook took on each device where it was run, and where nobody has run it."""
+def run_times(name: str) -> list[str]:
+    """The recorded run time of a notebook on each kind of device."""
     files = sorted(RESULTS.glob("notebooks_*.json"))
     records = [json.loads(file.read_text("utf-8"))["results"] for file in files]
     lines = []
@@ -139,12 +138,12 @@ def minutes(name: str) -> list[str]:
         for one in there:
             lines.append(f"on {one['device']}: {one['notebooks'][name]['minutes']:.1f} minutes")
         if not there:
-            lines.append(f"on a {kind.upper()}: nobody has run it yet")
+            lines.append(f"on a {kind.upper()}: not run yet")
     return lines
 
 
 def size(full: Size, smoke: Size) -> Size:
-    """How large something is: as it is meant, or as a test can afford it."""
+    """The full size, or the smoke-test size if JAXKV_SMOKE is set."""
     return smoke if SMOKE else full
 
 
@@ -154,11 +153,11 @@ def verify(
     ours: Mapping[str, bool] | None = None,
     times: Mapping[str, bool] | None = None,
 ) -> None:
-    """Say what held, and raise AssertionError where something did not that should.
+    """Print which checks hold, and raise AssertionError if a required one does not.
 
-    model: that of the reader's choice, or nothing. always: what must hold for any model. ours: what
-    a notebook says of the model that comes with jaxkv; for another one it is told and no more.
-    times: what it says of times, which holds for our model on a CPU; elsewhere it is told.
+    model: the reader's model, or "". always: checks required for every model. ours: checks required
+    only for the default model. times: checks of times, required only for the default model on a
+    CPU. Checks that are not required are printed.
     """
     import jax
 
@@ -175,14 +174,14 @@ def verify(
 
 
 @contextlib.contextmanager
-def quietly(name: str) -> Iterator[Callable[[int], None]]:
-    """Shows no progress: for what takes seconds."""
+def no_progress(name: str) -> Iterator[Callable[[int], None]]:
+    """A progress callback that shows nothing, for short computations."""
     yield lambda _: None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What a notebook shows when it is the last value of a cell."""
+    """A PNG that a notebook displays."""
 
     png: bytes = field(repr=False)
 
@@ -192,7 +191,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines that keep their columns however narrow the page, and are scrolled there."""
+    """Preformatted text that scrolls horizontally instead of wrapping."""
 
     text: str
 
@@ -206,7 +205,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Page:
-    """HTML that a notebook shows when it is the last value of a cell."""
+    """HTML that a notebook displays."""
 
     html: str = field(repr=False)
 
@@ -215,14 +214,14 @@ class Page:
 
 
 def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS) -> Picture:
-    """A figure with its caption below, small enough to be kept in a notebook."""
+    """A figure with its caption below, compressed to be stored in a notebook."""
     return shrink(pictures.finish(figure, caption, dpi), colours)
 
 
 def shrink(png: bytes, colours: int = COLOURS) -> Picture:
-    """A drawing in this many of its own colours, 256 at most: a third of the bytes.
+    """Reduce a PNG to a palette of at most 256 colours: a third of the bytes.
 
-    Lines look the same in a few; where a colour is a value, all are wanted.
+    Few colours suffice for line plots; images whose colours are values need all of them.
     """
     from PIL import Image
 

@@ -1,7 +1,7 @@
 """The claims of BalanceKV.
 
-Verdicts are of the paper's own variants; stratified and weighted uniform sampling, which are ours,
-stand beside them.
+Verdicts concern the paper's own variants. Stratified and weighted uniform sampling, added here, are
+shown for comparison.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BALANCE: list[Claim] = []
 claim = adder(BALANCE)
 
 
-@claim("single_layer", "Balanced tokens are nearer to attention than uniform samples of as many",
-       "Figure 3, Llama-3.1-8B and Ministral-8B")  # fmt: skip
+@claim("single_layer", "At equal budgets, balanced tokens have a lower attention error than "
+       "uniform samples", "Figure 3, Llama-3.1-8B and Ministral-8B")  # fmt: skip
 def nearer_than_uniform(r: Results) -> Finding:
     """Figure 3, with stratified and weighted uniform sampling beside it."""
     parts = []
@@ -27,7 +27,7 @@ def nearer_than_uniform(r: Results) -> Finding:
         parts.append(f"T={rounds}: {listed(line, '{:.3f}'.format)}")
 
     def below(*others: str) -> list[bool]:
-        """For each layer and T: the walk of the worst seed is nearer than the best of others."""
+        """For each layer and T, whether the walk's worst seed beats the best of the others."""
         return [
             max(layer[PAPERS[0]][T]) < min(min(layer[other][T]) for other in others)
             for layer in r["layers"].values()
@@ -37,21 +37,21 @@ def nearer_than_uniform(r: Results) -> Finding:
     uniform, stratified = below("uniform, weighted", "uniform"), below("stratified")
     return (
         f"{OURS}, {r['stretches']} stretches of {r['tokens']:,} tokens, layers "
-        f"{', '.join(r['layers'])}; relative error; {joined(parts)}; steps of a walk that left "
-        f"nothing to chance: {listed(r['saturated'], '{:.0%}'.format)}; of {len(uniform)} pairs of "
-        "layer and T the walk of the worst seed is nearer than the best of both uniform samplings "
-        f"in {sum(uniform)}, than the best of stratified in {sum(stratified)}"
+        f"{', '.join(r['layers'])}; relative error; {joined(parts)}; walk steps with a certain "
+        f"sign: {listed(r['saturated'], '{:.0%}'.format)}; of {len(uniform)} pairs of layer and T, "
+        f"the worst seed of the walk beats the best of both uniform samplings in {sum(uniform)}, "
+        f"and the best of stratified in {sum(stratified)}"
     ), grade(all(uniform + stratified), any(uniform))
 
 
-@claim("known_answers", "The same on vectors whose law is known", "theorem 3.1")
+@claim("known_answers", "The same on vectors with a known distribution", "theorem 3.1")
 def nearer_on_paper(r: Results) -> Finding:
     ratios = {case(test): x["ratio"] for test, x in r["halving"].items() if "ratio" in x}
     walk, theory = (max(x for test, x in ratios.items() if test.startswith(kind)) < 0.9
                     for kind in ("walk", "theory"))  # fmt: skip
     return (
-        "an autoregression in order and mixed, error over that of weighted uniform sampling (coin: "
-        f"stratified): {listed(ratios)}; a test checks them"
+        "an autoregression, ordered and permuted, error over that of weighted uniform sampling "
+        f"(coin: stratified): {listed(ratios)}; a test checks them"
     ), grade(walk and theory, walk)
 
 
@@ -81,14 +81,14 @@ BALANCE.append(
 )  # fmt: skip
 
 
-@claim("recall", "The same in small", "not claimed")
+@claim("recall", "The same at small scale", "not claimed")
 def in_small(r: Results) -> Finding:
-    """Policies that compress a prompt, and streaming, which never held all of it."""
+    """Policies that compress a prompt, and streaming."""
     right = answers(r, (*r["thinned"], "streaming"), lambda distance: distance >= 16)
     others = [mean(right[n]) for n in ("uniform", "snapkv", "pyramidkv", "streaming")]
     ours = mean(right["balance"])
     return (
         f"associative recall, prompts of {r['context'] - 8} tokens compressed to {r['left']} "
-        f"before they are asked (streaming: {r['slots']}), right answers at all distances, "
+        f"before the question (streaming: {r['slots']}), right answers at all distances, "
         f"{models(r)}: {listed(right, of_seeds)}"
     ), grade(ours > max(others) + FELT, ours > min(others) + FELT)

@@ -1,11 +1,11 @@
 """Distance of attention to a compressed cache from full attention (BalanceKV, Figure 3).
 
 A model reads stretches of text, by default as long as its trained context, and the queries, keys
-and values of some layers are recorded. The cache of each is then compressed like a prompt: the
-first and last tokens stay exact, of those between one in 2^T stays. The error is that of the
-attention of the next tokens, which also attend to each other, over the norm of full attention,
-averaged over query heads and stretches. saturated: the share of a walk's steps that chance did not
-decide.
+and values of some layers are recorded. The cache of each layer is then compressed like a prompt:
+the first and last tokens stay exact, and one in 2^T of the tokens between stays. The error is the
+distance of the next tokens' attention from full attention, divided by the norm of full attention
+and averaged over query heads and stretches. These tokens also attend to each other. saturated: the
+share of a walk's steps with a certain sign.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxkv.policies.discrepancy import Halving, certain, halve
 from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Float32
 
-ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, queries that ask, tokens read at a time
+ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, test queries, tokens per prefill chunk
 BLOCK = 256  # tokens that `balance` halves together
-WINDOW = 32  # of SnapKV: the queries it asks itself
-METHODS = {  # beside `rounds`; what each is called in tables and plots
+WINDOW = 32  # of SnapKV: the queries whose attention it uses
+METHODS = {  # names in tables and plots; `rounds` is added
     "balance, walk": "balance:mode=walk",
     "balance, pairs": "balance:mode=pairs",
     "balance, walk at temperature 1": "balance:mode=walk,temperature=1",
@@ -52,7 +52,9 @@ def main() -> None:
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
-    ask.add_argument("--layers", type=int, nargs="+", help="which (default: first, middle, last)")
+    ask.add_argument(
+        "--layers", type=int, nargs="+", help="layer numbers (default: first, middle, last)"
+    )
     ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
     ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
     ask.add_argument("--seeds", type=int, default=10)
@@ -83,7 +85,7 @@ def main() -> None:
         each.append({
             str(layer): errors(
                 llm.spec, *seen[layer], given.rounds,
-                # No draw serves two layers or two stretches.
+                # Every layer and stretch has its own seeds.
                 [seed + given.seeds * (layer + len(seen) * number) for seed in seeds],
                 f"stretch {number + 1} of {given.stretches}, layer {layer}",
             )
@@ -106,7 +108,7 @@ def main() -> None:
 
 
 def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """q, k, v [T,*,H] of every layer, as they came to its cache."""
+    """q, k, v [T,*,H] of every layer, before rotation."""
 
     def watch(policy, spec, state, q, k, v, *rest):
         out, state = step(policy, spec, state[0], q, k, v, *rest)
@@ -119,7 +121,7 @@ def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, 
         valid = jnp.ones(tokens.shape, bool)
         return decoder(tokens, positions, valid, policies, states)[1]
 
-    # Beyond its context a model stays itself in a window alone.
+    # Beyond the trained context, full attention fails; a streaming cache does not.
     half = llm.config.context // 2
     policies = llm.policies(
         f"full:max={len(ids)}"
@@ -142,36 +144,38 @@ def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, 
 def errors(
     spec: Spec, q: Any, k: Any, v: Any, rounds: Sequence[int], seeds: Sequence[int], title: str
 ) -> dict[str, Any]:
-    """Of each method and T the relative error of every seed."""
+    """By method and T, the relative error of every seed."""
     exact = attend(spec, q, k, v, parse_policy("full"))
     if not np.isfinite(exact).all():
-        raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
+        raise SystemExit(f"{title}: full attention is not finite; nothing is compared")
     found: dict[str, Any] = {}
     for name, text in METHODS.items():
         found[name] = {}
         for number in rounds:
             chosen = parse_policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
-            each = [relative(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
+            each = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
             found[name][str(number)] = each
             print(f"{title}, T={number}, {name}: {np.mean(each):.4f}", flush=True)
     found["saturated"] = {
         mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
     }
-    alone = relative(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
+    alone = relative_error(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
     found["ends alone"] = {str(number): [alone] for number in rounds}
     found["snapkv"] = {}
     for number in rounds:
         capacity = 2 * ENDS + (len(k) - QUERIES - 2 * ENDS) // 2**number
         chosen = parse_policy(f"snapkv:capacity={capacity},window={WINDOW}")
-        found["snapkv"][str(number)] = [relative(attend(spec, q, k, v, chosen), exact)]
+        found["snapkv"][str(number)] = [relative_error(attend(spec, q, k, v, chosen), exact)]
     return found
 
 
 def attend(
     spec: Spec, q: Any, k: Any, v: Any, chosen: Policy, seed: int = 0, between: bool = True
 ) -> np.ndarray:
-    """What the last tokens get from a cache that holds what `chosen` makes of those before them,
-    with or without those between the ends."""
+    """The output of the last tokens when `chosen` has cached the tokens before them.
+
+    between: whether the tokens between the ends are valid.
+    """
     there = np.ones(len(k), bool)
     there[ENDS : len(k) - QUERIES - ENDS] = between
     given = map(jnp.asarray, (q, k, v, there))
@@ -197,20 +201,20 @@ def _attend(
 
 
 def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) -> float:
-    """The share of the first round's steps in which a sign was sure."""
+    """The share of the first round's steps with a certain sign."""
     between = slice(ENDS, ENDS + (len(k) - QUERIES - 2 * ENDS) // BLOCK * BLOCK)
     at = jnp.arange(len(k), dtype=jnp.uint32)[None]
-    turned = spec.encoding.rotate(jnp.asarray(k)[None], at)[0]
+    rotated = spec.encoding.rotate(jnp.asarray(k)[None], at)[0]
     split = lambda a: jnp.moveaxis(a[between], 1, 0).reshape(a.shape[1], -1, BLOCK, a.shape[2])  # noqa: E731
-    keys, values = split(turned), split(jnp.asarray(v))
+    keys, values = split(rotated), split(jnp.asarray(v))
     run = jax.jit(partial(halve, how, spec.scale))
-    met = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
+    steps_of = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
            for s in seeds]  # fmt: skip
-    return float(np.mean([certain(steps) for steps in met]))
+    return float(np.mean([certain(steps) for steps in steps_of]))
 
 
-def relative(found: np.ndarray, exact: np.ndarray) -> float:
-    """|found - exact| / |exact| of each query head, in the mean."""
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    """|found - exact| / |exact| of each query head; the mean over heads."""
     norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))  # noqa: E731
     return float((norm(found - exact) / norm(exact)).mean())
 

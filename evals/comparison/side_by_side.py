@@ -36,25 +36,25 @@ from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import Selector
 from jaxkv.typing import Array, Float
 
-SINKS, WINDOW, LEFT = 4, 61, 63  # of a prompt: its ends, and how many stay or are read between
+SINKS, WINDOW, LEFT = 4, 61, 63  # ends of a prompt; tokens cached or attended between them
 BUDGET = SINKS + WINDOW + LEFT
-SAMPLED = "sinks=4,window=60"  # and 64 tokens between, in those without end
-SHORT, LONG = 2, 6  # how often what lies between a prompt's ends is halved, to LEFT
-# K and L by which evals/matched_budgets.py attends to as many
+SAMPLED = "sinks=4,window=60"  # of streaming policies, with a sample of 64 tokens
+SHORT, LONG = 2, 6  # halvings of the tokens between a prompt's ends, down to LEFT
+# K and L with which magicpig attends to LEFT tokens (evals/magicpig/matched_budgets.py).
 TABLES = {SHORT: (6, 47), LONG: (10, 57)}
-SCORED = 64  # tokens after the short prompt: few, for a compressed prompt keeps them all
-BLOCK = 512  # losses without end that are one sample of the interval
+SCORED = 64  # tokens after the short prompt; few, because a compressed prompt caches all of them
+BLOCK = 512  # losses of endless text whose mean is one sample of the interval
 SEEDS = 5
 DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budgets.DRAWING)
-WRITTEN = 32  # tokens of which a time is taken
-# Of full attention after the short prompt, by how many stretches; and how near it must come.
+WRITTEN = 32  # timed tokens
+# Recorded loss of full attention after the short prompt, by number of stretches; its tolerance.
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
 
 
 def settings(rounds: int, more: int = 0) -> dict[str, str]:
-    """Every policy, sized to a prompt of which BUDGET tokens are left or read.
+    """Every policy, with a budget of BUDGET tokens for this prompt.
 
-    more: tokens that follow it, for which what grows has room from the beginning.
+    more: tokens after the prompt, for which growing caches reserve room.
     """
     slots, share = prompt_of(rounds) + more, 0.5**rounds
     ends = f"sinks={SINKS},window={WINDOW}"
@@ -74,7 +74,7 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
         "topp": f"mass=0.9,{ends}",
         "oracle": f"share={share:g},{ends}",
         "quest": f"share={share:g},page=4,fewest=1,{ends}",
-        # Without a promise it draws what it is told to, and no more.
+        # With these bounds it draws the set share and no more.
         "vattention": f"top={best:g},base={drawn:.3g},epsilon=0.99,delta=0.99,sides=one,{ends}",
     }
     found = {
@@ -85,7 +85,7 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
         "stratified": f"stratified:{SAMPLED},sample=64",
         "balance-stream": f"balance-stream:{SAMPLED},levels=3,block=32",
     } | {
-        # No more slots than tokens, so that bytes and times are those of tokens.
+        # As many slots as tokens, so that bytes and times have no empty slots.
         name: f"{name}:{','.join(filter(None, (setting, f'start={slots}')))}"
         for name, setting in grow.items()
     }
@@ -93,7 +93,7 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
 
 
 def prompt_of(rounds: int) -> int:
-    """The length of a prompt that leaves BUDGET tokens when it is halved so often."""
+    """The length of a prompt that leaves BUDGET tokens after this many halvings."""
     return SINKS + WINDOW + (LEFT << rounds)
 
 
@@ -103,7 +103,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ask.add_argument("--quick", action="store_true", help="little of it, into out/")
+    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
     llm = models.load()
     record = Record("side_by_side", [PASSAGE, llm.folder / "model.safetensors"],
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
-    """All figures, by the name of a policy."""
+    """All measurements, by policy."""
     ids = passage(llm, 3_000 if quick else 15_000)
     prompt, long, seeds = prompt_of(SHORT), prompt_of(2 if quick else LONG), 2 if quick else SEEDS
     size = prompt + SCORED + 1
@@ -128,22 +128,22 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     base = sparse.losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "behind_a_prompt": sparse.over(
+        name: {"policy": setting, "behind_a_prompt": sparse.excess_loss(
             base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
             base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
     }  # fmt: skip
-    without_end = {
+    endless = {
         name: blocks(llm, ids, short[name], draws(name, seeds))
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
-    for name, each in without_end.items():
-        rows[name]["without_end"] = sparse.over(each, without_end["streaming"])
+    for name, each in endless.items():
+        rows[name]["without_end"] = sparse.excess_loss(each, endless["streaming"])
         rows[name]["without_end"]["loss"] = float(each.mean())
-    behind_long = settings(SHORT if quick else LONG, WRITTEN)
-    cost = costs(llm, ids[:long], behind_long, 3 if quick else 9)
+    after_long = settings(SHORT if quick else LONG, WRITTEN)
+    cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
     for name in rows:
-        rows[name]["long"] = {"policy": behind_long[name], **cost[name]}
+        rows[name]["long"] = {"policy": after_long[name], **cost[name]}
     return {
         "tokens": len(ids), "stretches": len(stretches), "prompt": prompt, "scored": SCORED,
         "seeds": seeds, "block": BLOCK, "long": long, "budget": BUDGET,
@@ -152,18 +152,18 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
 
 
 def draws(name: str, seeds: int) -> int:
-    """How many seeds tell anything of a policy: of one that draws nothing, one."""
+    """The number of seeds of a policy: one if it is deterministic."""
     return seeds if name in DRAWING else 1
 
 
 def check(loss: float, stretches: int) -> None:
-    """Raise SystemExit where full attention is not what it was."""
+    """Raise SystemExit if full attention misses its recorded loss."""
     recorded = FULL_LOSS[stretches]
     if not abs(loss - recorded) <= TOLERANCE:
         raise SystemExit(
             f"the loss of full attention must be within {TOLERANCE} of {recorded}, got {loss:.4f}, "
-            "so nothing is written: model, passage or decoder has changed; if it was meant to, put "
-            "the new loss into FULL_LOSS of evals/comparison/side_by_side.py"
+            "so nothing is written: model, passage or decoder has changed; if that is intended, "
+            "put the new loss into FULL_LOSS of evals/comparison/side_by_side.py"
         )
 
 
@@ -177,11 +177,11 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
         return each.mean(axis=1, dtype=np.float64)
 
     name = setting.split(":")[0]
-    return np.stack(sparse.reported(map(one, range(seeds)), seeds, f"{name}, without end"))
+    return np.stack(sparse.with_progress(map(one, range(seeds)), seeds, f"{name}, endless text"))
 
 
 def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
-    """The tokens attended to after the prompt of the first stretch, and after its last token."""
+    """The number of attended tokens after the first stretch's prompt, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
     stream.prefill([tokens[:prompt]])
@@ -194,9 +194,8 @@ def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
 def costs(
     llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
 ) -> dict[str, dict[str, Any]]:
-    """Of each policy, after prefill: the tokens it attends to, its bytes
-    before, and with the room in which the time of a token is taken; that time, of this many rounds,
-    over full attention's."""
+    """By policy: attended tokens and bytes after prefill, bytes during prefill, and the time of a
+    token and its ratio to full attention's, over `count` rounds."""
     found: dict[str, dict[str, Any]] = {}
     variants = {}
     for name, setting in chosen.items():
@@ -205,10 +204,10 @@ def costs(
         reading = stream.state_bytes
         stream.finish_prefill()
         tokens = attended(stream)
-        variants[name] = timing.decoding(stream, WRITTEN)
+        variants[name] = timing.decode_variant(stream, WRITTEN)
         found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
                        "tokens": tokens}  # fmt: skip
-    seconds = timing.rounds(variants, count, "time of a token")
+    seconds = timing.time_rounds(variants, count, "time of a token")
     for name, of in found.items():
         of["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))
         of["times_as_long"] = timing.ratio(seconds[name], seconds["full"])
@@ -216,10 +215,9 @@ def costs(
 
 
 def attended(stream: models.Stream) -> dict[str, float]:
-    """How many tokens the next one attends to besides itself: mean, least and most.
+    """The number of tokens that the next one attends to besides itself: mean, min and max.
 
-    What is cached is counted by layer and kv head. Of what a policy chooses for each query head,
-    the mean of a layer counts as one.
+    Cached tokens are counted by layer and KV head; selected keys are averaged per layer.
     """
     llm, lengths = stream.llm, stream.lengths
     if isinstance(stream.policies[0], Selector | MagicPIG):
@@ -244,7 +242,7 @@ def attended_shares(
     config: Config, policies: tuple[Policy, ...], weights: Any, states: Any, token: Array,
     position: Array, number: Array,
 ) -> Float[Array, " L"]:  # fmt: skip
-    """Of the keys between the ends the share that one token attends to, by layer."""
+    """The share of the keys between the ends that one token attends to, by layer."""
 
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
         out, _ = step(policy, spec, state, *new)

@@ -1,9 +1,10 @@
-"""Agreement with other implementations: the figures of the agreement tests, as one record.
+"""Agreement with other implementations: measurements of the agreement tests, as one record.
 
-`python -m jaxkv.evals.correctness.agreement` runs them with all they need (the extras parity and
-tpu-check, and ../shared/data): logits and greedy tokens beside transformers for every family, the
-recorded perplexities at every chunk size, the same tokens on virtual devices, and the memory of a
-decode step according to the TPU's compiler. If a test fails or is skipped, nothing is written.
+`python -m jaxkv.evals.correctness.agreement` runs these tests. They need the extras parity and
+tpu-check, and ../shared/data. They compare logits and greedy tokens with transformers for every
+family, perplexities at every chunk size with recorded ones, tokens on several virtual devices with
+those on one, and measure the memory of a decode step with the TPU's compiler. If a test fails or is
+skipped, nothing is written.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def main() -> None:
 
 
 def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
-    """What the tests of some files measure, compiled as users' programs are.
+    """The measurements of some test files, compiled with the users' optimisation level.
 
-    Raises SystemExit where one fails.
+    Raises SystemExit if a test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         reported = Path(folder, "tests.xml")
@@ -56,7 +57,7 @@ def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any
 
 
 def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
-    """The worst of each kind against what was asked."""
+    """The worst value of each kind against its bar."""
     logits = [reported["largest_logit_difference"] for reported in results["parity"].values()]
     losses = [abs(reported["perplexity"] / reported["reference"] - 1)
               for reported in results["perplexity"].values()]  # fmt: skip
@@ -73,7 +74,7 @@ def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
 
 
 def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
-    """What each test of a file gave to `record_property`."""
+    """The values that each test of a file passed to `record_property`."""
     module = path.removesuffix(".py").replace("/", ".")
     return {
         case.attrib["name"]: {

@@ -1,9 +1,8 @@
 """Statistical tests with known answers, as one record.
 
 `python -m jaxkv.evals.correctness.known_answers` runs them: whether each token of a stream is
-equally likely to be in a reservoir, how far halved blocks are from full attention beside uniform
-sampling, how the error of merge-and-reduce falls with its size. If a test fails, nothing is
-written.
+equally likely to be in a reservoir, the error of halved blocks and of uniform samples, and how the
+error of merge-and-reduce decreases with its size. If a test fails, nothing is written.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jaxkv.models.hf.weights import load_weights
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Tokenizer
 
-# A Llama of 110 million weights (the shape of stories110M), and one for trying things out.
+# A Llama of 110 million weights (the shape of stories110M), and one for quick runs.
 LARGE = {"layers": 12, "width": 768, "heads": 12, "mlp": 2048, "vocab": 32_000}
 SMALL = {"layers": 2, "width": 128, "heads": 4, "mlp": 352, "vocab": 2_000}
 
@@ -28,7 +28,7 @@ class Baseline:
 
     def __init__(self, model: Any):
         self.model = model.eval()
-        # Neither side stops at an end of text: the work is the same whatever comes out.
+        # Neither side stops at an end of text, so that both do the same work.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
@@ -42,7 +42,7 @@ class Baseline:
         return Baseline(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int, **how: Any) -> list[list[int]]:
-        """The greedy continuations, by its own `generate`."""
+        """Greedy continuations by transformers' `generate`."""
         import torch
 
         ids = torch.tensor(np.asarray(prompts))
@@ -57,7 +57,7 @@ class Baseline:
         return out[:, ids.shape[1] :].tolist()
 
     def prefill(self, prompt: Sequence[int]) -> int:
-        """Reads a prompt into a cache, and the likeliest next token."""
+        """Read a prompt into a cache; return the likeliest next token."""
         import torch
 
         with torch.inference_mode():
@@ -65,7 +65,7 @@ class Baseline:
         return int(out.logits[0, -1].argmax())
 
     def compiled(self) -> Baseline:
-        """A second one over the same weights whose forward went through torch.compile."""
+        """A second baseline over the same weights, with forward compiled by torch.compile."""
         import copy
 
         import torch
@@ -75,8 +75,8 @@ class Baseline:
         return other
 
 
-def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
-    """Variants of torch with one thread and with two: on a busy machine one is often faster."""
+def thread_variants(name: str, work: Callable[[], object]) -> dict[str, Variant]:
+    """Variants with one and with two torch threads; on a busy machine one is often faster."""
 
     def run(threads: int) -> None:
         import torch
@@ -88,7 +88,7 @@ def on_threads(name: str, work: Callable[[], object]) -> dict[str, Variant]:
 
 
 def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
-    """A Llama of random weights, tied embeddings: ours and transformers', the same numbers."""
+    """A Llama of random weights with tied embeddings, in jaxkv and in transformers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +103,7 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
             num_key_value_heads=shape["heads"],
             max_position_embeddings=8192,
             tie_word_embeddings=True,
-            # Layers that outweigh the embedding, or the greedy text repeats its last token.
+            # Large enough that layers outweigh the embedding; else greedy text repeats a token.
             initializer_range=shape["width"] ** -0.5,
         )
     )
@@ -111,14 +111,18 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
         theirs.save_pretrained(folder)
         config = read_config(Path(folder))
         weights = load_weights(Path(folder), config, "float32")
-    # Nobody reads this text, but the time of making it belongs to ours.
+    # The text has no meaning, but detokenizing it is part of the measured time.
     table = tuple(f" {i}".encode() for i in range(config.vocab))
     tokenizer = Tokenizer(lambda _: [], table, frozenset(), None, (), False)
     return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
 
 
-def same_tokens(llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int) -> None:
-    """Both sides write the same greedy tokens, or there is nothing to compare."""
+def check_same_tokens(
+    llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int
+) -> None:
+    """Exit if both sides generate different greedy tokens."""
     answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True)
     if [answer.tokens for answer in answers] != baseline.generate(prompts, new):
-        raise SystemExit("the two sides write different tokens: their times say nothing")
+        raise SystemExit(
+            "the two sides generate different tokens, so their times are not comparable"
+        )

@@ -1,4 +1,4 @@
-"""A claim of a paper, and what its verdict function needs: rules, look-ups and formats."""
+"""A claim of a paper, and helpers of verdict functions: rules, look-ups and formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any
 
 HOLDS, PART, NOT, OPEN = "holds", "holds in part", "does not hold here", "not run here"
-UNSEEN = "cannot be told here"  # it was run, and the effect did not occur
+UNSEEN = "cannot be told here"  # it was run, but the effect did not occur
 Results = dict[str, Any]
 Finding = tuple[str, str]  # the measured figures as text; the verdict
 Find = Callable[[Results], Finding]
@@ -16,7 +16,7 @@ Find = Callable[[Results], Finding]
 
 @dataclass(frozen=True)
 class Claim:
-    """says: the claim. paper: its figure there. record: the record that decides it.
+    """says: the claim. paper: where the paper makes it. record: the record that decides it.
 
     find: the verdict function, or a string that says what a run would need.
     """
@@ -81,5 +81,5 @@ def interval(x: Mapping[str, float]) -> str:
 
 
 def over_base(line: Results) -> str:
-    """By how much a loss exceeds the base, with two standard errors."""
+    """A loss minus the base, with two standard errors."""
     return f"({line['loss_over_base']:+.4f} ± {2 * line['standard_error']:.4f})"

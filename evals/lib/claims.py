@@ -1,7 +1,6 @@
-"""Writes CLAIMS.md: every row's figures come from a record under evals/results, none is typed.
+"""Writes CLAIMS.md: every number comes from a record under evals/results.
 
-`python -m jaxkv.evals.lib.claims` after an experiment; `--check` only says whether the page is in
-step.
+Run `python -m jaxkv.evals.lib.claims` after an experiment; `--check` fails if the page is stale.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where th
 HEAD = """\
 # Claims
 
-What the papers claim, and what we measured. Written by `python -m jaxkv.evals.lib.claims` from
-`evals/results/*.json`, which hold commit, machine, versions, command, data and spread; edit
-`evals/*/claims.py`, not this page. Our models are small: stories260K (260 thousand weights, trained
-on TinyStories with a context of 512), a Llama of 110 million random weights, which has the size of
-a real model and nothing to say, and those that were trained here, whose sizes stand beside them.
-`s+w` is a cache of s sinks and a window of w; a perplexity is followed by how much the loss
-exceeds that of 4 sinks in a cache of the same size, in nats per token, with two standard errors.
-Commands of records are given by the present names of their modules.
+The claims of the papers, and our measurements. `python -m jaxkv.evals.lib.claims` writes this page
+from `evals/results/*.json`, which hold commit, machine, versions, command, data and spread. Edit
+`evals/*/claims.py`, not this page. The models are small: stories260K (260 thousand weights, trained
+on TinyStories with a context of 512); a Llama of 110 million random weights, for times only; and
+models trained here, whose sizes are given with their results.
+`s+w` is a cache of s sinks and a window of w. After a perplexity in parentheses: the loss minus
+that of 4 sinks in a cache of the same size, in nats per token, with two standard errors.
+The commands of records use the current names of their modules.
 """
 
 
@@ -58,31 +57,31 @@ COLUMNS = (
     "| claim | paper | measured here | verdict | record |",
     "| --- | --- | --- | --- | --- |",
 )
-SECTIONS = (  # heading, a word on it, claims
+SECTIONS = (  # heading, introduction, claims
     ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)", "", STREAMING),
     ("### Training with sinks",
-     "Plain softmax (none), a zero sink, learned sink logits, one sink token or two; all else "
-     "alike. A difference under 0.02 nats a token counts as none.", TRAINING),
+     "Variants: plain softmax (none), a zero sink, learned sink logits, one sink token or two, "
+     "trained alike. A difference below 0.02 nats per token counts as none.", TRAINING),
     ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
     ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
     ("## Hash-table prefix caching (Lin 2024)",
-     "The report's engine, model and block size are not known; its experiment is run again by its "
-     "protocol. Of our own records: the default model.", PREFIXES),
+     "The engine, model and block size of the report are not known; its experiment is repeated by "
+     "its protocol. Records of jaxkv's engine use the default model.", PREFIXES),
 )  # fmt: skip
 
 
 def table(
-    heading: str, word: str, claims: Sequence[Claim], records: dict[str, Any]
+    heading: str, introduction: str, claims: Sequence[Claim], records: dict[str, Any]
 ) -> Iterable[str]:
     """A section of the page."""
-    yield from (heading, "", *((word, "") if word else ()), *COLUMNS)
+    yield from (heading, "", *((introduction, "") if introduction else ()), *COLUMNS)
     yield from (row(claim, records) for claim in claims)
     yield ""
 
 
 def page(folder: Path = RESULTS) -> str:
-    """CLAIMS.md as the records have it now."""
+    """The text of CLAIMS.md from the current records."""
     found = [name for name in MODULES if (folder / f"{name}.json").exists()]
     records = {name: read(name, folder) for name in found}
     lines = [
@@ -90,7 +89,7 @@ def page(folder: Path = RESULTS) -> str:
         *(line for section in SECTIONS for line in table(*section, records)),
         "## Bars for correctness and speed",
         "",
-        "Times are medians with the range over the rounds; the variants of a bar took turns in one "
+        "Times are medians with the range over the rounds; the variants of a bar alternate in one "
         "process.",
         "",
         "| bar | measured | asked | met | record |",
@@ -116,7 +115,7 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
 
 
 def bars(name: str, record: dict[str, Any]) -> list[str]:
-    """A line for everything that was asked of an experiment."""
+    """One line per bar of an experiment."""
     lines = []
     for bar in record["results"].get("bars", []):
         value = bar["value"]
@@ -130,7 +129,7 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def made(name: str, record: dict[str, Any]) -> str:
-    """The command of a record, by the module's present name, and where and when it ran."""
+    """The command of a record, with the current module name, and where and when it ran."""
     arguments = "".join(f" {word}" for word in record["command"].split()[3:])
     cpu, device = record["cpu"], record["device"]
     changed = " with changes" if record["dirty"] else ""
@@ -148,10 +147,10 @@ def link(name: str) -> str:
 
 def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.lib.claims", description=__doc__)
-    ask.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
+    ask.add_argument("--check", action="store_true", help="write nothing, fail if stale")
     if ask.parse_args().check:
         if PAGE.read_text("utf-8") != page():
-            raise SystemExit("CLAIMS.md is out of step; run python -m jaxkv.evals.lib.claims")
+            raise SystemExit("CLAIMS.md is stale; run python -m jaxkv.evals.lib.claims")
         return
     PAGE.write_text(page(), "utf-8")
     print("wrote", PAGE.name)

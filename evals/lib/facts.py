@@ -1,9 +1,8 @@
-"""Streams of facts: a name has a value, and is asked several times later on.
+"""Streams of facts for associative recall: a name with a value, asked several times later.
 
-Random letters stand between facts. A name is asked by itself; the answer is the fact as it was
-stated. A name gets another value only after the last question about the old one. A fact is one
-token, so that one layer can find it: models this small did not learn facts of two tokens, name and
-value, in 14 million tokens.
+Random letters stand between facts. A question is the name alone; the answer is the fact. A name
+gets another value only after the last question about the old one. A fact is a single token, so that
+one layer can find it: models this small did not learn facts of two tokens in 14 million tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from jaxkv.models import corpus, data
 NAMES, VALUES, LETTERS = 128, 8, 4
 FIRST_NAME, FIRST_LETTER = NAMES * VALUES, NAMES * VALUES + NAMES  # facts are the first tokens
 SYMBOLS = [chr(0x4E00 + i) for i in range(FIRST_LETTER + LETTERS)]
-TIMES = 4  # that a fact is said
+TIMES = 4  # occurrences of a fact
 DOCUMENTS, LENGTH = 22, 200_000
-FARTHEST = 420  # tokens between a fact and the same again, in training
+FARTHEST = 420  # maximal distance of two occurrences in training, in tokens
 
 
 def stream(length: int, seed: int) -> list[int]:
-    """Facts, and the same again. The distance between is even on a scale of its logarithm in a
-    third of them, which is where a model begins to learn, and even in the others."""
+    """Facts and their repetitions. Distances are log-uniform in a third of them, from which a model
+    learns first, and uniform in the others."""
     random, found = np.random.default_rng(seed), []
     unused, due = list(map(int, random.permutation(NAMES))), []
 
@@ -56,12 +55,14 @@ def letters(random: np.random.Generator, count: int) -> list[int]:
     return (FIRST_LETTER + random.integers(0, LETTERS, count)).tolist()
 
 
-@cache  # every policy is asked the same
+@cache  # every policy gets the same questions
 def question(
     length: int, distances: tuple[int, ...], seed: tuple[int, ...], facts: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A stream of `length` tokens, and a fact for each distance that was said this many tokens
-    before its end. Of their names nothing else is said. facts: others stand in it."""
+    """A stream of `length` tokens, and for each distance a fact this many tokens before its end.
+
+    Their names have no other fact. facts: whether the stream contains other facts.
+    """
     random = np.random.default_rng(seed)
     names = random.permutation(NAMES)
     asked, others = names[: len(distances)], names[len(distances) :]
@@ -80,7 +81,7 @@ def question(
 
 
 def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.Tokens:
-    """The streams as a data folder, the last two held out; or the one that is there."""
+    """The streams as a data folder, the last two held out; an existing folder is reused."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")
     folder.mkdir(parents=True, exist_ok=True)

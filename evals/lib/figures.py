@@ -1,8 +1,8 @@
-"""Pictures drawn from evals/results/*.json, each beside its record, and figures in pages of text.
+"""Plots of evals/results/*.json, saved beside the records, and numbers in pages of text.
 
 `python -m jaxkv.evals.lib.figures` draws and fills in everything again; an experiment draws its own
-picture when it has run. A figure in a page stands between marks that say where it comes from, the
-record, the path in its results and the format:
+plots at its end. A number in a page stands between marks with its record, the path in the results
+and the format:
 
     <!--=latency recompute/most .1f-->22.2<!--/-->
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
-    """The same text with the figure of every mark as its record has it now."""
+    """The text with the current number of every mark."""
 
     def figure(mark: re.Match) -> str:
         opening, name, path, form, closing = mark.groups()
@@ -68,13 +68,13 @@ def fill(text: str, folder: Path = RESULTS) -> str:
 
 
 def look_up(results: Any, path: str) -> Any:
-    """What stands at a path such as recompute/table/0/cache."""
+    """The value at a path such as recompute/table/0/cache."""
     step = lambda at, key: at[int(key)] if isinstance(at, list) else at[key]  # noqa: E731
     return reduce(step, path.split("/"), results)
 
 
 def draw(name: str) -> list[str]:
-    """The pictures of one record."""
+    """Draw the plots of one record; return their names."""
     results = read(name)["results"]
     drawn = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
     for picture, fill_in in drawn.items():
@@ -88,9 +88,9 @@ def draw(name: str) -> list[str]:
 
 
 def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
-    """What a picture shows is what its function says of itself.
+    """The caption of a plot: the docstring of its function.
 
-    Raises ValueError where it says nothing.
+    Raises ValueError if it has none.
     """
     if not fill_in.__doc__:
         raise ValueError(f"{fill_in.__name__} must say in its docstring what it draws")
@@ -98,8 +98,8 @@ def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
 
 
 def endless(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of blocks of a long text: through one cache from position 0 on, through one across
-    position 2^32, and each block afresh."""
+    """Loss of blocks of a long text: one cache from position 0, one cache across position 2^32, and
+    a new cache per block."""
     at = [block["tokens"] / 1e6 for block in results["endless"]]
 
     def losses(stream: str) -> list[float]:
@@ -117,8 +117,8 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
-    """Time of a token by the size of the cache, and how many times as long re-computation takes
-    (StreamingLLM, Figure 10)."""
+    """Time per token by cache size, and the ratio of re-computation to streaming (StreamingLLM,
+    Figure 10)."""
     table = results["recompute"]["table"]
     caches = [row["cache"] for row in table]
     for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
@@ -135,7 +135,7 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sink_tables(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of every variant while it was trained (StreamingLLM, Figure 6)."""
+    """Loss of every variant during training (StreamingLLM, Figure 6)."""
     for variant in results["arms"].values():
         steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
@@ -145,15 +145,15 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
-    """Medians over the seeds, and from the least to the most of them."""
+    """Medians over the seeds, with minimum and maximum."""
     mid = np.array([line["median"] for line in lines.values()])
     ends = [[line[end] for line in lines.values()] for end in ("min", "max")]
     axes.errorbar(at, mid, np.abs(ends - mid), capsize=2, **style)
 
 
 def backcopy(axes: Any, results: dict[str, Any]) -> None:
-    """What a cache loses that holds fewer of the first tokens; medians of seeds, least to most
-    (StreamingLLM, Table 3, in small)."""
+    """Loss with fewer first tokens in the cache; median, minimum and maximum of seeds
+    (StreamingLLM, Table 3, at small scale)."""
     for number, (variant, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
@@ -163,7 +163,7 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
 
 
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
-    """Whether a sink grows: attention on the first token while each model was trained."""
+    """Attention on the first token during training of each model."""
     runs = [
         (variant, found["seeds"][0], VARIANTS[variant], "solid")
         for variant, found in results["arms"].items()
@@ -177,7 +177,7 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
 
 
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a compressed prompt; medians of seeds, least to most (BalanceKV,
+    """Error of attention to a compressed prompt; median, minimum and maximum of seeds (BalanceKV,
     Figure 3)."""
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
@@ -189,7 +189,7 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sampled(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of each block of a long text over that of streaming at equal bytes."""
+    """Loss of each block of a long text, relative to streaming at equal bytes."""
     caches, block = results["worth"]["caches"], results["worth"]["block"]
     base = np.array(caches["streaming"]["blocks"])
     at = block / 1e6 * np.arange(1, len(base) + 1)
@@ -199,15 +199,15 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
 
 
 def recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by how far back a fact stands, mean over trained models. Dotted: the slots of a
+    """Right answers by distance of the fact, mean over trained models. Dotted: the slots of a
     cache; dashed: a guess."""
     draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
     axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
 
 
 def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers after a compressed prompt by how far back a fact stands, mean over trained
-    models. Dashed: a guess."""
+    """Right answers after prompt compression by distance of the fact, mean over trained models.
+    Dashed: a guess."""
     names = [name for name in results["thinned"] if ", " not in name]
     draw_recall(axes, results, ["full", "streaming", *names])
 
@@ -220,7 +220,7 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
         axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
     axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
              ylim=(0, None))  # fmt: skip
-    # A name is one of this many values, and a guess is right as often.
+    # The accuracy of a guess: one over the number of values.
     axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
     beside = zip(distances, [*distances[1:], math.inf], strict=True)
     axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
@@ -228,8 +228,8 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
 
 
 def sparse(axes: Any, results: dict[str, Any]) -> None:
-    """Loss after a prompt over full attention's, two standard errors over stretches, by the share
-    of the keys between that is read."""
+    """Loss after a prompt minus full attention's, with two standard errors over stretches, by the
+    share of the keys between the ends that is read."""
     found = next(iter(results["perplexity"].values()))
     by_share = list(found["shares"].values())
     names = [name for name in by_share[0] if ", " not in name]
@@ -245,8 +245,8 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by the share of the keys between that is read: the mean over distances, and
-    from the least to the most of the trained models. Line: full attention."""
+    """Right answers by the share of the keys between the ends that is read: mean over distances,
+    minimum and maximum of the trained models. Line: full attention."""
     seeds = list(results["recall"]["seeds"].values())
     right = lambda line: 100 * np.mean(list(line["right"].values()))  # noqa: E731
     by_share = seeds[0]["shares"]
@@ -265,7 +265,7 @@ def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
-    """Shares as requested, and what the ends of a cache are worth alone."""
+    """The x axis of requested shares, and a line for the ends of a cache alone."""
     axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
     at = [100 * float(share) for share in shares]
     axes.set(xscale="log", xlabel="of the keys between the ends, read (%)")
@@ -274,8 +274,7 @@ def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
 
 
 def sampling(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a part of the keys, by how many were read, with two standard errors;
-    our own model."""
+    """Error of attention to a share of the keys, with two standard errors; the default model."""
     found = results["models"]["default"]["captured"]
     for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
         read = [100 * line["share"] for line in lines.values()]
@@ -288,8 +287,8 @@ def sampling(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
-    """Top-k beside draws by weight, in our own model and with drawn logits of deviation σ
-    (MagicPIG, Figures 3 and 5)."""
+    """Top-k and sampling by weight, in the default model and with synthetic logits of standard
+    deviation σ (MagicPIG, Figures 3 and 5)."""
     for name in ("topk", "oracle"):
         found = results["models"]["default"]["budgets"][name]
         draw_intervals(axes, [100 * float(share) for share in found], found.values(),
@@ -310,15 +309,15 @@ def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
-    """Means, and two standard errors to both sides."""
+    """Means with two standard errors."""
     errors = [line["error"] for line in lines]
     two = [2 * error["standard_error"] for error in errors]
     axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
 
 
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
-    """Every K and L by what is read and how far it is off, and those that none is better than; the
-    line is the target error."""
+    """Every K and L by share read and error, and the Pareto frontier; the line is the target
+    error."""
     for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
         at = [100 * point["share"] for point in found["points"]]
         off = [point["error"]["mean"] for point in found["points"]]

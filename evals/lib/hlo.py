@@ -1,4 +1,4 @@
-"""What XLA made of a program, from the text of its compiled module."""
+"""Inspect the text of a compiled XLA module."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
-    """Lines in the bodies of loops, and in what they call, that copy this many elements.
+    """Lines in loop bodies, and in computations they call, that copy arrays of these sizes.
 
-    Raises ValueError where there is no loop.
+    Raises ValueError if the program has no loop.
     """
     lines = computations(text)
     todo = re.findall(r"\bbody=%?([\w.\-]+)", text)
     if not todo:
         raise ValueError("no loop in this program")
-    met: set[str] = set()
+    seen: set[str] = set()
     found = []
     while todo:
         name = todo.pop()
-        if name in met:
+        if name in seen:
             continue
-        met.add(name)
+        seen.add(name)
         for line in lines[name]:
             todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
             for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):

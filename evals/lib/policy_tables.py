@@ -12,7 +12,7 @@ from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
-# What to take a policy for, and what not.
+# What to use a policy for, and what not.
 USE = {
     "full": ("texts within the trained context; the reference for every other policy",
              "longer texts: it fails beyond the context, and its memory grows"),
@@ -62,7 +62,7 @@ def policies() -> str:
 
 
 def size(policy: type[Policy]) -> str:
-    """A policy's formula for its bytes, with t for a token of all KV heads and u for one of one."""
+    """A policy's formula for its bytes; t: bytes of a token in all KV heads, u: in one."""
     formula = " ".join(inspect.getdoc(policy.bytes_per_sequence).split())
     formula = formula.replace("(2 * K * H * itemsize + 4)", "t")
     return formula.replace("(2 * H * itemsize + 4)", "u").replace("*", "\\*")

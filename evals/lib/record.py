@@ -1,7 +1,7 @@
-"""Records: measurements and what it takes to repeat them, as evals/results/NAME.json.
+"""Records: measurements with everything needed to repeat them, as evals/results/NAME.json.
 
 A run opens its record before it measures, so that commit, date and load are those of the start. It
-saves the record whole at the end or not at all. No path of one machine gets into a record.
+writes the record at the end, in one step. Records contain no paths of a machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxkv import files
 from jaxkv.models.run_metadata import ROOT, load, run_metadata
 
 RESULTS = ROOT / "evals" / "results"
-TRIALS = ROOT / "out" / "evals"  # quick runs: for trying things out, never for a claim
+TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
 CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
@@ -31,17 +31,17 @@ class Record:
     ):
         self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
         there = next(folder for folder in self.file.parents if folder.exists())
-        if not os.access(there, os.W_OK):  # now, not after hours
+        if not os.access(there, os.W_OK):  # fail before the run
             raise SystemExit(f"records go to {self.file.parent}: {there} cannot be written")
         self.about = run_metadata(name, data, seeds)
         if not (self.about["commit"] or quick):
             raise SystemExit(
-                "a record names the commit of its code: run this in a git checkout, or say it in "
+                "a record names the commit of its code: run this in a git checkout, or set "
                 "JAXKV_COMMIT"
             )
 
     def save(self, results: dict[str, Any]) -> Path:
-        """Write the record in one move; a reader sees the old file or the new one."""
+        """Write the record atomically: a reader sees the old file or the new one."""
         self.about["cpu"]["load_at_end"] = load()
         text = json.dumps(self.about | {"results": plain(results)}, indent=1, allow_nan=False)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """A measured number: the median of its repeats, and how far they lay apart."""
+    """Median, minimum and maximum of repeated measurements."""
     return {
         "median": float(np.median(values)),
         "min": float(np.min(values)),
@@ -65,7 +65,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def plain(value: Any) -> Any:
-    """The same in plain numbers of 7 digits, which is more than a measurement is good for."""
+    """The value in JSON types, floats rounded to 7 digits."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def resident() -> int:
-    """Bytes of this process that lie in memory now; 0 where nobody can tell."""
+    """Resident memory of this process in bytes; 0 where /proc is absent."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0

@@ -1,4 +1,4 @@
-"""The text that comes with the evals: the beginning of a novel."""
+"""The text that is shipped with the evals: the beginning of a novel."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def passage(llm: Llm, most: int) -> list[int]:
     """The first `most` tokens of the passage. Prints a line if the tokenizer makes fewer."""
     ids = llm.tokenizer.encode(PASSAGE.read_text("utf-8"))
     if len(ids) < most:
-        print(f"all {len(ids):,} tokens of the passage are read, {most:,} were meant")
+        print(f"all {len(ids):,} tokens of the passage are used, {most:,} were requested")
     return ids[:most]

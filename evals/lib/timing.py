@@ -1,4 +1,4 @@
-"""Times that can be compared: the variants take turns in one process, round after round."""
+"""Comparable times: the variants alternate in one process, round after round."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxkv.models.decoding import BLOCK
 Variant = Callable[[], float]  # does the work once and returns the seconds it took
 
 
-def rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
-    """Seconds of every variant in every round, after one round that does not count.
+def time_rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
+    """Seconds of every variant in every round, after a warm-up round.
 
-    Every other round goes backwards, so that no variant always follows the same one.
+    Every other round runs in reverse, so that no variant always follows the same one.
     """
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -40,7 +40,7 @@ def rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str,
 
 
 def timed(work: Callable[[], object]) -> Variant:
-    """A variant from work that has ended when it returns."""
+    """A variant from a function that blocks until its work is done."""
 
     def run() -> float:
         begun = perf_counter()
@@ -51,50 +51,50 @@ def timed(work: Callable[[], object]) -> Variant:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Of two variants, round by round: what disturbs one round disturbs both."""
+    """The ratio of two variants, round by round, because both share a round's disturbances."""
     return spread(np.asarray(over) / np.asarray(under))
 
 
 def rate(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
-    """Tokens a second."""
+    """Tokens per second."""
     return spread(tokens / np.asarray(seconds))
 
 
-def faster(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
-    """Of the variants with a name prefix, the one with the lowest median: the fastest baseline."""
+def fastest(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
+    """The name of the variant with the lowest median among those with a name prefix."""
     return min((n for n in seconds if n.startswith(kinds)), key=lambda n: np.median(seconds[n]))
 
 
 def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> dict[str, object]:
-    """A measured number against its bar; the median decides."""
+    """Compare a measured number with its bar; the median decides."""
     middle = value["median"] if isinstance(value, dict) else value
     met = middle >= ask if sense == ">=" else middle <= ask
     return {"bar": name, "value": value, "ask": f"{sense} {ask:g}", "met": bool(met)}
 
 
-def decoding(stream: Stream, tokens: int) -> Variant:
-    """Writes this many tokens a row, every time from the state that the stream is in now."""
+def decode_variant(stream: Stream, tokens: int) -> Variant:
+    """Generates this many tokens per sequence, always from the stream's current state."""
     lengths = stream.lengths
-    stream.reserve(tokens)  # which takes time of its own
+    stream.reserve(tokens)  # not part of the measured time
     start = jax.tree.map(jnp.copy, stream.decoding)
 
     def run() -> float:
-        stream.lengths = lengths  # or a policy that grows would make room in every round
+        stream.lengths = lengths  # else a growing cache would reserve in every round
         stream.decoding = jax.block_until_ready(jax.tree.map(jnp.copy, start))
         begun = perf_counter()
-        write(stream, tokens)
+        generate_greedy(stream, tokens)
         return perf_counter() - begun
 
     return run
 
 
-def write(stream: Stream, tokens: int) -> None:
-    """That many greedy tokens a row, past any end of text."""
+def generate_greedy(stream: Stream, tokens: int) -> None:
+    """Generate this many greedy tokens per sequence, ignoring the end of text."""
     for _ in range(math.ceil(tokens / BLOCK)):
         stream.decode(Sampling(), min(BLOCK, tokens), ())
         tokens -= BLOCK
 
 
 def prompt(llm: Llm, tokens: int, seed: int = 0) -> list[int]:
-    """Random tokens, none of the first few ids, which are special in most vocabularies."""
+    """Random tokens without the first ids, which are special in most vocabularies."""
     return np.random.default_rng(seed).integers(3, llm.config.vocab, tokens).tolist()

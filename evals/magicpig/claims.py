@@ -1,8 +1,8 @@
-"""MagicPIG's claims, and what is its future work.
+"""MagicPIG's claims, and one on its future work.
 
-An error is that of attention over the norm of exact attention. Methods read an equal share of the
-keys between the ends; the K and L that give a share differ from layer to layer. Losses are in nats
-a token over those of full attention, with two standard errors over stretches.
+Errors are relative to the norm of exact attention. Methods read an equal share of the keys between
+the ends; the K and L for a share differ by layer. Losses are in nats per token, minus those of full
+attention, with two standard errors over stretches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from jaxkv.evals.lib.claim import (
 from jaxkv.evals.magicpig.published_tables import WITHIN_7, WITHIN_8
 
 METHODS = ("magicpig", "topk", "oracle", "quest", "vattention", "uniform")
-COUNTED = "counted, no claim"
+COUNTED = "measured, no claim"
 MAGICPIG: list[Claim] = []
 claim = adder(MAGICPIG)
 
 
-@claim("sampling", "Oracle sampling is nearer to attention than top-k at small budgets",
+@claim("sampling", "At small budgets, oracle sampling has a lower attention error than top-k",
        "Figures 3, 5: up to 4 times, crossing near 12k of 16k")  # fmt: skip
 def oracle_beats_topk(r: Results) -> Finding:
-    """By budget, on synthetic attention and on that of models."""
+    """By budget, on synthetic attention and on attention of models."""
     pair = ("topk", "oracle")
     drawn = {sigma: [found[kind]["0.05"]["error"]["median"] for kind in pair]
              for sigma, found in r["drawn"].items()}  # fmt: skip
@@ -42,7 +42,7 @@ def oracle_beats_topk(r: Results) -> Finding:
             for name, found in r["models"].items()}  # fmt: skip
     crossing = pick(r, "drawn/*/crossing")
     shown = [
-        f"logits of deviation {sigma}: top-k {topk:.2f}, oracle {oracle:.3f}, "
+        f"logits with deviation {sigma}: top-k {topk:.2f}, oracle {oracle:.3f}, "
         + (f"crossing at {crossing[sigma]:.2f}" if crossing[sigma] else "no crossing")
         for sigma, (topk, oracle) in drawn.items()
     ] + [f"{name}: {listed(x)}" for name, x in real.items()]
@@ -50,16 +50,16 @@ def oracle_beats_topk(r: Results) -> Finding:
     as_said = near_12k and all(oracle < topk for topk, oracle in drawn.values())
     here = all(x["oracle"] < x["topk"] for x in real.values())
     return (
-        f"errors at a budget of 5 %; 16,384 keys drawn, budgets by which they cross; "
-        f"{joined(shown)}"
+        "errors at a budget of 5 %; synthetic attention over 16,384 keys with the budget at which "
+        f"the errors cross, then models; {joined(shown)}"
     ), grade(as_said and here, as_said)
 
 
-@claim("sampling", "Top-k's error is 15 to 20 % where a fifth of the keys has 70 to 80 % of the "
+@claim("sampling", "Top-k's error is 15 to 20 % if a fifth of the keys has 70 to 80 % of the "
        "weight", "Figure 4")  # fmt: skip
 def long_tail(r: Results) -> Finding:
     drawn = {
-        f"drawn, deviation {sigma}":
+        f"synthetic, deviation {sigma}":
             (found["mass_of_top_fifth"], found["topk"]["0.2"]["error"]["median"])
         for sigma, found in r["drawn"].items()
     }  # fmt: skip
@@ -78,7 +78,7 @@ def long_tail(r: Results) -> Finding:
     )
 
 
-@claim("sampling", "Keys by tables do better than exact top-k of as many",
+@claim("sampling", "Keys selected by hash tables are better than as many top-k keys",
        "Figure 8b, c: up to 3 % and 8 % of a score")  # fmt: skip
 def beats_topk(r: Results) -> Finding:
     drawn = {
@@ -87,7 +87,7 @@ def beats_topk(r: Results) -> Finding:
     }
     real = {name: pick(found, "captured/magicpig/*/over_topk")
             for name, found in r["models"].items()}  # fmt: skip
-    shown = [f"drawn, deviation {sigma}, (10, 150): {listed(x, '{:.3f}'.format)}"
+    shown = [f"synthetic, deviation {sigma}, (10, 150): {listed(x, '{:.3f}'.format)}"
              for sigma, x in drawn.items()]  # fmt: skip
     shown += [
         f"{name}, over top-k's at an equal share: "
@@ -99,7 +99,7 @@ def beats_topk(r: Results) -> Finding:
     return joined(shown), grade(better and all(sure), better)
 
 
-@claim("sampling", "The same beside every method, at equal shares", "not claimed")
+@claim("sampling", "The same against every method, at equal shares", "not claimed")
 def at_equal_share(r: Results) -> Finding:
     lines = {
         f"{name}, {percent(share)}":
@@ -113,7 +113,7 @@ def at_equal_share(r: Results) -> Finding:
 @claim("sampling", "Without centring fewer than 0.1 % of the keys are found, and answers are lost",
        "Figure 8a")  # fmt: skip
 def centring(r: Results) -> Finding:
-    """At the K and L that find 2 % of centred keys."""
+    """With the K and L that find 2 % of centred keys."""
     lines = {name: {kind: found["captured"][kind]["0.02"]
                     for kind in ("magicpig", "magicpig, uncentred")}
              for name, found in r["models"].items()}  # fmt: skip
@@ -129,7 +129,7 @@ def centring(r: Results) -> Finding:
     )
 
 
-@claim("sampling", "Sink keys point away from the others, and both hardly depend on the text",
+@claim("sampling", "Sink keys are opposite to the other keys, and both hardly depend on the text",
        "Figures 2c, 9: -0.9 to -0.8; above 0.99 and 0.9")  # fmt: skip
 def geometry_of_keys(r: Results) -> Finding:
     pairs = ("sink key with mean key", "sink keys of two stretches", "mean keys of two stretches")
@@ -140,10 +140,11 @@ def geometry_of_keys(r: Results) -> Finding:
     opposite, sinks, means = ([x[pair] for x in found.values()] for pair in pairs)
     facts = [max(opposite) < -0.8, min(sinks) > 0.99, min(means) > 0.9]
     shown = joined(f"{name}: {listed(x)}" for name, x in found.items())
-    return f"cosines, in the mean over layers; {shown}", by_all(facts)
+    return f"mean cosines over layers; {shown}", by_all(facts)
 
 
-@claim("sampling", "How far values are from the output hardly varies, and a sink's value is small",
+@claim("sampling", "The distance of values from the output hardly varies, and a sink's value is "
+       "small",
        "Figures 10, 11")  # fmt: skip
 def geometry_of_values(r: Results) -> Finding:
     paths = ("deviations/log |v - o|", "deviations/logits", "value of the sink over others/mean")
@@ -160,19 +161,19 @@ def geometry_of_values(r: Results) -> Finding:
     ), grade(flat and small, flat)
 
 
-@claim("sampling", "What tables and projectors take", "Table 7")
+@claim("sampling", "Memory of hash tables and projectors", "Table 7")
 def table_7(r: Results) -> Finding:
     rows = r["tables"]["table_7"]
     pairs = [(row["table_gib"], row["printed"]["table_gib"]) for row in rows]
     worst = max(min(abs(x / y - 1), abs(x - y) / 0.05 * WITHIN_7) for x, y in pairs)
     shown = {f"{row['model']} ({row['K']}, {row['L']}) at {row['thousand_tokens']}K":
              f"{x:.2f} ({y})" for row, (x, y) in zip(rows, pairs, strict=True)}  # fmt: skip
-    return f"by formula and as printed, GiB: {listed(shown, str)}", grade(worst <= WITHIN_7)
+    return f"by formula (published), GiB: {listed(shown, str)}", grade(worst <= WITHIN_7)
 
 
-@claim("sampling", "The shares that K and L meet", "Table 8, equation 21")
+@claim("sampling", "The shares of keys that K and L select", "Table 8, equation 21")
 def table_8(r: Results) -> Finding:
-    """Isotropic keys of dimension 88, and equation 21, which the paper gives beside them."""
+    """Isotropic keys of dimension 88, and equation 21, which the paper gives as well."""
     rows = r["tables"]["table_8"]
     off = [abs(row["isotropic"] / row["printed"] - 1) for row in rows]
     by_formula = [row["printed"] / row["equation 21"] for row in rows]
@@ -181,37 +182,41 @@ def table_8(r: Results) -> Finding:
         for x in r["tables"]["table_8_counted"]
     }
     return (
-        f"shares of isotropic keys of dimension 88 are off what is printed by {mean(off):.0%} in "
-        f"the mean, {max(off):.0%} at most; printed ones are {min(by_formula):.2f} to "
-        f"{max(by_formula):.2f} times equation 21's; counted here: {listed(counted, str)}"
+        f"shares of isotropic keys of dimension 88 differ from the published ones by "
+        f"{mean(off):.0%} on average, {max(off):.0%} at most; published ones are "
+        f"{min(by_formula):.2f} to {max(by_formula):.2f} times those of equation 21; counted here: "
+        f"{listed(counted, str)}"
     ), grade(mean(off) <= WITHIN_8 / 2, part=True)
 
 
-@claim("sampling", "Top-k overestimates the zoo's appetite, a sample does not", "appendix G")
+@claim(
+    "sampling", "Top-k overestimates the mean of the zoo example, a sample does not", "appendix G"
+)
 def zoo(r: Results) -> Finding:
     found = r["tables"]["zoo"]
     ten, twenty = found["budgets"].values()
     return (
-        f"mean {found['mean']:.1f}; top-k {ten['top_k']:.2f} and {twenty['top_k']:.2f}; deviation "
-        f"of a sample {ten['deviation_of_sample']:.2f} and {twenty['deviation_of_sample']:.2f}, "
-        f"drawn {ten['deviation_of_samples']:.2f} and {twenty['deviation_of_samples']:.2f}"
+        f"mean {found['mean']:.1f}; for budgets of 10 and 20: top-k {ten['top_k']:.2f} and "
+        f"{twenty['top_k']:.2f}; standard deviation of a sample by formula "
+        f"{ten['deviation_of_sample']:.2f} and {twenty['deviation_of_sample']:.2f}, measured "
+        f"{ten['deviation_of_samples']:.2f} and {twenty['deviation_of_samples']:.2f}"
     ), grade(abs(ten["mean_of_samples"] - found["mean"]) < 0.05)
 
 
-@claim("lookup", "Attention by tables is faster",
+@claim("lookup", "Attention by hash tables is faster",
        "1.5 to 5 times the throughput, caches on a CPU")  # fmt: skip
 def faster(r: Results) -> Finding:
-    """Of attention alone, on a CPU."""
+    """Attention alone, on a CPU."""
     shown = joined(
         f"{int(tokens):,} tokens: {spread(found['times_faster'])}, reading "
         f"{found['share_read']:.1%} of the bytes, {found['share_met']:.1%} of the keys, tables "
         f"built in {found['seconds_to_make_tables']['median']:.1f} s and rebuilt in "
-        f"{found['seconds_to_make_them_anew']['median']:.1f} s, a kv head"
+        f"{found['seconds_to_make_them_anew']['median']:.1f} s per KV head"
         for tokens, found in r["sizes"].items()
     )
     return (
-        f"one kv head with {r['group']} query heads on a CPU, times faster than the best dense "
-        f"form; {shown}"
+        f"one KV head with {r['group']} query heads on a CPU, speed over the best dense form; "
+        f"{shown}"
     ), by_all([x > 1.5 for x in pick(r, "sizes/*/times_faster/median").values()])
 
 
@@ -219,10 +224,11 @@ def of_loss(x: Results) -> str:
     return f"{x['mean']:+.3f} ± {x['two_errors']['stretches']:.3f}"
 
 
-@claim("sparse", "At few of the keys, 2 % in the paper, less is lost than a tenth of what those "
-       "between are worth", "RULER 86.4 of 88.7, LongBench 70.3 of 71.2")  # fmt: skip
+@claim("sparse", "With few keys (2 % in the paper), the loss rises by less than a tenth of its "
+       "rise without any key between the ends",
+       "RULER 86.4 of 88.7, LongBench 70.3 of 71.2")  # fmt: skip
 def little_is_lost(r: Results) -> Finding:
-    """At each share; the smallest decides."""
+    """At each share; the smallest share decides."""
     shown, small = [], []
     for name, found in r["perplexity"].items():
         nothing = found["ends alone"]["over_full"]
@@ -247,10 +253,10 @@ def less_than_others(r: Results) -> Finding:
     return joined(f"{name}: {listed(x, of_loss)}" for name, x in lines.items()), by_all(better)
 
 
-@claim("sparse", "A question read after the prompt, sparsely, costs more than one read with the "
-       "prompt", "not claimed; public scores move from 60 to 90")  # fmt: skip
+@claim("sparse", "A question that is read sparsely after prefill costs more than one that is part "
+       "of the prompt", "not claimed; public scores move from 60 to 90")  # fmt: skip
 def by_question(r: Results) -> Finding:
-    """Losses by how the end of a prompt is read, in all layers and with a dense one."""
+    """Losses with the end of the prompt read densely or sparsely, and with a dense layer."""
     shown, worse = [], []
     for share in r["protocol"]["shares"]:
         lines = pick(r, f"protocol/shares/{share}/*/over_full")
@@ -260,13 +266,13 @@ def by_question(r: Results) -> Finding:
             for name, x in lines.items() if name.startswith("question dense")
         ]  # fmt: skip
     tokens = r["protocol"]["question"]
-    return f"the last {tokens} tokens of a prompt after prefill; {joined(shown)}", by_all(worse)
+    return f"question: the last {tokens} tokens of a prompt; {joined(shown)}", by_all(worse)
 
 
-@claim("sparse", "Facts of a prompt are found again, by more questions than with Quest",
+@claim("sparse", "Facts of a prompt are recalled, and more often than with Quest",
        "RULER 87.6 against 82.1")  # fmt: skip
 def answers(r: Results) -> Finding:
-    """Right answers, the mean over distances and trained models."""
+    """Right answers; mean over distances and trained models."""
     models = list(r["recall"]["seeds"].values())
 
     def right(path: str) -> float:
@@ -281,7 +287,8 @@ def answers(r: Results) -> Finding:
     return f"{len(models)} trained models; {joined(shown)}", by_all(good)
 
 
-@claim("sparse", "It holds every token and its tables; what drops keys holds less", "not claimed")
+@claim("sparse", "It stores every token and hash tables; evicting policies store less",
+       "not claimed")  # fmt: skip
 def at_equal_bytes(r: Results) -> Finding:
     """Bytes of a prompt, tables included, and the loss of policies that evict."""
     found = next(iter(r["perplexity"].values()))
@@ -292,17 +299,17 @@ def at_equal_bytes(r: Results) -> Finding:
               for size, x in others]  # fmt: skip
     dropped = {f"{name} ({x['state_bytes'] / first['full']['state_bytes']:.2f})":
                of_loss(x["over_full"]) for name, x in found["held"].items()}  # fmt: skip
-    shown.append(f"lost by those that drop keys (bytes over full's): {listed(dropped, str)}")
+    shown.append(f"loss of evicting policies (bytes over full's): {listed(dropped, str)}")
     return joined(shown), COUNTED
 
 
-@claim("sparse", "Text is written faster after long prompts", "1.5 to 5 times the throughput")
+@claim("sparse", "Decoding is faster after long prompts", "1.5 to 5 times the throughput")
 def written_faster(r: Results) -> Finding:
     return joined(
         f"{int(size):,} tokens, {found['layers']} of {found['of']} layers: "
-        f"{listed(pick(found, 'tokens_per_second/*/median'))} tokens a second, "
-        f"{spread(found['times_faster'])} times, {found['share_met']['mean']:.1%} met, "
-        f"indexed in {found['seconds_to_seal']:.0f} s"
+        f"{listed(pick(found, 'tokens_per_second/*/median'))} tokens per second, "
+        f"{spread(found['times_faster'])} times, {found['share_met']['mean']:.1%} of the keys "
+        f"attended, indexed in {found['seconds_to_seal']:.0f} s"
         for size, found in r["tokens"].items()
     ), by_all([x >= 1.5 for x in pick(r, "tokens/*/times_faster/median").values()])
 
@@ -310,7 +317,7 @@ def written_faster(r: Results) -> Finding:
 @claim("tune_lsh", "A cross-polytope hash needs smaller tables for the same error",
        "appendix F: future work")  # fmt: skip
 def tuned(r: Results) -> Finding:
-    """The smallest table memory at a target error, by hash."""
+    """The smallest hash tables at a target error, by hash."""
     show = lambda x: "none" if x is None else (  # noqa: E731
         f"K={x['K']}, L={x['L']}, {x['share']:.1%} read, tables {x['of_cache']:.2f} of keys and "
         "values"
@@ -324,6 +331,6 @@ def tuned(r: Results) -> Finding:
 
 
 MAGICPIG.append(
-    Claim("The scores themselves, on RULER and LongBench", "RULER 86.4 of 88.7", "",
+    Claim("The published scores on RULER and LongBench", "RULER 86.4 of 88.7", "",
           "an 8B model, RULER and LongBench")
 )  # fmt: skip

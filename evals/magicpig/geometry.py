@@ -1,6 +1,6 @@
-"""Where keys, queries and values of a layer lie (MagicPIG, Figures 2, 4, 9 to 11).
+"""Geometry of the keys, queries and values of a layer (MagicPIG, Figures 2, 4, 9 to 11).
 
-Keys are rotated to their positions, as a cache has them; the first of a stretch is the sink.
+Keys are rotated to their positions; the first key of a stretch is the sink.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Spec
-from jaxkv.evals.magicpig.heads import Layer, ask, attend, errors, exactly, interval, turned
+from jaxkv.evals.magicpig.heads import (
+    Layer,
+    attend,
+    errors,
+    exact_attention,
+    interval,
+    last_queries,
+    rotate_queries_and_keys,
+)
 from jaxkv.policies import TopK
 from jaxkv.policies.sparse_attention import base as sparse_attention
 
@@ -21,16 +29,16 @@ FIFTH = 0.2  # of the keys, in Figures 2 and 4
 
 
 def geometry(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
-    """Of one layer: each number the mean over its kv heads, cosines also at their least."""
-    q, k = (np.asarray(a, np.float64) for a in turned(spec, layer))
+    """Measures of one layer: means over its KV heads, of cosines also the minimum."""
+    q, k = (np.asarray(a, np.float64) for a in rotate_queries_and_keys(spec, layer))
     sink, mean = k[:, :, 0], k.mean(axis=2)  # [B,K,H]
     last = q[:, -1].reshape(*sink.shape[:2], -1, q.shape[-1])  # [B,K,G,H]
     return {
-        "sink key with mean key": _told(_cosine(sink, mean)),
-        "sink keys of two stretches": _told(_across(sink)),
-        "mean keys of two stretches": _told(_across(mean)),
-        "query with sink key": _told(_cosine(last, sink[:, :, None])),
-        "query with mean key": _told(_cosine(last, mean[:, :, None])),
+        "sink key with mean key": _summary(_cosine(sink, mean)),
+        "sink keys of two stretches": _summary(_across(sink)),
+        "mean keys of two stretches": _summary(_across(mean)),
+        "query with sink key": _summary(_cosine(last, sink[:, :, None])),
+        "query with mean key": _summary(_cosine(last, mean[:, :, None])),
         "value of the sink over others": _value_norms(layer),
         "deviations": _deviations(spec, layer, title),
     }
@@ -41,29 +49,29 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _across(x: np.ndarray) -> np.ndarray:
-    """Of [B,K,H] the cosines of every two stretches."""
+    """Cosines of every two stretches in [B,K,H]."""
     one, other = np.triu_indices(len(x), 1)
     return _cosine(x[one], x[other])
 
 
-def _told(values: np.ndarray) -> dict[str, float]:
+def _summary(values: np.ndarray) -> dict[str, float]:
     return {"mean": values.mean(), "min": values.min(), "max": values.max()}
 
 
 def _value_norms(layer: Layer) -> dict[str, float]:
     norms = np.linalg.norm(np.asarray(layer.v, np.float64), axis=-1)  # [B,T,K]
-    return _told(norms[:, 0] / norms[:, 1:].mean(axis=1))
+    return _summary(norms[:, 0] / norms[:, 1:].mean(axis=1))
 
 
 def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
-    """Over the keys of one query, in the mean over queries: of log|v - o| and of the logits, both
-    of which stand in the exponent of the best chance to draw a key by."""
-    scores = ask(spec, layer, 0, 0)
+    """Standard deviations over the keys of one query, averaged over queries: of log|v - o| and of
+    the logits. The optimal sampling probability is proportional to the exponential of their sum."""
+    scores = last_queries(spec, layer, 0, 0)
     rows, kv_heads, group, queries, _ = scores.logits.shape
-    out = np.asarray(exactly(spec, layer, title), np.float64)
+    out = np.asarray(exact_attention(spec, layer, title), np.float64)
     out = out.reshape(rows, queries, kv_heads, group, -1)
     v = np.asarray(layer.v, np.float64)
-    # |v - o|^2 by its parts: the differences themselves would be H times as large.
+    # |v - o|^2 expanded, because the differences need H times the memory.
     product = np.einsum("btkh,bqkgh->bkgqt", v, out, optimize=True)
     norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
     own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
@@ -76,22 +84,22 @@ def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
 
 
 def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
-    """The weight of the fifth of the keys that have the most, of all keys and without the ends;
-    and the error of attention to that fifth alone."""
+    """The weight of the heaviest fifth of the keys, with and without the ends, and the error of
+    attention to that fifth alone."""
     found = {}
     for name, chosen in (("all", TopK(FIFTH, sinks=0, window=1)), ("between", TopK(FIFTH))):
         weight, out = _top(chosen, spec, layer)
         found[name] = {
             "weight": interval(np.asarray(weight, np.float64)),
-            "error": interval(errors(out, exactly(spec, layer, title))),
+            "error": interval(errors(out, exact_attention(spec, layer, title))),
         }
     return found
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
-    """Of the softmax over what lies between, the share [B] of the keys that are chosen."""
-    scores = ask(spec, layer, chosen.sinks, chosen.window)
+    """The share [B] of the softmax over the keys between the ends that the selected keys have."""
+    scores = last_queries(spec, layer, chosen.sinks, chosen.window)
     bias = chosen.select(scores)
     top = sparse_attention.log_sum(scores.logits, scores.between & (bias == 0))
     weight = jnp.exp(top - sparse_attention.log_sum(scores.logits, scores.between))

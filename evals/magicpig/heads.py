@@ -27,11 +27,11 @@ from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.sparse_attention.base import Candidates
 
 Item = TypeVar("Item")
-TOLD = 10  # seconds between two words about progress
+INTERVAL = 10  # seconds between two lines of progress
 
 
 class Layer(NamedTuple):
-    """q [B,T,N,H], k, v [B,T,K,H] of B stretches, as they came to the cache of one layer."""
+    """q [B,T,N,H], k, v [B,T,K,H] of one layer and B stretches, before rotation."""
 
     q: jax.Array
     k: jax.Array
@@ -39,14 +39,14 @@ class Layer(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """out [B,Q,N,H] of Q queries. share [B]: of the keys between, how many were read."""
+    """out [B,Q,N,H] of Q queries. share [B]: fraction of the keys between that was read."""
 
     out: jax.Array
     share: jax.Array
 
 
 def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
-    """Every layer as it was while the model read each of these stretches by itself."""
+    """Every layer, recorded while the model read each stretch separately."""
     length = len(ids) // stretches
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
     seen = [capture(llm, cut) for cut in progress(cuts, "reading stretches")]
@@ -54,21 +54,23 @@ def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
     return [Layer(*map(stack, *found)) for found in zip(*seen, strict=True)]
 
 
-def turned(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
-    """The queries that ask [B,Q,N,H], and all keys [B,K,T,H], both rotated to their positions."""
-    at = places(layer)
+def rotate_queries_and_keys(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+    """The last queries [B,Q,N,H] and all keys [B,K,T,H], rotated to their positions."""
+    at = positions_of(layer)
     q = spec.encoding.rotate(layer.q[:, -QUERIES:], at[:, -QUERIES:])
     return q, spec.encoding.rotate(layer.k, at).transpose(0, 2, 1, 3)
 
 
-def places(layer: Layer) -> jax.Array:
+def positions_of(layer: Layer) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.uint32), layer.k.shape[:2])
 
 
-def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0) -> Candidates:
-    """The last queries; without sinks and window every key is between, their own too."""
-    q, k = turned(spec, layer)
-    at = places(layer)
+def last_queries(
+    spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0
+) -> Candidates:
+    """The last queries with their keys; without sinks and window every key is a candidate."""
+    q, k = rotate_queries_and_keys(spec, layer)
+    at = positions_of(layer)
     own, slot = at[:, -QUERIES:, None], at[:, None]
     logits = scores(q, k, spec.scale, spec.softcap)
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
@@ -81,15 +83,15 @@ def ask(spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int
 
 @partial(jax.jit, static_argnums=(0, 1))
 def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Estimate:
-    """What the last queries get by MagicPIG, or by a policy of sparse attention."""
+    """The output of the last queries under MagicPIG or another policy of sparse attention."""
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
-    queries = ask(spec, layer, chosen.sinks, chosen.window, seed)
+    queries = last_queries(spec, layer, chosen.sinks, chosen.window, seed)
     return attend(queries, chosen.select(queries), layer.v)
 
 
 def attend(queries: Candidates, weights: jax.Array, v: jax.Array) -> Estimate:
-    """Attention to the ends, and to those between by their log weights [B,K,G,Q,T]."""
+    """Attention to the ends, and to the keys between with log weights [B,K,G,Q,T]."""
     bias = jnp.where(queries.always, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
     heads = weights.shape[1] * weights.shape[2]
@@ -103,7 +105,7 @@ def _count(between: jax.Array, heads: int) -> jax.Array:
 
 def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Estimate:
     rows, length, heads = layer.q.shape[:3]
-    at, there = places(layer), jnp.ones((rows, length), bool)
+    at, there = positions_of(layer), jnp.ones((rows, length), bool)
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
     prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, there))) for cut in (first, last))
     state = chosen.init(spec, rows, jax.random.key(seed))
@@ -123,9 +125,9 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
 
 @partial(jax.jit, static_argnums=0)
 def centred(spec: Spec, layer: Layer, sinks: int, window: int) -> tuple[jax.Array, jax.Array]:
-    """Keys [B,K,T,H] less the mean of those of the prompt between its ends, as MagicPIG hashes
-    them; and the cosines [B,K,G,Q,T] of queries with them."""
-    q, k = turned(spec, layer)
+    """Keys [B,K,T,H] minus the mean key between the prompt's ends, as MagicPIG hashes them; and
+    their cosines [B,K,G,Q,T] with the queries."""
+    q, k = rotate_queries_and_keys(spec, layer)
     slot = jnp.arange(k.shape[2])
     prompt = (slot >= sinks) & (slot < k.shape[2] - QUERIES - window)
     share = prompt.astype(jnp.float32) / jnp.maximum(1, jnp.sum(prompt)).astype(jnp.float32)
@@ -142,33 +144,33 @@ def errors_by_head(found: jax.Array, exact: jax.Array) -> np.ndarray:
 
 
 def errors(found: jax.Array, exact: jax.Array) -> np.ndarray:
-    """The same in the mean over query heads [B]."""
+    """The mean of `errors_by_head` over query heads [B]."""
     return errors_by_head(found, exact).mean(axis=1)
 
 
 def interval(values: np.ndarray) -> dict[str, float]:
-    """The mean over [...,B], and its standard error over the B stretches, which alone are drawn
-    independently: layers and seeds of one stretch are not."""
+    """The mean over [...,B] and its standard error over the B stretches, which are independent;
+    layers and seeds of one stretch are not."""
     each = values.reshape(-1, values.shape[-1]).mean(axis=0)
     return {"mean": each.mean(), "standard_error": each.std(ddof=1) / len(each) ** 0.5}
 
 
 def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
-    """The same items; on stderr how many are done, how fast, and how long the rest may take."""
+    """The same items, with count, rate and remaining time on stderr."""
     items = items if isinstance(items, Sized) else list(items)
     begun = reported = time.perf_counter()
     for number, item in enumerate(items, 1):
         yield item
         now = time.perf_counter()
-        if number == len(items) or now - reported > TOLD:
+        if number == len(items) or now - reported > INTERVAL:
             reported, rate = now, number / (now - begun)
             left = (len(items) - number) / rate
             print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {left:.0f} s left",
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
-def exactly(spec: Spec, layer: Layer, title: str) -> jax.Array:
-    """Full attention of the last queries [B,Q,N,H]. Raises SystemExit where it is not finite."""
+def exact_attention(spec: Spec, layer: Layer, title: str) -> jax.Array:
+    """Full attention of the last queries [B,Q,N,H]. Raises SystemExit if it is not finite."""
     exact = estimate(TopK(share=1.0), spec, layer).out
     if not np.isfinite(np.asarray(exact)).all():
         raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")

@@ -1,4 +1,4 @@
-"""The chance that MagicPIG finds a key, in float64: what jaxkv computes in float32.
+"""The inclusion probability of a key in MagicPIG, in float64; jaxkv computes it in float32.
 
 u = I_P(least, L - least + 1), P = p^K, p = 1 - acos(c)/pi (2410.16179, section 4.2).
 """
@@ -12,8 +12,8 @@ from scipy.special import betainc, ndtr, owens_t
 
 
 def log_u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
-    """log u of cosines, by its leading terms where u itself would underflow."""
-    # The angle by its tangent has all digits near -1 and 1.
+    """log u of cosines, from its leading terms where u would underflow."""
+    # The tangent gives the angle in full precision near cosines of -1 and 1.
     p = np.arctan2(np.sqrt((1 - cosine) * (1 + cosine)), -cosine) / math.pi
     log_p = bits * np.log(np.maximum(p, 1e-30))
     chance = np.exp(log_p)
@@ -25,9 +25,9 @@ def log_u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndar
 
 
 def cross_polytope(angle: float, directions: int, points: int = 160) -> float:
-    """The chance that two vectors at an angle are nearest to the same of this many normal
-    directions, on the same side: 2m times the integral, over both products with one of them, of
-    their density and of the chance that the other m - 1 lie within."""
+    """The probability that two vectors at an angle have the same nearest of m normal directions, on
+    the same side. It is 2m times the integral, over both products with one direction, of their
+    density times the probability that the other m - 1 products are smaller."""
     x, weight = np.polynomial.legendre.leggauss(points)
     # Sum and difference of the two products are independent, with these deviations over root 2.
     sure, apart = math.sqrt(2) * math.cos(angle / 2), math.sqrt(2) * math.sin(angle / 2)
@@ -57,12 +57,12 @@ def u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
 
 
 def orthogonal(bits: int, tables: int) -> float:
-    """Equation 21: the share that is found of keys at right angles to the query."""
+    """Equation 21: the selected share of keys at right angles to the query."""
     return float(betainc(2, tables - 1, 0.5**bits))
 
 
 def isotropic(bits: int, tables: int, dims: int, points: int = 20_001) -> float:
     """The mean of u over keys of random direction in this many dimensions."""
     angle = np.linspace(0, math.pi, points)
-    weight = np.sin(angle) ** (dims - 2)  # how many directions lie at this angle
+    weight = np.sin(angle) ** (dims - 2)  # density of directions at this angle
     return float((u(np.cos(angle), bits, tables) * weight).sum() / weight.sum())

@@ -1,10 +1,10 @@
-"""Time of MagicPIG's attention by tables, beside the best dense form.
+"""Time of MagicPIG's attention by hash tables, compared with the best dense form.
 
 One KV head with four query heads, d = 128, K = 10, L = 150, float32. Keys have random directions in
 a subspace of 88 dimensions, which gives the shares of Table 8, and a common offset. All variants
-alternate in one process; a round decodes some tokens, each with queries of its own. The bytes that
-a token reads are counted beside the time: the sampled keys and values, the blocks of the buckets,
-the counts, the planes, the unindexed tail, the first and the newest tokens.
+alternate in one process; a round decodes some tokens, each with its own queries. The bytes that a
+token reads are counted as well: the sampled keys and values, the blocks of the buckets, the counts,
+the planes, the unindexed tail, the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig import policy as magicpig
@@ -28,10 +28,10 @@ from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.rotary import NoPosition
 
 GROUP, DIM, DIMS = 4, 128, 88
-TURN = 32  # tokens
+TURN = 32  # tokens decoded per round
 POLICY = MagicPIG(K=10, L=150, sinks=4, window=64)
-FASTER = {131_072: 3.0, 32_768: 2.0}  # at least this many times
-READ = 0.12  # of the bytes of dense attention, at most
+FASTER = {131_072: 3.0, 32_768: 2.0}  # bar: minimal speed over dense attention
+READ = 0.12  # bar: maximal bytes over dense attention
 SPEC = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 
 
@@ -84,7 +84,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     state = finish(SPEC, reading)
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
-    turns = {name: jax.jit(partial(turn, form.attend)) for name, form in forms.items()}
+    turns = {name: jax.jit(partial(decode_tokens, form.attend)) for name, form in forms.items()}
     outs = {name: np.asarray(turns[name](queries, *form.given)) for name, form in forms.items()}
     wanted = outs["dense, keys as rows"]
     for name in forms.keys() - {"tables"}:
@@ -94,12 +94,14 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
                       name, form)
         for name, form in forms.items()
     }  # fmt: skip
-    seconds = rounds({name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens")
+    seconds = time_rounds(
+        {name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens"
+    )
     seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
     best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
     room = state.dense.positions.shape[1] - POLICY.sinks - POLICY.window
     filled = absorb(state, draw(room)[0])
-    making = rounds(
+    making = time_rounds(
         {
             "seal": timed(lambda: jax.block_until_ready(finish(SPEC, reading))),
             "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
@@ -131,7 +133,7 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
 
 
 def draw(tokens: int) -> tuple[Chunk, jax.Array]:
-    """A prompt of random keys, and a query of each head of the tokens of a turn [TURN,1,G,H]."""
+    """A prompt of random keys, and queries [TURN,1,G,H] for the tokens of a round."""
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(DIM, DIMS)))[0].T
     offset = 6 * rng.normal(size=DIM) / DIM**0.5
@@ -146,7 +148,7 @@ def draw(tokens: int) -> tuple[Chunk, jax.Array]:
 
 @jax.jit
 def absorb(state: IndexState, tokens: Chunk) -> IndexState:
-    """The state with these tokens, whose own attention is not computed."""
+    """The state after these tokens."""
     return POLICY.update(SPEC, state, tokens)[1]
 
 
@@ -155,25 +157,25 @@ def begin() -> IndexState:
 
 
 def where(tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The number and position of the token that asks."""
+    """The number and position of the querying token."""
     return jnp.full((1,), tokens, jnp.int32), jnp.full((1,), tokens, jnp.uint32)
 
 
 def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
-    """What the policy does for a token, but for writing it into the cache."""
+    """The policy's attention for one token, without writing it to the cache."""
     number, position = where(tokens)
     return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
 
 
-def turn(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
-    """Tokens one after another in one program, as they are decoded."""
+def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
+    """Attention of one token after another in one program, as in decoding."""
     return jax.lax.map(lambda q: form(q, *given), queries)
 
 
 def dense_forms(prompt: Chunk) -> dict[str, Form]:
-    """Attention of q [1,G,H] to all keys, in the forms that a CPU may be fast at."""
+    """Attention of q [1,G,H] to all keys, in several forms; which is fastest depends on the CPU."""
     k, v = prompt.k[0, :, 0], prompt.v[0, :, 0]
-    turned = jax.block_until_ready(jnp.array(k.T, copy=True))
+    transposed = jax.block_until_ready(jnp.array(k.T, copy=True))
     high = jax.lax.Precision.HIGHEST
     dot = lambda a, b: jnp.dot(a, b, precision=high)  # noqa: E731
     scale = np.float32(SPEC.scale)
@@ -183,7 +185,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
 
     forms = {
         "dense, keys as rows": (k, lambda q, k, v: blend(dot(q, k.T), v)),
-        "dense, keys as columns": (turned, lambda q, k, v: blend(dot(q, k), v)),
+        "dense, keys as columns": (transposed, lambda q, k, v: blend(dot(q, k), v)),
         "dense, keys first": (k, lambda q, k, v: blend(dot(k, q.T).T, v)),
         "dense, values first": (k, lambda q, k, v: dot(
             v.T, jax.nn.softmax(dot(k, q.T) * scale, axis=0)).T),
@@ -197,7 +199,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
 
 
 def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
-    """Of a token: of all query heads together, but for the planes."""
+    """Bytes that one token reads, by array: the sum over query heads, planes once."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]
     attended = [first[np.arange(POLICY.L), code + 1] - first[np.arange(POLICY.L), code]
@@ -206,15 +208,15 @@ def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dic
     block = entries.shape[4] * entries.dtype.itemsize
     places = state.indexed.positions.shape[1] + state.tail_codes.shape[3]
     rows = int(np.sum(found.count))
-    # The first token that waits is compared with a whole piece of codes.
-    waiting = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
-    waiting = -(-waiting // hash_tables.COMPARED) * hash_tables.COMPARED
+    # The codes of the unindexed tail are compared in whole blocks.
+    tail = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
+    tail = -(-tail // hash_tables.COMPARED) * hash_tables.COMPARED
     return {
         "rows": rows * (2 * 4 * DIM + 4),  # and their norms
         "buckets": int(np.sum(attended)) * block + GROUP * POLICY.L * 8,
-        "tallies": GROUP * places * 9 // 4,  # a byte and a bit of each, written and read
+        "tallies": GROUP * places * 9 // 4,  # one byte and one bit per key, written and read
         "planes": state.planes.nbytes,
-        "zone": GROUP * POLICY.L * waiting * state.tail_codes.dtype.itemsize,
+        "zone": GROUP * POLICY.L * tail * state.tail_codes.dtype.itemsize,
         "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
     }
 

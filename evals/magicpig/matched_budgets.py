@@ -30,10 +30,10 @@ from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.policies.sparse_attention.base import Candidates, SparseState
 from jaxkv.typing import Array, Float32
 
-PAGE = 4  # keys of Quest's: with 16 a short prompt has no page as small as a share
-ASKED = 16  # queries that shares are measured on, of each stretch
-SEEDS = 4  # of each stretch, which share no draw
-ROOM = 128  # tokens after a prompt for which tables make room
+PAGE = 4  # keys per page of Quest; with 16, a page of a short prompt exceeds the smallest share
+ASKED = 16  # queries per stretch on which shares are measured
+SEEDS = 4  # per stretch, all different
+ROOM = 128  # unindexed tokens after a prompt
 _BINS = 4000
 Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of every layer
 
@@ -60,7 +60,7 @@ class Ends(Policy):
     finish_prefill = staticmethod(sparse_attention.finish_prefill)
 
     def select(self, scores: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between: none is attended to."""
+        """Select no key between the ends."""
         return sparse_attention.unweighted(jnp.zeros_like(scores.logits, bool))
 
 
@@ -71,7 +71,7 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
     """Every method at one share; tables: K and L."""
     ends = {"sinks": sinks, "window": window}
     best = share / 2
-    # With these no query draws more than it was set to.
+    # With these bounds no query draws more than the set share.
     fixed = {"epsilon": 0.99, "delta": 0.99, "sides": "one"}
     return {
         "magicpig": MagicPIG(*tables, **ends, tail=ROOM),
@@ -79,24 +79,24 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
         "oracle": Oracle(share, **ends),
         "quest": Quest(share, page=PAGE, fewest=1, **ends),
         "vattention": VAttention(best, (share - best) / (1 - best), **fixed, **ends),
-        # Without best keys and without a bound it draws that share evenly.
+        # Without top keys and without a bound it draws this share uniformly.
         "uniform": VAttention(0.0, share, **fixed, **ends),
     }
 
 
 class Angles(NamedTuple):
-    """How often a query and a centred key between have a cosine."""
+    """A histogram of the cosines of queries and the centred keys between the ends."""
 
     cosine: np.ndarray
     share: np.ndarray
 
     def attended(self, bits: int, tables: int) -> float:
-        """The share of the keys that is found, on average over planes."""
+        """The expected share of the keys that is selected."""
         return float(np.sum(self.share * u(self.cosine, bits, tables)))
 
 
 def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int) -> Angles:
-    """Of all queries after the prompt with the keys between them and its first, in all layers."""
+    """Cosines of all queries after the prompt with the keys between its ends, in all layers."""
     edges, found = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
     for seen in each:
         for q, k, _ in seen:
@@ -113,9 +113,9 @@ def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: in
 
 
 def tables(found: Angles, share: float) -> tuple[int, int]:
-    """K, and the L with which the share that is attended to is nearest to this one.
+    """K, and the L whose expected share is nearest to `share`.
 
-    By Table 8 a bit less attends to two and a half times as many: K is 10 at 2 %, 9 at 5, 7 at 20.
+    In Table 8 one bit less selects 2.5 times as many keys, so K is 10 at 2 %, 9 at 5 %, 7 at 20 %.
     """
     bits = min(12, max(4, round(10 - math.log2(share / 0.02))))
     low, high = 2, MOST_TABLES
@@ -128,8 +128,10 @@ def tables(found: Angles, share: float) -> tuple[int, int]:
 def read(
     llm: Llm, chosen: Policy, each: Sequence[Seen], prompt: int, queries: int = ASKED
 ) -> dict[str, float]:
-    """The share of the keys between that the last queries read: mean, and least and most of the
-    layers; seen: what exact attention made of stretches."""
+    """The share of the keys between that the last queries read: mean, min and max over layers.
+
+    each: recorded queries, keys and values of stretches.
+    """
     found = [
         [_read(chosen, llm.spec, prompt, queries, *layer, seed) for layer in seen]
         for number, seen in enumerate(each)
@@ -193,5 +195,5 @@ def attended_by_tables(
 
 
 def captured(llm: Llm, stretches: Iterable[Sequence[int]]) -> list[Seen]:
-    """Queries, keys and values of stretches that are read exactly."""
+    """Queries, keys and values of stretches, recorded with exact attention."""
     return [capture(llm, tokens) for tokens in stretches]

@@ -1,4 +1,4 @@
-"""MagicPIG's published tables that follow from a formula: 7 and 8, and the zoo of appendix G."""
+"""MagicPIG's tables that follow from a formula: 7 and 8, and the zoo example of appendix G."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
 
-WITHIN_7, WITHIN_8 = 0.01, 0.2  # of the published figures
+WITHIN_7, WITHIN_8 = 0.01, 0.2  # relative tolerance
 ROUNDED_8 = 0.0005  # or half of its last digit
 DIMS = 88  # of isotropic keys whose shares are those of Table 8
 
 
 class Sizes(NamedTuple):
-    """What Table 7 needs of a model: heads, widths, and the number of its layers."""
+    """The sizes of a model that Table 7 depends on."""
 
     layers: int
     heads: int
@@ -50,8 +50,8 @@ TABLE_8 = {  # by K, the shares that were measured, in %
 
 
 def table_7(model: str, bits: int, tables: int, thousand: int) -> dict[str, float]:
-    """Bytes of projectors, of tables in all layers, and the computation of hashing queries and new
-    keys over that of the weights but the attention's last."""
+    """Bytes of the projectors and of the tables in all layers, and the operations of hashing over
+    those of all projections except the attention's output."""
     m = MODELS[model]
     entry = 4 if thousand > 64 else 2
     hashing = (m.heads + m.kv_heads) * m.head_dim * bits * tables
@@ -64,7 +64,7 @@ def table_7(model: str, bits: int, tables: int, thousand: int) -> dict[str, floa
 
 
 def table_8() -> list[dict[str, float]]:
-    """Of each K and L the published figures, equation 21's share, and that of isotropic keys."""
+    """By K and L: the published share, that of equation 21, and that of isotropic keys."""
     return [
         {
             "K": bits, "L": tables, "printed": share / 100,
@@ -82,7 +82,7 @@ def zoo(seed: int = 0, trials: int = 100_000) -> dict[str, Any]:
     draws = np.random.default_rng(seed).choice(pounds, (trials, 20))
     found: dict[str, Any] = {"mean": pounds.mean(), "deviation": pounds.std(), "budgets": {}}
     for budget in (10, 20):
-        animals = 30 + budget - 3  # a kind counts once, and the animals of three kinds are ten
+        animals = 30 + budget - 3  # three kinds have ten animals each; a kind counts once
         found["budgets"][budget] = {
             "top_k": pounds[:animals].mean(),
             "animals_of_top_k": animals,

@@ -34,7 +34,7 @@ from jaxkv.evals.magicpig.heads import (
     Layer,
     errors,
     estimate,
-    exactly,
+    exact_attention,
     interval,
     layers_of,
     progress,
@@ -49,11 +49,11 @@ from jaxkv.policies.magicpig.lsh import Hashing
 SHARES = (0.02, 0.05, 0.1, 0.2)
 BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.75, 0.9)
 SIGMAS = (1.0, 1.5, 2.0)
-DRAWINGS = 20  # of drawn attention
+DRAWINGS = 20  # samples of synthetic attention
 SINKS, WINDOW = 4, 64
 UNCENTRED = "magicpig, uncentred"
-COUNTED = ((8, 75), (9, 120), (10, 150))  # K and L of shares that are counted, not computed
-KEYS, ASKING = 20_000, 64  # of them
+COUNTED = ((8, 75), (9, 120), (10, 150))  # K and L whose shares are counted on random keys
+KEYS, ASKING = 20_000, 64  # number of these keys, and of queries
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
     }  # fmt: skip
     for llm, ids, _ in read:
         every, name = layers_of(llm, ids, given.stretches), llm.folder.name
-        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         results["models"][name] = of_model(llm.spec, layers, given, name)
     show(results)
     print("wrote", record.save(results))
@@ -102,7 +102,7 @@ def arguments(module: str, about: str | None, model: str) -> argparse.ArgumentPa
 
 
 def smaller(given: argparse.Namespace) -> argparse.Namespace:
-    """With --quick as little of everything as shows anything."""
+    """Reduce all sizes if --quick is given."""
     given.shares, given.budgets, given.drawings = SHARES, BUDGETS, DRAWINGS
     if given.quick:
         given.shares, given.budgets, given.drawings = SHARES[::2], BUDGETS[2::2], 4
@@ -113,7 +113,7 @@ def smaller(given: argparse.Namespace) -> argparse.Namespace:
 def tokens_for(
     ask: argparse.ArgumentParser, given: argparse.Namespace, model: str | None
 ) -> tuple[Llm, list[int], list[Path]]:
-    """A model and what it will read, or one line that says what is wrong."""
+    """A model, its tokens and their files; exits with one line if an argument is wrong."""
     if given.stretches < 2 or given.seeds < 1:
         ask.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
                   f"more, got {given.stretches} and {given.seeds}")  # fmt: skip
@@ -136,8 +136,8 @@ def tokens_for(
     return llm, ids, files
 
 
-def some(layers: int, quick: bool = False) -> list[int]:
-    """The first, the middle and the last, or the middle alone."""
+def pick_layers(layers: int, quick: bool = False) -> list[int]:
+    """The first, the middle and the last layer, or the middle one alone."""
     middle = (layers - 1) // 2
     return [middle] if quick else sorted({0, middle, layers - 1})
 
@@ -145,7 +145,7 @@ def some(layers: int, quick: bool = False) -> list[int]:
 def of_model(
     spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
-    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
     budgets: dict[str, Any] = {"topk": {}, "oracle": {}}
     for share in progress(given.budgets, f"{name}, by budget"):
@@ -164,7 +164,7 @@ def of_model(
         for kind, policies in by_kind.items():
             line = measured(spec, layers, exact, policies, given.seeds)
             captured.setdefault(kind, {})[f"{share:g}"] = line
-    against(captured)
+    add_ratios_to_topk(captured)
     return {
         "tokens": next(iter(layers.values())).k.shape[1], "layers": list(layers),
         "hashed": hashed, "captured": captured,
@@ -175,7 +175,7 @@ def of_model(
 
 
 def angles_of(spec: Spec, layer: Layer) -> matched_budgets.Angles:
-    """Of the queries that ask with the keys that are hashed."""
+    """Cosines of the last queries with the hashed keys."""
     stretches = [[row] for row in zip(*map(np.asarray, layer), strict=True)]
     return matched_budgets.angles(spec, stretches, layer.k.shape[1] - QUERIES, SINKS, WINDOW)
 
@@ -184,10 +184,10 @@ def measured(
     spec: Spec, layers: Mapping[int, Layer], exact: Mapping[int, jax.Array],
     policies: Mapping[int, Policy], seeds: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """By the policy of each layer: errors, and the share of the keys that was read."""
+    """Errors and the share of the keys that was read, with one policy per layer."""
     found, read = [], []
     for n, layer in layers.items():
-        # No draw serves two layers; stretches are rows, of which each draws for itself.
+        # Every layer has its own seeds, and every stretch its own draws.
         each = [estimate(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
         found.append([errors(attended.out, exact[n]) for attended in each])
         read.append([np.asarray(attended.share, np.float64) for attended in each])
@@ -203,8 +203,8 @@ def measured(
     }
 
 
-def against(captured: dict[str, Any]) -> None:
-    """Of each method the error over top-k's at the same share, stretch by stretch."""
+def add_ratios_to_topk(captured: dict[str, Any]) -> None:
+    """Add each method's error over top-k's at the same share, by stretch."""
     for found in captured.values():
         for share, line in found.items():
             over = np.array(line["stretches"]) / np.array(captured["topk"][share]["stretches"])
@@ -212,7 +212,7 @@ def against(captured: dict[str, Any]) -> None:
 
 
 def tables(seeds: list[int]) -> dict[str, Any]:
-    """Published figures that a formula gives, and shares that are counted."""
+    """The published tables by formula, and shares that are counted on random keys."""
     seven = [
         {"model": model, "K": K, "L": L, "thousand_tokens": n,
          "printed": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
@@ -228,8 +228,8 @@ def tables(seeds: list[int]) -> dict[str, Any]:
 
 
 def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
-    """Of keys of random direction in 88 dimensions, those that have a query's code in enough
-    tables, in the mean over queries."""
+    """The share of keys of random direction in 88 dimensions that have a query's code in enough
+    tables; mean over queries."""
     one, other, third = jax.random.split(jax.random.key(seed), 3)
     planes = lsh.planes(jax.random.bits(one, (1, 1, 2), jnp.uint32), DIMS, how)[0]
     q = lsh.codes(jax.random.normal(other, (1, ASKING, DIMS)), planes, how)[0]
@@ -244,7 +244,7 @@ def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Errors by share as a table, and in brackets the share that was read."""
+    """Print errors by share, with the share that was read in parentheses."""
     for name, found in results["models"].items():
         wanted = (f"{100 * float(share):g} %" for share in found["hashed"])
         print(f"{name:26}" + "".join(f"{share:>18}" for share in wanted))

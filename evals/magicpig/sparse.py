@@ -4,9 +4,9 @@ A prompt is read exactly. Later queries attend to both ends of it and to an equa
 between, selected by each method. Experiments:
   perplexity  books after a prompt of three quarters of the context: the loss over full attention
   protocol    MagicPIG with the prompt's last tokens read after prefill, and with a dense layer
-  bytes       what each holds of a prompt, tables included
+  bytes       bytes of a prompt under each method, hash tables included
   recall      the questions of evals.reservoir.recall; the name is the one token after prefill
-  tokens      MagicPIG's tokens a second after long prompts (evals/magicpig/sparse_tokens.py)
+  tokens      MagicPIG's tokens per second after long prompts (evals/magicpig/sparse_tokens.py)
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
 SINKS, WINDOW = 4, 16
 FLOOR, FLOORED = 1e-4, 0.05  # u_floor of the published code, and the share at which it is tried
-QUESTION = 32  # last tokens of a prompt that may be read after the end of prefill
-ANGLES = 4  # stretches that K and L are chosen on
-LONG = (32_768, 131_072)  # of which bytes are counted
+QUESTION = 32  # last tokens of a prompt that are read after prefill in `protocol`
+ANGLES = 4  # stretches on which K and L are chosen
+LONG = (32_768, 131_072)  # prompt lengths in `bytes`
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     ask.add_argument("--runs", type=Path, help="keep those models there, or find them")
     ask.add_argument("--questions", type=int, default=50, help="at each distance")
     ask.add_argument("--sizes", type=int, nargs="+", default=list(sparse_tokens.SIZES),
-                     help="prompts that tokens are written behind")  # fmt: skip
+                     help="lengths of the prompts of `tokens`")  # fmt: skip
     ask.add_argument("--written", type=int, default=16, help="tokens that are timed")
     ask.add_argument("--rounds", type=int, default=5, help="of each time")
     ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def smaller(given: argparse.Namespace) -> argparse.Namespace:
-    """With --quick as little of everything as shows anything."""
+    """Reduce all sizes if --quick is given."""
     if given.quick:
         for name, most in (("stretches", 3), ("seeds", 2), ("questions", 10), ("rounds", 2)):
             setattr(given, name, min(most, getattr(given, name)))
@@ -117,8 +117,10 @@ def middle(wanted: Sequence[float]) -> Sequence[float]:
 
 
 class Text(NamedTuple):
-    """A model and stretches, as long as its context where nothing else is said; others, between
-    those, to choose K and L on. first: tokens of a prompt; 0: three quarters of a stretch."""
+    """A model, stretches of text to score, and others between them to choose K and L on.
+
+    first: tokens of a prompt; 0: three quarters of a stretch.
+    """
 
     llm: Llm
     files: Sequence[Path]
@@ -128,11 +130,11 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, llm: Llm, texts: Path, given: argparse.Namespace) -> Text:
-        """Raises ValueError where the text is too short."""
+        """Stretches as long as the context. Raises ValueError if the text is too short."""
         front = llm.tokenizer.front
         wanted = given.stretches * given.apart
         ids, files = tokens_of(llm, texts, wanted, HELD_BACK)
-        # Where there is less text, stretches lie closer together.
+        # With less text, the stretches are closer together.
         apart, size = len(ids) // given.stretches, llm.config.context - len(front)
         if apart < 2 * size:
             raise ValueError(f"{texts} holds only {len(ids):,} tokens; ask for fewer stretches")
@@ -155,8 +157,8 @@ class Text(NamedTuple):
 
 
 def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
-    """Of each model and method the loss after prompts, over that of full attention; of the second
-    model at the middle shares, and without those that drop keys."""
+    """By model and method, the loss after prompts minus that of full attention; for the second
+    model only at the middle shares and without evicting policies."""
     found = {}
     for text in texts:
         first = text is texts[0]
@@ -169,7 +171,7 @@ def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, An
 def of_text(
     text: Text, wanted: Sequence[float], kept: dict[str, Policy], seeds: int
 ) -> dict[str, Any]:
-    """Every method at the wanted shares; kept: policies that drop keys."""
+    """Every method at the wanted shares; kept: evicting policies."""
     llm = text.llm
     base = losses(text, Full(max=llm.config.context), 1, "full")
     found: dict[str, Any] = {
@@ -180,7 +182,7 @@ def of_text(
 
     def line(chosen: Policy, name: str, drawing: bool) -> dict[str, Any]:
         each = losses(text, chosen, seeds if drawing else 1, name)
-        return {"policy": format_policy(chosen), "over_full": over(each, base)}
+        return {"policy": format_policy(chosen), "over_full": excess_loss(each, base)}
 
     found["ends alone"] = line(Ends(sinks=SINKS, window=WINDOW), "ends alone", False)
     each = matched_budgets.captured(llm, text.stretches[:ANGLES])
@@ -195,13 +197,13 @@ def of_text(
         }
     for name, one in kept.items():
         found["held"][name] = line(one, name, not isinstance(one, SnapKV)) | {
-            "state_bytes": sealed_bytes(one, llm.spec, llm.config.layers, text.prompt)
+            "state_bytes": prefilled_bytes(one, llm.spec, llm.config.layers, text.prompt)
         }
     return found
 
 
 def compressed(prompt: int) -> dict[str, Policy]:
-    """Policies that keep a half, a quarter and an eighth of the keys between and drop the rest."""
+    """Policies that cache a half, a quarter or an eighth of the keys between the ends."""
     found: dict[str, Policy] = {}
     for times in (1, 2, 3):
         ends = {"sinks": SINKS, "window": WINDOW, "rounds": times, "start": prompt}
@@ -223,11 +225,11 @@ def losses(
 
     def mean(number: int) -> float:
         seed, stretch = divmod(number, count)
-        return one(stretch, seed + seeds * stretch)  # no draw serves two stretches
+        return one(stretch, seed + seeds * stretch)  # every stretch has its own seeds
 
     found = [mean(0)]  # compiles
     with ThreadPoolExecutor(cores()) as pool:
-        found += reported(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
+        found += with_progress(pool.map(mean, range(1, seeds * count)), seeds * count - 1, title)
     jax.clear_caches()  # a process can map only this many compiled programs
     return np.reshape(found, (seeds, count))
 
@@ -246,12 +248,12 @@ def after_prompt(
     rest = tokens[prompt:]
     found = np.concatenate(list(models.losses(text.llm, rest, chunk=len(rest), stream=stream)))
     if not np.isfinite(found).all():
-        raise SystemExit(f"{chosen} gives losses that are no numbers; nothing is written")
+        raise SystemExit(f"{chosen} gives losses that are not finite; nothing is written")
     return float(found.mean(dtype=np.float64))
 
 
-def reported(items: Iterator[Item], count: int, title: str) -> list[Item]:
-    """All of them, with the rate and the time left on stderr."""
+def with_progress(items: Iterator[Item], count: int, title: str) -> list[Item]:
+    """All items as a list, with rate and remaining time on stderr."""
     found, begun = [], perf_counter()
     for number, item in enumerate(items, 1):
         found.append(item)
@@ -263,9 +265,9 @@ def reported(items: Iterator[Item], count: int, title: str) -> list[Item]:
     return found
 
 
-def over(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """By how much losses [seeds,stretches] exceed others: the mean, two standard errors over
-    stretches and over seeds, and what each stretch loses."""
+def excess_loss(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """Losses [seeds,stretches] minus the base: the mean, two standard errors over stretches and
+    over seeds, and the difference by stretch."""
     more = each - base
     errors = {
         name: 2 * means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else None
@@ -275,7 +277,7 @@ def over(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
 
 
 def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
-    """MagicPIG at the smaller shares, as prompts may be read and layers chosen."""
+    """MagicPIG at the smaller shares, with dense or sparse questions and with a dense layer."""
     text, found = texts[0], {}
     layers = text.llm.config.layers
     base = losses(text, Full(max=text.llm.config.context), 1, "full")
@@ -287,8 +289,11 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
                                      ("first layer dense", first))
                 for read, question in (("dense", 0), ("sparse", QUESTION))}  # fmt: skip
         found[f"{share:g}"] = {
-            name: {"policy": format_policy(policies), "question": question, "over_full": over(
-                losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base)}
+            name: {
+                "policy": format_policy(policies), "question": question,
+                "over_full": excess_loss(
+                    losses(text, policies, given.seeds, f"{name}, {share:.0%}", question), base),
+            }
             for name, (policies, question) in variants.items()
         }  # fmt: skip
     return {"question": QUESTION, "shares": found}
@@ -313,11 +318,11 @@ def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
 def of_prompt(
     policies: dict[str, Policy], spec: Spec, layers: int, prompt: int
 ) -> dict[str, dict[str, Any]]:
-    """What each holds, and of how many tokens full attention would hold as much."""
-    whole = sealed_bytes(Full(max=prompt, start=prompt), spec, layers, prompt)
+    """Bytes of each policy, and the number of tokens that a full cache of these bytes has."""
+    whole = prefilled_bytes(Full(max=prompt, start=prompt), spec, layers, prompt)
     found = {"full": {"state_bytes": whole, "over_full": 1.0, "tokens_of_full": prompt}}
     for name, one in policies.items():
-        count = sealed_bytes(one, spec, layers, prompt)
+        count = prefilled_bytes(one, spec, layers, prompt)
         found[name] = {
             "policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
             "tokens_of_full": count * prompt / whole,
@@ -325,13 +330,13 @@ def of_prompt(
     return found
 
 
-def sealed_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
-    """Of all layers, after prefill; nothing is allocated."""
-    return layers * sparse_tokens.sealed_bytes(chosen, spec, prompt)
+def prefilled_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
+    """Bytes of all layers after prefill; nothing is allocated."""
+    return layers * sparse_tokens.prefilled_bytes(chosen, spec, prompt)
 
 
 def recalled(_: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
-    """evals/magicpig/sparse_recall.py, which trains, and so needs the extra of that name."""
+    """evals/magicpig/sparse_recall.py; it trains models, so it needs the extra `train`."""
     from jaxkv.evals.magicpig import sparse_recall
 
     return sparse_recall.recall(given)

@@ -1,7 +1,7 @@
 """Right answers to the questions of evals.reservoir.recall by the share of the keys that is read.
 
-The name that is asked is the one token after prefill, so the question is read sparsely: as part of
-the prompt, full attention would answer it.
+The question is a single token after prefill, so it is read sparsely. As part of the prompt, full
+attention would answer it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.policy_spec import format_policy
 
-SINKS, WINDOW = 1, 16  # the models have a sink token; the nearest fact is just out of the window
-FEWER = (0.005, 0.01)  # shares beside those of the other experiments: a fact is one key of many
+SINKS, WINDOW = 1, 16  # the models have a sink token; the nearest fact is just outside the window
+FEWER = (0.005, 0.01)  # additional shares, because a fact is a single key
 STEPS = 600
-STRETCHES = 6  # that shares are measured on
-NAMES = CONTEXT - 1 - LENGTH_WITHIN  # that a prompt leaves room for
-ANGLES, MEASURED = 91, 92  # seeds of streams, of which no question is asked
+STRETCHES = 6  # on which shares are measured
+NAMES = CONTEXT - 1 - LENGTH_WITHIN  # names that fit after a prompt
+ANGLES, MEASURED = 91, 92  # seeds of streams without questions
 
 
 def recall(given: Namespace) -> dict[str, Any]:
-    """Of each trained model and method, at each share."""
+    """Right answers by trained model, method and share."""
     found: dict[str, Any] = {
         "rows": given.questions, "sinks": SINKS, "window": WINDOW,
         "distances": DISTANCES, "values": VALUES, "seeds": {},
@@ -50,7 +50,7 @@ def recall(given: Namespace) -> dict[str, Any]:
 def trained(runs: Path, seeds: list[int]) -> dict[int, Llm]:
     """Models of evals.reservoir.recall, trained or loaded.
 
-    Raises SystemExit for one that learnt nothing.
+    Raises SystemExit for a model that has not learnt the task.
     """
     tokens, found = facts.write(runs / "data"), {}
     for seed in seeds:
@@ -67,7 +67,7 @@ def trained(runs: Path, seeds: list[int]) -> dict[int, Llm]:
 
 
 def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
-    """Right answers, and the share of the keys that the names asked read."""
+    """Right answers, and the share of the keys that the questions read."""
 
     def answered(policies: dict[str, Policy | str]) -> dict[str, Any]:
         asked = DISTANCES, LENGTH_WITHIN, given.questions, seed
@@ -96,7 +96,7 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
 
 
 def captured(llm: Llm, seed: int) -> list[Seen]:
-    """What exact attention makes of prompts with names after them, of the facts farthest back."""
+    """Recorded prompts, each followed by the names of its farthest facts."""
     asked = [facts.question(LENGTH_WITHIN, DISTANCES, (seed, i)) for i in range(STRETCHES)]
     return matched_budgets.captured(llm, [
         [*llm.tokenizer.front, *prompt, *(FIRST_NAME + fact // VALUES for fact in known[-NAMES:])]

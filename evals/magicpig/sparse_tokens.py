@@ -1,9 +1,9 @@
-"""Decoding speed of MagicPIG after a long prompt, beside full attention.
+"""Decoding speed of MagicPIG after a long prompt, compared with full attention.
 
 A Llama of 110 million random weights. Prefill would take too long, so the caches are filled with
 keys of random direction in two thirds of the dimensions, with an offset, as in real models. Each
-query then attends to about as many keys as there, and the text does not matter. Layers are left out
-where the caches would not fit into memory.
+query then attends to about as many keys as in real models. Layers are left out if the caches would
+not fit in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.lib.timing import Variant, rate, ratio, rounds, timed, write
+from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder
@@ -35,40 +35,40 @@ from jaxkv.typing import Array
 
 SIZES = (32_768, 131_072)
 ROOM = 1024  # tokens after the prompt
-BUDGET = 8192  # keys of a query head: more than it attends to, so that none is left out
-MEMORY = 12 * 2**30  # that the caches of both may take
+BUDGET = 8192  # keys per query head; more than it attends to, so that none is dropped
+MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
 def tokens(given: Namespace) -> dict[str, Any]:
-    """Tokens a second by the length of the prompt."""
+    """Tokens per second by prompt length."""
     shape = SMALL if given.quick else LARGE
     return {str(size): measure(shape, size, given) for size in given.sizes}
 
 
 def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any]:
-    """One length, the two in turns."""
+    """One length; both policies alternate."""
     policies = {"full": Full(max=size + ROOM, start=1),
                 "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
     llm, _ = random_llama(shape | {"layers": 1})
-    needed = {name: sealed_bytes(one, llm.spec, size) for name, one in policies.items()}
+    needed = {name: prefilled_bytes(one, llm.spec, size) for name, one in policies.items()}
     layers = max(1, min(shape["layers"], MEMORY // sum(needed.values())))
     llm, _ = random_llama(shape | {"layers": layers})
     found: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
     streams: dict[str, models.Stream] = {}
-    # the one that finishes prefill while there is most room
+    # the policy that indexes its prompt comes first, while memory is free
     for name in sorted(policies, reverse=True):
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
-            found["seconds_to_seal"] = sealed(streams[name])
-    found["share_met"] = share_met(llm, policies["magicpig"], streams["magicpig"], size)
+            found["seconds_to_seal"] = time_finish_prefill(streams[name])
+    found["share_met"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
     found["compile_seconds"] = {}
     variants: dict[str, Variant] = {}
     for name, stream in streams.items():
         before = clock().seconds
-        write(stream, given.written)
+        generate_greedy(stream, given.written)
         found["compile_seconds"][name] = clock().seconds - before
-        variants[name] = timed(partial(write, stream, given.written))
-    seconds = rounds(variants, given.rounds, f"{given.written} tokens behind {size:,}")
+        variants[name] = timed(partial(generate_greedy, stream, given.written))
+    seconds = time_rounds(variants, given.rounds, f"{given.written} tokens after {size:,}")
     return found | {
         "policies": {name: format_policy(one) for name, one in policies.items()},
         "tokens": given.written,
@@ -79,8 +79,8 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     }
 
 
-def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
-    """Of a layer after a prefill of this many tokens; nothing is allocated."""
+def prefilled_bytes(chosen: Policy, spec: Spec, size: int) -> int:
+    """Bytes of a layer after a prefill of this many tokens; nothing is allocated."""
 
     def build() -> Any:
         state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
@@ -90,8 +90,8 @@ def sealed_bytes(chosen: Policy, spec: Spec, size: int) -> int:
 
 
 def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
-    """A stream whose layers hold a prompt of random keys and values, and room after it where it
-    is not made by sealing."""
+    """A stream whose layers contain a prompt of random keys and values, with room after it unless
+    `finish_prefill` makes room."""
     stream = models.Stream(llm, chosen)
     more = ROOM if chosen.min_prompt is None else 0
     states = []
@@ -109,7 +109,7 @@ def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
-    """So many random tokens of one row, and slots for more."""
+    """Random tokens of one sequence, and slots for more."""
     dim, dims = spec.head_dim, 2 * spec.head_dim // 3
     of_basis, of_offset, of_keys, of_values = jax.random.split(key, 4)
     basis = jnp.linalg.qr(jax.random.normal(of_basis, (dim, dims)))[0].T
@@ -125,8 +125,8 @@ def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
     )  # fmt: skip
 
 
-def sealed(stream: models.Stream) -> float:
-    """Seals it; the seconds that took, without compiling."""
+def time_finish_prefill(stream: models.Stream) -> float:
+    """Finish prefill; return the seconds that it took, without compilation."""
     jax.block_until_ready(stream.decoding)
     begun, compiled = perf_counter(), clock().seconds
     stream.finish_prefill()
@@ -134,8 +134,10 @@ def sealed(stream: models.Stream) -> float:
     return perf_counter() - begun - (clock().seconds - compiled)
 
 
-def share_met(llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int) -> dict[str, float]:
-    """Of the keys between, by the queries of one token: mean, and least and most of the layers."""
+def attended_share(
+    llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int
+) -> dict[str, float]:
+    """The share of the keys between that one token attends to: mean, min and max over layers."""
 
     def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:
         out, _ = step(policy, spec, state, *new)

@@ -1,6 +1,7 @@
-"""Attention that is drawn, and how far sparse attention is from it (MagicPIG, Figures 3 to 5): keys
-of random direction, logits normal with a deviation of sigma, values with a mean of their own and a
-part that follows the logit, so that what top-k leaves out is not like what it keeps.
+"""Synthetic attention and the error of sparse attention to it (MagicPIG, Figures 3 to 5).
+
+Keys have random directions, logits are normal with standard deviation sigma. Values have a nonzero
+mean and a part that correlates with the logit, so that top-k drops values unlike those it keeps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from jaxkv.rotary import NoPosition
 
 KEYS, DIM = 16_384, 64
 TABLES = ((10, 150), (9, 120), (8, 75))  # K and L as published
-CORRELATION = 0.45  # of a value's part along one direction with its logit
-FAR = 8.0  # of a cone: how far its keys lie from the origin; each is as long about their mean
+CORRELATION = 0.45  # of a value's component along one direction with its logit
+FAR = 8.0  # distance of a cone's mean key from the origin; keys deviate from the mean as much
 SPEC = Spec(1, DIM, 1.0, NoPosition())
 
 
@@ -41,8 +42,8 @@ class Drawing(NamedTuple):
 
 
 def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION) -> Drawing:
-    """v = m + r (s / sigma) e + sqrt(1 - r^2) z, all else normal; s is sigma times a key's first
-    number, r is `follow`."""
+    """v = m + r (s / sigma) e + sqrt(1 - r^2) z with normal m and z; s is sigma times a key's first
+    coordinate, r is `follow`."""
     rng = np.random.default_rng(seed)
     k = rng.normal(size=(keys, DIM))
     mean, along = rng.normal(size=(2, DIM))
@@ -54,7 +55,7 @@ def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION)
 def layer(
     sigma: float, seeds: Sequence[int], keys: int = KEYS, follow: float = CORRELATION
 ) -> Layer:
-    """A stretch for each seed, whose queries all ask alike: each sees a drawing's logits."""
+    """One stretch per seed; all its queries are equal, with the logits of one drawing."""
     drawings = [draw(sigma, seed, keys, follow) for seed in seeds]
     k, v = (
         jnp.asarray(np.stack(each))[:, :, None] for each in list(zip(*drawings, strict=True))[1:]
@@ -64,9 +65,10 @@ def layer(
 
 
 def cone(flat: Layer, sigma: float) -> Layer:
-    """The same with all keys moved by FAR along the second direction, from which queries point
-    away; and the first key, the sink, moved to where they point, so that it has about half of the
-    weight, with a value of zero. The weights of the others among each other stay.
+    """The layer with all keys shifted by FAR along the second direction, opposite to the queries.
+
+    The first key, the sink, is moved in the direction of the queries, so that it gets about half of
+    the weight; its value is zero. The relative weights of the other keys stay.
     """
     q, k, v = (np.array(a) for a in flat)
     q[..., 1], k[..., 1] = -1.0, FAR
@@ -78,7 +80,7 @@ def cone(flat: Layer, sigma: float) -> Layer:
 
 
 def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:
-    """One query for these keys, none of which it sees of itself."""
+    """One query with these keys as candidates; no key is always attended."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
     rng = per_head.seeds(jax.random.key(seed), SPEC, 1)
@@ -91,7 +93,7 @@ def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates
 def error(
     chosen: TopK | Oracle, drawing: Drawing, seed: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Of one query: |found - exact| / |exact|, and the share of the keys that was read."""
+    """|found - exact| / |exact| of one query, and the share of the keys that was read."""
     of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
     exact = attend(of, sparse_attention.unweighted(of.between), v).out
     found = attend(of, chosen.select(of), v)
@@ -102,7 +104,7 @@ def error(
 def error_of_tables(
     chosen: MagicPIG, sigma: jax.Array | float, drawing: Drawing, seed: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of hash tables; the newest key is the query's own."""
+    """The same for hash tables; the newest key is the query's own."""
     count = len(drawing.k)
     at = jnp.arange(count, dtype=jnp.uint32)[None]
     k, v = (jnp.asarray(a)[None, :, None] for a in (drawing.k, drawing.v))
@@ -112,20 +114,20 @@ def error_of_tables(
     state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
     out = chosen.attend(SPEC, state, q[:, None], number, last).out
-    met_by = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
+    selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = queries(drawing.logits, seed)
     exact = attend(of, sparse_attention.unweighted(of.between), v).out
-    share = met_by.total[0, 0].astype(jnp.float32) / np.float32(count)
+    share = selected.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 
 
 def by_budget(sigma: float, shares: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
-    """The spread over drawings of each error, and in how large a cache they cross."""
+    """The spread of each error over drawings, and the share at which the errors cross."""
     drawings = [draw(sigma, seed) for seed in seeds]
     found: dict[str, Any] = {"topk": {}, "oracle": {}}
-    for share in progress(shares, f"drawn attention, sigma {sigma:g}"):
+    for share in progress(shares, f"synthetic attention, sigma {sigma:g}"):
         for name, chosen in (("topk", TopK(share)), ("oracle", Oracle(share))):
-            found[name][f"{share:g}"] = _told(partial(error, chosen), drawings, seeds)
+            found[name][f"{share:g}"] = _summary(partial(error, chosen), drawings, seeds)
     return found | {
         "crossing": crossing(found), "mass_of_top_fifth": mass(drawings),
         "by_tables": by_tables(sigma, drawings, seeds),
@@ -135,20 +137,20 @@ def by_budget(sigma: float, shares: Sequence[float], seeds: Sequence[int]) -> di
 def by_tables(
     sigma: float, drawings: Sequence[Drawing], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """MagicPIG as published, and others that read as many keys as it is expected to."""
+    """MagicPIG as published, and other methods at its expected share."""
     lines = []
-    for bits, tables in progress(TABLES, f"drawn attention, sigma {sigma:g}, by tables"):
+    for bits, tables in progress(TABLES, f"synthetic attention, sigma {sigma:g}, by tables"):
         share = isotropic(bits, tables, DIM)
         others = methods(share, (bits, tables), 0, 1)
         chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, tail=1)
-        line = {"magicpig": _told(partial(error_of_tables, chosen, sigma), drawings, seeds)}
+        line = {"magicpig": _summary(partial(error_of_tables, chosen, sigma), drawings, seeds)}
         for name in ("topk", "oracle", "uniform"):
-            line[name] = _told(partial(error, others[name]), drawings, seeds)
+            line[name] = _summary(partial(error, others[name]), drawings, seeds)
         lines.append({"K": bits, "L": tables, "expected": share} | line)
     return lines
 
 
-def _told(
+def _summary(
     find: Callable[[Drawing, int], tuple[jax.Array, jax.Array]],
     drawings: Sequence[Drawing], seeds: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
@@ -162,8 +164,8 @@ def mass(drawings: Sequence[Drawing], share: float = 0.2) -> float:
 
 
 def crossing(found: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """The share from which on top-k is nearer than oracle sampling, on a line between two budgets
-    in the logarithm of the errors; None where it never is."""
+    """The share from which top-k has a lower error than oracle sampling, interpolated linearly in
+    the log errors; None if it never has."""
     shares = [float(share) for share in found["topk"]]
     middle = lambda line: line["error"].get("median", line["error"].get("mean"))  # noqa: E731
     over = [

@@ -3,8 +3,8 @@ and by the bytes of the tables (arXiv 2410.16179, appendix F).
 
 Stretches are read as in evals.magicpig.sampling: the last tokens of each are the queries, both ends
 are exact. For each hash and K, keys and queries are hashed once, with planes for the largest L;
-smaller L take the first planes. Planes are drawn again for every seed, stretch, layer and KV head.
-Bytes are those of the tables of one KV head for --keys keys, beside its keys and values.
+smaller L use the first planes. Planes are drawn again for every seed, stretch, layer and KV head.
+Bytes are those of the tables of one KV head for --keys keys, also relative to its keys and values.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig.heads import (
     Estimate,
     Layer,
-    ask,
     attend,
     centred,
     errors,
-    exactly,
+    exact_attention,
     interval,
+    last_queries,
     layers_of,
     progress,
 )
-from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, some, tokens_for
+from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, pick_layers, tokens_for
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--hash", nargs="+", choices=HASHES, default=HASHES, help="to try")
     parser.add_argument("--bits", type=int, nargs="+", default=BITS, help="K to try")
     parser.add_argument("--tables", type=int, nargs="+", default=TABLES, help="L to try")
-    parser.add_argument("--target", type=float, default=TARGET, help="an error that will do")
-    parser.add_argument("--keys", type=int, help="hashed, that bytes are counted for (default: "
-                        "those of a stretch)")  # fmt: skip
+    parser.add_argument("--target", type=float, default=TARGET, help="the largest acceptable error")
+    parser.add_argument("--keys", type=int, help="hashed keys of which table bytes are computed "
+                        "(default: those of a stretch)")  # fmt: skip
     given = smaller(parser.parse_args())
     check(parser, given)
     read = [tokens_for(parser, given, model) for model in given.model or [None]]
@@ -69,7 +69,7 @@ def main() -> None:
     }  # fmt: skip
     for llm, ids, _ in read:
         every, name = layers_of(llm, ids, given.stretches), llm.folder.name
-        layers = {n: every[n] for n in given.layers or some(len(every), given.quick)}
+        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         found = results["models"][name] = of_model(llm.spec, layers, given, name)
         show(name, found, given.target)
     print("wrote", record.save(results))
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def smaller(given: argparse.Namespace) -> argparse.Namespace:
-    """With --quick as little of everything as shows anything."""
+    """Reduce all sizes if --quick is given."""
     if given.quick:
         given.stretches, given.seeds = min(given.stretches, 2), min(given.seeds, 1)
         given.bits = given.bits[::2]
@@ -89,7 +89,7 @@ def smaller(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """One line that says what is wrong, where something is."""
+    """Exit with one line if an argument is wrong."""
     if not given.target > 0:
         parser.error(f"--target must be above 0, got {given.target}; try {TARGET}")
     if given.keys is not None and given.keys < 1:
@@ -103,7 +103,7 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def hashing(name: str, bits: int, tables: int) -> Hashing:
-    """How keys are hashed: the one place that says so."""
+    """The hashing settings of a hash, K and L."""
     return Hashing(bits, tables, hash=name)
 
 
@@ -115,8 +115,8 @@ def policy_of(point: Mapping[str, Any]) -> str:
 def of_model(
     spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
-    """Every K and L, which of them none is better than, and which to take."""
-    exact = {n: exactly(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
+    """Every K and L, their Pareto frontier, and the recommended policy."""
+    exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     length = next(iter(layers.values())).k.shape[1]
     keys = given.keys or length - QUERIES - SINKS - WINDOW
     cache = 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize * keys
@@ -138,12 +138,12 @@ def of_model(
                 "error": interval(np.array([each[i][0] for each in found])),
                 "table_bytes": size, "of_cache": size / cache,
             })  # fmt: skip
-    best = least(points, given.target)
+    best = smallest_tables(points, given.target)
     of = {kind: [p for p in points if p["hash"] == kind] for kind in given.hash}
     return {
         "tokens": length, "layers": list(layers), "keys": keys, "cache_bytes": cache,
         "points": points, "frontier": {kind: frontier(some) for kind, some in of.items()},
-        "least": {kind: least(some, given.target) for kind, some in of.items()},
+        "least": {kind: smallest_tables(some, given.target) for kind, some in of.items()},
         "policy": policy_of(best) if best else None,
     }  # fmt: skip
 
@@ -152,8 +152,8 @@ def of_model(
 def by_tables(
     spec: Spec, layer: Layer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
 ) -> list[Estimate]:
-    """What the queries get with each of these L, smallest first, by the first planes of `how`."""
-    scores = ask(spec, layer, SINKS, WINDOW, seed)
+    """Attention with each of these L in ascending order, using the first planes of `how`."""
+    scores = last_queries(spec, layer, SINKS, WINDOW, seed)
     keys, cosines = centred(spec, layer, SINKS, WINDOW)
     found = []
     for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
@@ -166,7 +166,8 @@ def by_tables(
 def agreements(
     scores: Candidates, keys: jax.Array, how: Hashing, tables: tuple[int, ...]
 ) -> list[jax.Array]:
-    """In how many of the first L tables a query and a key have one code [B,K,G,Q,T], of each L."""
+    """For each L, the number of the first L tables in which query and key have equal codes
+    [B,K,G,Q,T]."""
     rows, kv_heads, group, queries, length = scores.logits.shape
     head_dim = keys.shape[-1]
     q = scores.q.reshape(rows, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
@@ -185,14 +186,14 @@ def agreements(
             found.append(count)
         return tuple(found)
 
-    # A head at a time: the products of all with every plane would be large.
+    # One head at a time, to limit memory.
     heads = scores.rng, q.reshape(rows, kv_heads, -1, head_dim), keys
     found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
     return [count.reshape(scores.logits.shape) for count in found]
 
 
 def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The points than which no other reads as little and errs as little, by the share they read."""
+    """The Pareto frontier of share read and error, by share."""
     best, found = float("inf"), []
     for point in sorted(points, key=lambda p: (p["share"], p["error"]["mean"])):
         if point["error"]["mean"] < best:
@@ -202,16 +203,16 @@ def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def least(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
-    """Of the points that surely err no more than that, by two standard errors, the one with the
-    smallest tables, and of equals the one that reads least."""
+def smallest_tables(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
+    """The point with the smallest tables, then the smallest share, among those whose error plus two
+    standard errors is at most `target`."""
     will_do = [p for p in points if p["error"]["mean"] + 2 * p["error"]["standard_error"] <= target]
     return min(will_do, key=lambda p: (p["table_bytes"], p["share"]), default=None)
 
 
 def show(name: str, found: Mapping[str, Any], target: float) -> None:
-    """The frontier as a table, and what to use."""
-    print(f"{name}: what is read, the error of attention, and tables over keys and values")
+    """Print the frontier and the recommended policy."""
+    print(f"{name}: share read, error of attention, and tables over keys and values")
     print(f"{'':14}{'K':>4}{'L':>6}{'read':>10}{'error':>10}{'tables':>10}")
     for kind, line in found["frontier"].items():
         for p in line:
@@ -219,7 +220,7 @@ def show(name: str, found: Mapping[str, Any], target: float) -> None:
                   f"{p['of_cache']:10.2f}")  # fmt: skip
     for kind, best in found["least"].items():
         if best is None:
-            print(f"{kind}: none errs as little as {target:g}; try more --tables or fewer --bits")
+            print(f"{kind}: no error is below {target:g}; try more --tables or fewer --bits")
         else:
             mean, size = best["error"]["mean"], best["table_bytes"]
             print(f"{kind}: the smallest tables with an error of {target:g} are of K={best['K']}, "

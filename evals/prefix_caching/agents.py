@@ -1,10 +1,10 @@
 """Tokens of recorded agent sessions that prefix caching saves, by policy and memory.
 
 Every turn of a session sends the whole conversation again; the sessions are interleaved. A full
-cache keeps pages of one chunk and evicts nothing: it saves all that the chunk grid allows, in
-memory that grows with the text. Bounded caches keep whole states, as many as there are slots.
-Bytes are those of the default model, for the largest number of stored states; `distinct` leaves out
-pages that states share, for which the engine reserves room all the same.
+cache stores pages of one chunk and evicts nothing: it saves every prefix of whole chunks, in memory
+that grows with the text. For evicting caches, whole states are stored, up to the number of slots.
+Bytes are those of the default model, for the largest number of stored states; `distinct` counts
+shared pages once, although the engine reserves memory for each.
 (evals.prefix_caching.engine sends such turns through the engine.)
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
-    """Tokens saved and the bytes that it takes, by an index of each kind."""
+    """Saved tokens and bytes, for an index of each kind."""
     full = BlockPool(CHUNK, mode="full")
     for turn in turns:
         lease = full.admit(full.hash_prompt(turn.keys, root_hash()))
@@ -92,7 +92,7 @@ def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
 
 
 def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -> dict[str, Any]:
-    """So many states of a bounded cache: what they save, and the bytes of those held at most."""
+    """Saved tokens with this many states of an evicting cache, and the peak of their bytes."""
     layers = by_layer(policy, llm.config.layers)
     index = Snapshots(slots, CHUNK)
     record, page = bytes_of(llm, layers)
@@ -115,7 +115,7 @@ def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -
 
 
 def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
-    """Of a state what is its own, and a page of it, in all layers."""
+    """Bytes of a state without pages, and of one page, in all layers."""
     states = jax.eval_shape(
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )

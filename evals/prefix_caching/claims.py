@@ -1,4 +1,4 @@
-"""The claims of the report on prefix caching, and our own."""
+"""The claims of the report on prefix caching, and measurements beyond it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxkv.evals.lib.claim import (
     spread,
 )
 
-LINEAR = 0.99  # of the variance that a straight line explains
-REPORTED = 8.14  # per cent of the blocks of "What is your name?"
-FASTER = 1.05  # of two speeds: a difference that counts as one
+LINEAR = 0.99  # R^2 of a linear fit
+REPORTED = 8.14  # hit rate of "What is your name?" in percent
+FASTER = 1.05  # the smallest ratio of speeds that counts
 PREFIXES: list[Claim] = []
 claim = adder(PREFIXES)
 of_seeds = partial(spread, digits=1, middle="mean")
@@ -37,50 +37,50 @@ def linear(r: Results) -> Finding:
         explained.append(float(np.corrcoef(x, y)[0, 1] ** 2) if y.std() else 0.0)
         shown[name] = f"{y[-1]:.1f} % and {explained[-1]:.3f}"
     return (
-        "hits where all prompts are frequent ones, and what of the variance over p a straight line "
-        f"explains; {joined(f'{name}: {x}' for name, x in shown.items())}"
+        "hit rate if all prompts are frequent ones, and R^2 of a linear fit over p; "
+        f"{joined(f'{name}: {x}' for name, x in shown.items())}"
     ), by_all([x >= LINEAR for x in explained])
 
 
-@claim("prefix_replay", 'Equal prompts ("What is your name?") are found in 8.14 %, for their '
+@claim("prefix_replay", 'Equal prompts ("What is your name?") hit in 8.14 %, because their '
        "answers differ", "section 3.2")  # fmt: skip
 def one_prompt(r: Results) -> Finding:
-    """8.14 %, and the report's reason: each answer differs."""
+    """The rate of 8.14 %, and the report's reason: each answer differs."""
     found = r["report"]
     short, greedy = found["what_is_your_name"]["rekey, block 16"], found["greedy"]
     there = short["min"] <= REPORTED <= short["max"]
     whole = found["identical"]["alias, block 16"]["16"]["mean"]
     why = greedy["mean"] > max(found["identical"]["rekey, block 16"]["16"]["max"], 1) * 2
     return (
-        f"six tokens, 16 slots, keys that follow what a block holds by now: {of_seeds(short)} % "
-        f"(slots to hits, fifteen tokens: {listed(found['ten_seeds'], of_seeds)}); equal answers "
-        f"do not help: {of_seeds(greedy)} %. A prompt shorter than a block loses its key with the "
-        "first token that is written, so only requests admitted in one step find it; with a key "
-        f"that stays {whole:.1f} % are found"
+        "six tokens, 16 slots, block hashes that change with generated tokens: "
+        f"{of_seeds(short)} % (hit rates by slots, fifteen tokens: "
+        f"{listed(found['ten_seeds'], of_seeds)}); equal answers do not help: {of_seeds(greedy)} "
+        "%. A prompt shorter than a block loses its hash with the first generated token, so only "
+        f"requests admitted in the same step hit; with a second, fixed hash {whole:.1f} % hit"
     ), grade(there and why, there)
 
 
-@claim("prefix_engine", "More answers a second than without",
+@claim("prefix_engine", "More answers per second than without",
        "Figure 2: 459.22 against 416.92 of equal prompts")  # fmt: skip
 def faster(r: Results) -> Finding:
-    """Figure 2, by our engine and our default model; its one pair of values is that of p = 1."""
+    """Figure 2, with jaxkv's engine and default model; the report has values for p = 1 only."""
     shares = r["report"]["shares"]
     times = {f"p = {p}": one["times_faster"] for p, one in shares.items()}
     felt = [x["min"] > 1 and x["median"] >= FASTER for x in times.values()]
     last = shares[max(shares, key=float)]
     each = last["items_per_second"]
     return (
-        f"our engine, the default model, {last['slots']} slots, prompts of 15 tokens in blocks of "
-        f"{last['chunk']}; answers a second at p = 1 {spread(each['none'])} without and "
-        f"{spread(each['kept'])} with; with over without: {listed(times, spread)}"
+        f"jaxkv's engine, the default model, {last['slots']} slots, prompts of 15 tokens in blocks "
+        f"of {last['chunk']}; answers per second at p = 1: {spread(each['none'])} without and "
+        f"{spread(each['kept'])} with prefix caching; ratio: {listed(times, spread)}"
     ), grade(all(felt), felt[max(range(len(felt)), key=lambda n: float(list(shares)[n]))])
 
 
-@claim("prefix_replay", "Keys may be chained", "section 4, no figure")
+@claim("prefix_replay", "Block hashes may be chained", "section 4, no figure")
 def chained(r: Results) -> Finding:
     took = r["speed"]["microseconds_of_4096_tokens"]
     return (
-        "the same hits (a test compares them); keys of 4,096 tokens in blocks of 16, microseconds: "
+        "equal hits (a test compares them); hashing 4,096 tokens in blocks of 16, microseconds: "
         f"{listed(took, spread)}"
     ), grade(took["chained"]["max"] < took["direct"]["min"])
 
@@ -96,7 +96,8 @@ def evicting_caches(r: Results) -> Finding:
         near.append(point["of_full"] >= 0.9 and point["bytes"] < full["bytes"])
         shown.append(
             f"{policy.split(':')[0]} {point['of_full']:.1%} by {slots} states in "
-            f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} of them unlike"
+            f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} MiB without shared "
+            "pages"
         )
     return (
         f"{r['turns']} recorded turns of {r['tokens']:,} tokens, chunks of {r['chunk']}; full "
@@ -105,7 +106,7 @@ def evicting_caches(r: Results) -> Finding:
     ), by_all(near)
 
 
-@claim("prefix_engine", "Recorded requests are answered sooner", "not claimed")
+@claim("prefix_engine", "Recorded requests are served faster", "not claimed")
 def through_the_engine(r: Results) -> Finding:
     shown, quicker = [], []
     for name in ("sessions", "mooncake", "azure"):
@@ -113,23 +114,23 @@ def through_the_engine(r: Results) -> Finding:
             times, first = found["times_faster"], found["first_token_seconds"]
             quicker.append(times["min"] > 1)
             shown.append(
-                f"{name}, {policy.split(':')[0]}: {found['hit_rate_tokens']:.0%} found, answers a "
-                f"second {spread(times)} times, seconds to the first token (median) "
-                f"{first['none']['median']:.3f} and {first['kept']['median']:.3f}"
+                f"{name}, {policy.split(':')[0]}: {found['hit_rate_tokens']:.0%} of the tokens "
+                f"cached, {spread(times)} times the answers per second, median time to first token "
+                f"{first['none']['median']:.3f} s without and {first['kept']['median']:.3f} s with"
             )
     return (
-        f"the default model, lengths divided by 8 but those of sessions; {joined(shown)}"
+        f"the default model, lengths divided by 8 except for sessions; {joined(shown)}"
     ), by_all(quicker)
 
 
-@claim("soak", "Whoever leaves, nothing leaks and no answer changes", "not claimed")
+@claim("soak", "When clients disconnect, nothing leaks and no answer changes", "not claimed")
 def soaked(r: Results) -> Finding:
     shown = []
     for policy, found in r["policies"].items():
         sizes = [rest["resident"] for rest in found["rests"]]
         shown.append(
-            f"{policy.split(':')[0]}: {found['requests']:,} requests, of which {found['left']:,} "
-            f"clients left; {found['wrong']} answers differ; resident memory at the end "
-            f"{sizes[-1] / sizes[min(2, len(sizes) - 1)]:.3f} times that after 2,000"
+            f"{policy.split(':')[0]}: {found['requests']:,} requests, {found['left']:,} clients "
+            f"disconnected; {found['wrong']} answers differ; resident memory at the end "
+            f"{sizes[-1] / sizes[min(2, len(sizes) - 1)]:.3f} times that after 2,000 requests"
         )
     return joined(shown), by_all([line["met"] for line in r["bars"]])

@@ -1,8 +1,8 @@
-"""Recorded requests through the engine and the default model: with and without prefix caching.
+"""Recorded requests through the engine and the default model, with and without prefix caching.
 
-Lengths are divided, for the model is small: of Mooncake's traces 512 tokens become a chunk. What an
-id of a block stands for follows from the id. All requests wait from the beginning, so the engine is
-never idle, and seconds to the first token count from when a request leaves the queue.
+Lengths are divided, because the model is small: 512 tokens of Mooncake's traces become one chunk.
+The tokens of a block are derived from its id. All requests are queued at the start, so the engine
+is never idle; time to first token starts when a request leaves the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import ratio, rounds
+from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
 from jaxkv.models import Llm
@@ -33,13 +33,13 @@ FILES = {
     "azure": "AzureLLMInferenceTrace_conv.csv",
     "sessions": "sweagent_trajectories.jsonl",
 }
-FIRST_ID = 3  # of the vocabulary: those before are special
+FIRST_ID = 3  # of the vocabulary; smaller ids are special tokens
 STREAMING, BALANCED = "streaming:sinks=4,window=252", "balance-stream:sinks=4,window=124"
-REPORTED = 459.22 / 416.92  # items a second with prefix caching over without, of equal prompts
+REPORTED = 459.22 / 416.92  # items per second with over without prefix caching, equal prompts
 
 
 class Load(NamedTuple):
-    """Requests, and the grid on which they share: tokens of a chunk."""
+    """Requests, and the chunk size on whose grid they share prefixes."""
 
     requests: list[Request]
     chunk: int
@@ -98,7 +98,7 @@ def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict
 
 
 def mooncake(llm: Llm, path: Path, count: int, divide: int) -> Load:
-    """The first requests of a trace, prompts and answers shortened by this factor."""
+    """The first requests of a trace, with lengths divided by `divide`."""
     chunk, made = MOONCAKE_BLOCK // divide, []
     with path.open(encoding="utf-8") as file:
         for row in map(json.loads, islice(file, count)):
@@ -110,12 +110,12 @@ def mooncake(llm: Llm, path: Path, count: int, divide: int) -> Load:
 
 
 def tokens_of(llm: Llm, number: int, count: int) -> np.ndarray:
-    """The tokens that an id of a block stands for."""
+    """The tokens of a block, derived from its id."""
     return np.random.default_rng(number).integers(FIRST_ID, llm.config.vocab, count)
 
 
 def azure(llm: Llm, path: Path, count: int, divide: int) -> Load:
-    """The first lengths of a trace, each with a text of its own."""
+    """The first lengths of a trace, each with a different text."""
     with path.open(encoding="utf-8", newline="") as file:
         made = [
             Request(
@@ -128,7 +128,7 @@ def azure(llm: Llm, path: Path, count: int, divide: int) -> Load:
 
 
 def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
-    """The first turns of recorded agents, an answer of 8 tokens each."""
+    """The first turns of recorded agents, with answers of 8 tokens."""
     turns = trace.requests[:count]
     return Load([Request(tuple(map(int, turn.keys)), 8) for turn in turns], chunk)
 
@@ -145,9 +145,9 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
 def run(
     llm: Llm, load: Load, policy: str, slots: int, kept: int, count: int, title: str
 ) -> dict[str, Any]:
-    """Items a second and seconds to the first token, with this many cached prefixes and without.
+    """Items per second and seconds to the first token, with and without this many cached prefixes.
 
-    Raises RuntimeError where an answer differs by whether its prefix was kept.
+    Raises RuntimeError if prefix caching changes an answer.
     """
     longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
     engines = {
@@ -163,9 +163,11 @@ def run(
         answers[name] = answer(engines[name], load.requests)
         return perf_counter() - begun
 
-    seconds = rounds({name: lambda name=name: all_of_them(name) for name in engines}, count, title)
+    seconds = time_rounds(
+        {name: lambda name=name: all_of_them(name) for name in engines}, count, title
+    )
     if [one.tokens for one in answers["kept"]] != [one.tokens for one in answers["none"]]:
-        raise RuntimeError(f"{title}: answers differ by whether prefixes were kept")
+        raise RuntimeError(f"{title}: prefix caching changes answers")
     return summary(load, answers, seconds, engines["kept"]) | {
         "policy": policy, "slots": slots, "prefixes": kept,
     }  # fmt: skip
@@ -190,7 +192,7 @@ def summary(
 
 
 def first_tokens(answers: Iterable) -> dict[str, float]:
-    """Seconds from a request's turn to its first token."""
+    """Seconds from leaving the queue to the first token."""
     found = [one.outcome.first_token_seconds - one.outcome.queue_seconds for one in answers]
     return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
 

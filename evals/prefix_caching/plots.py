@@ -1,4 +1,4 @@
-"""Pictures of the records of prefixes, for evals.lib.figures."""
+"""Plots of the records of prefix caching, for evals.lib.figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import numpy as np
 from jaxkv.models.palette import COLOURS, LINES
 
 MODES = {"rekey": COLOURS["window"], "alias": COLOURS["streaming"], "full": COLOURS["full"]}
-RULES = ("streaming", "recompute", "reservoir", "stratified")  # colours, one a rule
+RULES = (
+    "streaming",
+    "recompute",
+    "reservoir",
+    "stratified",
+)  # policies whose colours the rules get
 
 
 def report(axes: Any, results: dict[str, Any]) -> None:
-    """Blocks found by how many prompts are frequent ones; mode, block and slots; least to most of
-    seeds (the report's Figure 1)."""
+    """Hit rate by the share of frequent prompts, for several modes, blocks and slots; minimum to
+    maximum of seeds (the report's Figure 1)."""
     curves = results["report"]["curves"]
     drawn = [name.split(", ")[0] for name in curves]
     for number, (name, curve) in enumerate(curves.items()):
@@ -30,8 +35,7 @@ def report(axes: Any, results: dict[str, Any]) -> None:
 
 
 def snapshots(axes: Any, results: dict[str, Any]) -> None:
-    """Tokens of Mooncake's conversations that need not be computed, by slots and by where states
-    are stored."""
+    """Cached tokens of Mooncake's conversations, by slots and by rule for storing states."""
     for colour, (where, row) in zip(RULES, results["snapshots"].items(), strict=True):
         shares = [100 * point["share"] for point in row.values()]
         axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
@@ -40,11 +44,12 @@ def snapshots(axes: Any, results: dict[str, Any]) -> None:
 
 
 def items(axes: Any, results: dict[str, Any]) -> None:
-    """Answers a second through the engine, least to most of the rounds (the report's Figure 2)."""
+    """Answers per second of the engine, minimum to maximum of the rounds (the report's Figure
+    2)."""
     shares = results["report"]["shares"]
     at = [100 * float(p) for p in shares]
-    for name, label, colour in (("none", "nothing kept", COLOURS["full"]),
-                                ("kept", "prefixes kept", COLOURS["streaming"])):  # fmt: skip
+    for name, label, colour in (("none", "no prefix caching", COLOURS["full"]),
+                                ("kept", "prefix caching", COLOURS["streaming"])):  # fmt: skip
         found = {end: np.array([one["items_per_second"][name][end] for one in shares.values()])
                  for end in ("median", "min", "max")}  # fmt: skip
         axes.plot(at, found["median"], "o-", markersize=3, color=colour, label=label)
@@ -54,9 +59,9 @@ def items(axes: Any, results: dict[str, Any]) -> None:
 
 
 def agents(axes: Any, results: dict[str, Any]) -> None:
-    """What of agents' turns need not be read again, by cache memory: evicting caches
-    by their slots, a full one with all its pages."""
-    widths = iter((4.0, 2.5, 1.2))  # what lies below shows beside it
+    """Cached tokens of agents' turns by memory: evicting caches by number of stored states, a full
+    cache with all its pages."""
+    widths = iter((4.0, 2.5, 1.2))  # wide lines stay visible below narrow ones
     for name, found in results["policies"].items():
         policy = name.split(":")[0]
         memory = [point["bytes"] / 2**20 for point in found["slots"].values()]

@@ -1,15 +1,15 @@
-"""Hit rates of a prefix index on recorded requests: the index alone, no model.
+"""Hit rates of a prefix index on recorded requests: the index alone, without a model.
 
 A trace is a file of Mooncake (block ids), of recorded agents (messages) or of Azure (lengths), or
 `report`: the prompts of "Hashing Table Prefixing Implementation Report". Unless --cap is given, a
-whole prompt may be found, as both the report and the published replays count.
+whole prompt may hit, as in the report and in the published replays.
 
-Times are those of calls of the index alone: reading keys, admitting, publishing, releasing.
-Mooncake's ids are looked up directly, one per block (--keys ids), or as 512 tokens derived from
-each (--keys tokens): the hits are equal, but the keys of longer blocks take longer to hash. Azure
-publishes only lengths, so nothing is ever found there.
+Times include only calls of the index: hashing, admitting, publishing, releasing. Mooncake's ids are
+looked up directly, one per block (--keys ids), or as 512 tokens derived from each (--keys tokens).
+The hits are equal, but longer blocks take longer to hash. Azure publishes only lengths, so its
+requests never hit.
 
-`--record` measures all that evals/results/prefix_replay.json holds.
+`--record` measures all of evals/results/prefix_replay.json.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jaxkv.prefix.blocks import MODES
 from jaxkv.prefix.eviction import ORDERS
 
 PROGRAM = "python -m jaxkv.evals.prefix_caching.replay"
-FAST = 300_000  # block look-ups a second, at least
-BLOCK = 16  # tokens, but of Mooncake's traces
-MOST = 10**7  # tokens of all prompts of the report's experiment
+FAST = 300_000  # bar: block look-ups per second
+BLOCK = 16  # default tokens per block
+MOST = 10**7  # limit for the tokens of all prompts of the report's experiment
 OF_REPORT = {
     "p": "chance of a frequent prompt", "frequent": "prompts; 1: all are the same",
     "slots": "requests that run at once", "length": "tokens of a prompt",
@@ -68,18 +68,20 @@ def parse() -> argparse.Namespace:
     ask.error = refuse
     ask.add_argument("--trace", metavar="FILE", help="a file, or `report`")
     ask.add_argument("--capacity", type=blocks, default=None, metavar="BLOCKS|inf",
-                     help="blocks that stay when nobody uses them (default: inf)")  # fmt: skip
+                     help="unused blocks that stay cached (default: inf)")  # fmt: skip
     ask.add_argument("--json", action="store_true", help="print JSON")
     ask.add_argument("--record", action="store_true", help="write the record; FILE is Mooncake's")
     ask.add_argument("--agents", metavar="FILE", help="recorded agents, for the record")
     ask.add_argument(
-        "--block", type=whole_number, help=f"tokens in one (default: {BLOCK}, Mooncake's 512)"
+        "--block", type=whole_number, help=f"tokens per block (default: {BLOCK}, Mooncake's 512)"
     )
-    ask.add_argument("--mode", choices=MODES, help="what is found of a prompt's tail (default: "
+    ask.add_argument("--mode", choices=MODES, help="handling of an incomplete block (default: "
                      "alias, of the report rekey)")  # fmt: skip
-    ask.add_argument("--order", choices=ORDERS, help="of eviction (default: lru)")
+    ask.add_argument("--order", choices=ORDERS, help="eviction order (default: lru)")
     ask.add_argument("--cap", action="store_true", help="leave the last token to be computed")
-    ask.add_argument("--keys", choices=("ids", "tokens"), help="of Mooncake's files (default: ids)")
+    ask.add_argument(
+        "--keys", choices=("ids", "tokens"), help="keys of Mooncake's blocks (default: ids)"
+    )
     options = ask.add_argument_group("of the report")
     for name, about in OF_REPORT.items():
         default = getattr(report.Setting, name, 0)
@@ -97,7 +99,7 @@ def parse() -> argparse.Namespace:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Refuse flags that would change nothing here, and experiments beyond any memory."""
+    """Refuse flags without effect, and experiments that exceed the memory."""
     here = {"trace", "agents"} if given.record else set(vars(given)) - {"agents"}
     if given.trace != "report":
         here -= set(OF_REPORT)
@@ -122,7 +124,7 @@ def setting_of(given: argparse.Namespace) -> report.Setting:
 
 
 def refuse(message: str) -> NoReturn:
-    """One line, exit code 2."""
+    """Exit with one line and code 2."""
     print(f"{PROGRAM}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -184,9 +186,9 @@ def replay_file(given: argparse.Namespace) -> dict[str, Any]:
     block, mode = given.block, given.mode or "alias"
     if trace.kind == "mooncake":
         block = block or traces.MOONCAKE_BLOCK
-        prepare = traces.same if by_ids else traces.spell_out
+        prepare = traces.unchanged if by_ids else traces.expand_ids
     else:
-        block, prepare = block or BLOCK, traces.same
+        block, prepare = block or BLOCK, traces.unchanged
     found = traces.replay(
         trace, given.capacity, 1 if by_ids else block, "full" if by_ids else mode, order,
         given.cap, prepare,
@@ -266,7 +268,7 @@ def record(given: argparse.Namespace) -> None:
 
 
 def measure_report() -> dict[str, Any]:
-    """The report's experiment: all that was measured of it for our reference."""
+    """The report's experiment, in every setting of the reference."""
     base, one = report.Setting(), report.ONE_PROMPT
     measure, found = report.measure, {}
     found["ten_seeds"] = {
@@ -298,7 +300,7 @@ def measure_report() -> dict[str, Any]:
         }
         for (mode, block), row in report.POOLS.items()
     }
-    found["what_is_your_name"] = {  # six tokens, of which the report says 8.14 %
+    found["what_is_your_name"] = {  # six tokens; the report has 8.14 %
         f"{mode}, block {block}": measure(replace(one, mode=mode, block=block, length=6), 5)
         for mode in ("rekey", "full") for block in (16, 8, 4)
     }  # fmt: skip
@@ -310,19 +312,19 @@ def measure_report() -> dict[str, Any]:
 
 
 def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
-    """Block look-ups a second by ids and by tokens, and microseconds to hash a long prompt."""
+    """Block look-ups per second by ids and by tokens, and microseconds to hash a long prompt."""
     from jaxkv.evals.lib.record import spread
-    from jaxkv.evals.lib.timing import rounds, timed
+    from jaxkv.evals.lib.timing import time_rounds, timed
 
     def rate(capacity: int | None, by_tokens: bool) -> float:
         block, mode = (traces.MOONCAKE_BLOCK, "alias") if by_tokens else (1, "full")
-        prepare = traces.spell_out if by_tokens else traces.same
+        prepare = traces.expand_ids if by_tokens else traces.unchanged
         found = traces.replay(trace, capacity, block, mode, prepare=prepare)
         return found.blocks / found.seconds
 
     prompt, name = list(range(4096)), root_hash()
     read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
-    hashing = rounds(
+    hashing = time_rounds(
         {
             how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))
             for how, chain in read.items()
@@ -344,7 +346,7 @@ def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
 
 
 def agents(path: Path) -> dict[str, Any]:
-    """Recorded sessions in blocks of 16 tokens, the last token left to compute."""
+    """Recorded sessions in blocks of 16 tokens; the last token is always computed."""
     trace = traces.read(path)
     found = {}
     for capacity in (1_000, 10_000, None):

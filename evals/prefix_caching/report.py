@@ -1,10 +1,10 @@
 """The experiment of "Hashing Table Prefixing Implementation Report" (2024), repeated.
 
-A thousand requests stand in a queue. A step admits the next ones while a slot is free, looks each
-prompt up once and makes it findable at once, so that those of one step see each other; then every
-running request writes a token; then those that are done give their blocks back. Only the index
-runs: hits depend on nothing that a model does. What the report leaves open (slots, block, output
-lengths, the pool of frequent prompts) are arguments here.
+A thousand requests are queued. A step admits requests while a slot is free. It looks each prompt up
+once and publishes it immediately, so that requests of one step can share blocks. Then every running
+request generates a token, and finished ones release their blocks. Only the index runs, because hits
+do not depend on a model. What the report does not specify (slots, block, output lengths, the pool
+of frequent prompts) is an argument here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxkv.prefix import BlockPool, Counts, Lease, root_hash
 
 VOCABULARY = 32_000
 SHARES = tuple(round(0.1 * n, 1) for n in range(1, 11))
-# The report's Figure 1 as our reference has it: mode, block and slots, and hits in percent by p.
+# Figure 1 of the report in the reference: mode, block and slots, and hit rates in percent by p.
 CURVES = {
     ("full", 8, 16): (4.3, 9.4, 14.8, 19.8, 25.3, 29.7, 34.5, 40.0, 45.0, 50.3),  # within 0.8
     ("rekey", 16, 16): (0.0, 0.1, 0.1, 0.3, 0.3, 0.5, 0.7, 1.0, 1.2, 1.6),
@@ -31,8 +31,8 @@ CURVES = {
 }
 TEN_SEEDS = {8: (3.76, 3.0, 4.8), 16: (7.47, 6.5, 8.7), 32: (15.26, 13.5, 17.7),
              64: (28.40, 26.3, 29.5)}  # slots: mean, least, most; in percent  # fmt: skip
-# Hits in percent where this many unused blocks stay; p = 0.5. All are of the same three draws, in
-# which 49.7 % are frequent prompts: what differs from the reference does so to one side.
+# Hit rates in percent by the number of unused blocks that stay cached; p = 0.5. All use the same
+# three draws, with 49.7 % frequent prompts, so they deviate from the reference in one direction.
 POOLS = {
     ("alias", 16): {0: 22.3, 16: 24.1, 64: 29.6, 256: 42.8, 1024: 50.2},
     ("full", 4): {0: 20.9, 16: 22.3, 64: 23.5, 256: 27.7, 1024: 34.9},
@@ -51,12 +51,12 @@ IDENTICAL = {  # hits in percent with one prompt for all, by slots
 
 @dataclass(frozen=True)
 class Setting:
-    """What the report leaves open, and what it says.
+    """The settings of the experiment.
 
-    mode, block, capacity, order, hashing, cap: of the pool. slots: requests that run at once. p:
-    chance of a frequent prompt, of which there are `frequent`; others are random. length: tokens
-    of a prompt. outputs: least and most tokens written. greedy: what is written follows from what
-    stands before it, else it is like nothing else.
+    mode, block, capacity, order, hashing, cap: of the pool. slots: concurrent requests. p:
+    probability of a frequent prompt, of which there are `frequent`; others are random. length:
+    tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a function
+    of the text before them; otherwise they are unique.
     """
 
     mode: str = "rekey"
@@ -77,14 +77,14 @@ class Setting:
 @dataclass
 class Running:
     lease: Lease
-    left: int  # tokens to write
+    left: int  # tokens to generate
 
 
 ONE_PROMPT = Setting(frequent=1)
 
 
 def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
-    """The figures of the index after all requests of one run; the seconds it took to look up."""
+    """The counts of the index after one run, and the seconds of its look-ups."""
     rng = np.random.default_rng(seed)
     prompts = draw_prompts(setting, rng)
     outputs = rng.integers(setting.outputs[0], setting.outputs[1] + 1, setting.requests)
@@ -122,7 +122,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
 def draw_prompts(
     setting: Setting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
 ) -> list[list[int]]:
-    """All prompts in the order in which they come. ids: the first, and the one after the last."""
+    """All prompts in order. ids: the first token id, and the one after the last."""
     shape = (setting.frequent, setting.length)
     frequent = rng.integers(*ids, shape).tolist()
     often = rng.random(setting.requests) < setting.p
@@ -133,19 +133,19 @@ def draw_prompts(
 
 @cache
 def hits(setting: Setting, seed: int) -> float:
-    """Blocks found, in percent of those looked up."""
+    """Hit rate in percent of the looked-up blocks."""
     found = simulate(setting, seed)[0].lookups
     return 100 * found.blocks_hit / found.blocks
 
 
 def measure(setting: Setting, seeds: int = 3) -> dict[str, float]:
-    """Blocks found in percent: the mean of some seeds, and from the least to the most."""
+    """Hit rate in percent: mean, minimum and maximum of some seeds."""
     found = [hits(setting, seed) for seed in range(seeds)]
     return {"mean": float(np.mean(found)), "min": min(found), "max": max(found), "n": seeds}
 
 
 def closed_form(slots: int, setting: Setting = ONE_PROMPT) -> float:
-    """Hits in percent where prompts shorter than a block match only those of the same step."""
+    """Hit rate in percent if prompts shorter than a block match only those of the same step."""
     load = slots / np.mean(setting.outputs)
     alone = (1 - math.exp(-load)) / load
     return 100 * (slots - 1 + (setting.requests - slots) * (1 - alone)) / setting.requests

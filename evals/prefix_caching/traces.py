@@ -1,7 +1,7 @@
-"""Recorded requests, and a prefix index that sees them one after another.
+"""Recorded requests, and their replay through a prefix index, one after another.
 
-A request is admitted, published and released before the next one comes. A trace gives the prompts;
-a replay gives the fraction of them that an index of some size finds.
+A request is admitted, published and released before the next one. A trace is a list of prompts; a
+replay measures the fraction of their blocks that an index finds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxkv.errors import UserError, is_whole
 from jaxkv.prefix import BlockPool, Snapshots
 from jaxkv.prefix.block_hash import root_hash
 
-MOONCAKE_BLOCK = 512  # tokens that an id of its traces stands for
-IDS = 2**32 // MOONCAKE_BLOCK  # of which the tokens have room in 32 bits
-LONGEST = 2**24  # tokens of a prompt
-# Hits of blocks in our reference, least recently used first.
+MOONCAKE_BLOCK = 512  # tokens per id of its traces
+IDS = 2**32 // MOONCAKE_BLOCK  # ids whose tokens fit in 32 bits
+LONGEST = 2**24  # maximal tokens of a prompt
+# Block hit rates of the reference with LRU eviction.
 MOONCAKE = {1_000: 0.0445, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
 SLOTS = (64, 256, 1024, 4096, None)
-SNAPSHOTS = {  # hits of tokens in our reference, by slots
+SNAPSHOTS = {  # token hit rates of the reference, by slots
     "every=1": (0.040, 0.043, 0.046, 0.097, 0.373),
     "every=16+last": (0.044, 0.067, 0.228, 0.349, 0.362),
     "last": (0.048, 0.133, 0.281, 0.344, 0.350),
@@ -34,7 +34,7 @@ SNAPSHOTS = {  # hits of tokens in our reference, by slots
 
 
 class RecordedRequest(NamedTuple):
-    """One prompt. keys: its tokens, or ids of `piece` tokens each, of which the last may be cut."""
+    """One prompt. keys: its tokens, or ids of `piece` tokens each; the last may have fewer."""
 
     keys: Sequence[int] | np.ndarray
     tokens: int
@@ -42,14 +42,14 @@ class RecordedRequest(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """kind: whose it is. requests: its prompts in order."""
+    """kind: the publisher's format. requests: the prompts in order."""
 
     kind: str
     requests: list[RecordedRequest]
 
 
 class Found(NamedTuple):
-    """hits, blocks, requests: how many were found, of how many. seconds: in the index alone."""
+    """Counts of hits, blocks and requests; seconds: spent in the index."""
 
     blocks: int
     blocks_hit: int
@@ -62,7 +62,7 @@ class Found(NamedTuple):
     seconds: float
 
     def rates(self) -> dict[str, Any]:
-        """Settings of a replay."""
+        """Hit rates and times of a replay."""
         return {
             "hit_rate_blocks": self.blocks_hit / self.blocks,
             "hit_rate_tokens": self.tokens_hit / self.tokens,
@@ -75,7 +75,7 @@ class Found(NamedTuple):
 def read(path: Path) -> Trace:
     """A trace of Mooncake, of recorded agents, or of Azure.
 
-    Raises UserError for a file that cannot be read or is none of these.
+    Raises UserError for a file that cannot be read or has another format.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -90,7 +90,9 @@ def read(path: Path) -> Trace:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is broken: {type(error).__name__} {error}; take it anew") from None
+        raise UserError(
+            f"{path} is broken: {type(error).__name__} {error}; download it again"
+        ) from None
     raise UserError(
         f"a trace must have hash_ids, messages or ContextTokens, got {path}; give one that has"
     )
@@ -126,7 +128,7 @@ def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
 
 
 def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
-    """Only lengths are known, so no token of a prompt is like any other."""
+    """Only lengths are known, so all tokens are distinct."""
     begun = 0
     for row in csv.DictReader(file):
         tokens = int(row["ContextTokens"])
@@ -138,9 +140,9 @@ def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
 
 
 def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
-    """Sessions side by side, a turn of each in its turn; every turn sends all before it again.
+    """Interleaved sessions, one turn of each at a time; every turn repeats all turns before it.
 
-    Messages are encoded one by one, as a chat template would have them between special tokens.
+    Messages are encoded one by one, because a chat template puts special tokens between them.
     """
     from jaxkv.models.llm import DEFAULT
     from jaxkv.models.tokenizer import read_tokenizer
@@ -163,13 +165,13 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
                 yield RecordedRequest(prompt[: turns[turn]], turns[turn])
 
 
-def same(request: RecordedRequest) -> RecordedRequest:
-    """A request as it stands."""
+def unchanged(request: RecordedRequest) -> RecordedRequest:
+    """The request itself."""
     return request
 
 
-def spell_out(request: RecordedRequest) -> RecordedRequest:
-    """A request of Mooncake with tokens: what an id stands for follows from the id."""
+def expand_ids(request: RecordedRequest) -> RecordedRequest:
+    """A request of Mooncake with tokens derived from its ids."""
     ids = np.asarray(request.keys, np.int64)
     tokens = (ids[:, None] * MOONCAKE_BLOCK + np.arange(MOONCAKE_BLOCK)).ravel()
     return RecordedRequest(tokens[: request.tokens], request.tokens)
@@ -182,11 +184,11 @@ def replay(
     mode: str = "full",
     order: str = "lru",
     cap: bool = False,
-    prepare: Callable[[RecordedRequest], RecordedRequest] = same,
+    prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
 ) -> Found:
-    """What an index finds that keeps this many blocks, None for all.
+    """The hits of an index with this capacity in blocks (None: unlimited).
 
-    block: keys in one. prepare: what is done to a request before it is looked up, and not timed.
+    block: keys per block. prepare: applied to each request before its look-up, not timed.
     """
     pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
     name, seconds, hit_tokens = root_hash(), 0.0, 0
@@ -207,10 +209,10 @@ def replay(
 
 
 def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
-    """The share of tokens that need not be computed where states are stored by such rules.
+    """The share of cached tokens if states are stored by the rule `where`.
 
-    trace: of Mooncake, by its ids. Whoever resumes copies the state at once and stores its own
-    ones afterwards, so that what was used may make room for them.
+    trace: of Mooncake, by its ids. A request copies the state it resumes from before it stores its
+    own states, so that the used state may be evicted for them.
     """
     index = Snapshots(slots, 1, where)
     name, hit = root_hash(), 0

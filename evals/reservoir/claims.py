@@ -1,7 +1,7 @@
 """The claims of reservoir sampling.
 
-Verdicts are of the paper's own variants; stratified and weighted uniform sampling, which are ours,
-stand beside them.
+Verdicts concern the paper's own variants. Stratified and weighted uniform sampling, added here, are
+shown for comparison.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from jaxkv.evals.lib.claim import (
     spread,
 )
 
-ACCEPTED = 119.9  # chi-square with 63 degrees of freedom exceeds it once in ten thousand times
-FELT = 0.05  # of all answers: a difference that counts as one
-OURS = "the model of our own"
+ACCEPTED = 119.9  # 99.99th percentile of chi-square with 63 degrees of freedom
+FELT = 0.05  # of all answers: the smallest difference that counts
+OURS = "the default model"
 RESERVOIR: list[Claim] = []
 claim = adder(RESERVOIR)
 
 
-@claim("known_answers", "Every token that left the window is equally likely to be in the sample",
+@claim("known_answers", "Every token evicted from the window is equally likely to be in the sample",
        "equations 1 and 2, Figure 4")  # fmt: skip
 def equally_likely(r: Results) -> Finding:
     """By the equations, and by the paper's listing, which draws again at every token."""
     (found,) = (x for x in r["reservoir"].values() if "geometric" in x)
     fair, listing = found["uniform"] < ACCEPTED, found["geometric"] < ACCEPTED
     return (
-        f"of {found['tokens']} tokens {found['sample']}, {found['seeds']:,} times, chi-square with "
+        f"samples of {found['sample']} of {found['tokens']} tokens, {found['seeds']:,} seeds, "
+        "chi-square with "
         f"{found['tokens'] - 1} degrees of freedom: the equations (`scheme=uniform`) "
         f"{found['uniform']:.0f}, the listing as it runs (`scheme=geometric`) "
         f"{found['geometric']:,.0f}"
     ), grade(fair and listing, fair)
 
 
-@claim("recall", "A sample of what is evicted improves long-term memory",
+@claim("recall", "A sample of the evicted tokens improves long-term memory",
        "sections 6 and 7, no figure")  # fmt: skip
 def remembers(r: Results) -> Finding:
-    """Right answers about facts older than the window, beside streaming."""
+    """Right answers about facts older than the window, compared with streaming."""
     names = (
         *("full", "streaming", "reservoir", "reservoir, geometric", "reservoir, weighted"),
         *("stratified", "balance-stream", "h2o"),
@@ -79,8 +80,9 @@ def loses_nothing(r: Results) -> Finding:
     shown = listed(over, lambda x: f"{x['mean']:+.2%} ± {2 * x['standard_error']:.2%}")
     most = over["reservoir"]["mean"] + 2 * over["reservoir"]["standard_error"]
     return (
-        f"{OURS}, {r['worth']['tokens']:,} tokens of books that it has not seen, equal bytes; loss "
-        f"of streaming {base:.4f}, of others over it, ± two standard errors over blocks: {shown}"
+        f"{OURS}, {r['worth']['tokens']:,} tokens of held-out books, equal bytes; loss of "
+        f"streaming {base:.4f}; relative difference of the others, ± two standard errors over "
+        f"blocks: {shown}"
     ), grade(most < 0)
 
 
@@ -90,9 +92,9 @@ def as_fast(r: Results) -> Finding:
     rate = pick(r, "worth/caches/*/tokens_per_second")
     prefill = {name: rate["streaming"] / rate[name] for name in ratio}
     return (
-        f"{OURS} on a CPU, {r['token']['slots']} slots, time of a token that is written over that "
-        f"of streaming: {listed(ratio, spread)}; of one that is read, {r['worth']['chunk']} at a "
-        f"time: {listed(prefill)}"
+        f"{OURS} on a CPU, {r['token']['slots']} slots, time of a generated token over that of "
+        f"streaming: {listed(ratio, spread)}; of a prefilled token, in chunks of "
+        f"{r['worth']['chunk']}: {listed(prefill)}"
     ), grade(ratio["reservoir"]["median"] <= 1.05)
 
 
@@ -121,7 +123,7 @@ def about(r: Results) -> str:
 
 
 def models(r: Results) -> str:
-    return f"mean (least to most) of {len(r['seeds'])} trained models"
+    return f"mean (minimum to maximum) of {len(r['seeds'])} trained models"
 
 
 def of_seeds(x: list[float]) -> str:

@@ -1,9 +1,9 @@
 """Recall by distance: accuracy on facts n tokens back, at equal bytes.
 
-The papers claim this in words. A small model is trained on evals/lib/facts.py by `models.pretrain`.
-Every policy then reads streams with a fact at each of several distances from the end, among other
-facts or (needle) among letters alone. Each name is asked as if it were the first question. Methods
-that compress a finished prompt do so before a name is asked.
+The papers make this claim without a figure. `models.pretrain` trains a small model on
+evals/lib/facts.py. Every policy then reads streams with a fact at each of several distances from
+the end, among other facts or (needle) among letters only. Each question starts from the same state.
+Methods that compress a finished prompt do so before the question.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jaxkv.typing import Int32
 
 CONTEXT = 512
 SLOTS = 128
-CHUNK = 64  # tokens read at a time: what h2o keeps depends on it
+CHUNK = 64  # tokens per prefill chunk; h2o's choice depends on it
 DISTANCES = (16, 32, 48, 64, 96, 129, 192, 256, 320, 384)
 FAR = (64, 129, 256, 512, 1024, 2000)  # in streams longer than the trained context
-LEARNT = 0.9  # right answers of full attention, or nothing else is worth reading
+LEARNT = 0.9  # minimal accuracy of full attention, below which no result is meaningful
 ENDS = "sinks=1,window=63"
-POLICIES = {  # of as many slots, where the name says nothing else
+POLICIES = {  # of equal slots, unless the name has another number
     "full": "full",
     "window": f"window:window={SLOTS}",
     "streaming": f"streaming:sinks=1,window={SLOTS - 1}",
@@ -53,7 +53,7 @@ POLICIES = {  # of as many slots, where the name says nothing else
     "balance-stream, weighted": f"balance-stream:{ENDS},levels=3,block=32,weighted=true",
     "h2o": "h2o:heavy=64,window=64",
 }
-# A prompt is read whole and then compressed to as many tokens as these leave of LENGTH_WITHIN.
+# Number of tokens that remain of a prompt of LENGTH_WITHIN after compression.
 LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
 THINNED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
@@ -71,7 +71,7 @@ def main() -> None:
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
     ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
     ask.add_argument("--steps", type=int, default=600)
-    ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
+    ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -91,7 +91,7 @@ def main() -> None:
             if (least := min(full["full"]["right"].values())) < LEARNT:
                 raise SystemExit(
                     f"full attention answers {least:.0%} at some distance, so the model has not "
-                    f"learnt it and nothing is written; give more than {given.steps} --steps"
+                    f"learnt the task and nothing is written; give more than {given.steps} --steps"
                 )
         for seed, llm in trained.items():
             read = partial(accuracy, llm, rows=given.rows, seed=seed)
@@ -119,7 +119,7 @@ def accuracy(
     llm: Llm, policies: dict[str, str], distances: Sequence[int], length: int, rows: int, seed: int,
     facts: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of each policy, by distance, the share of questions that are answered."""
+    """By policy and distance, the share of right answers."""
     seeds = [(seed, row) for row in range(rows)]
     asked = [question(length, tuple(distances), one, facts) for one in seeds]
     found: dict[str, Any] = {}
@@ -136,8 +136,10 @@ def answers(
     llm: Llm, text: str, prompts: Sequence[Sequence[int]], known: Sequence[Sequence[int]],
     seeds: Sequence[Sequence[int]],
 ) -> tuple[Int32[np.ndarray, "B X"], int]:  # fmt: skip
-    """What the model says to the name of each fact that is known, each asked as if it alone were,
-    after prefill; the bytes of a sequence. seeds: of each sequence's draws."""
+    """The model's answers to the names of known facts, and the bytes per sequence.
+
+    Each question starts from the state after prefill. seeds: of each sequence's draws.
+    """
     drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
     held = models.Stream(llm, text, batch=len(prompts), seed=drawn)
     held.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
@@ -152,7 +154,7 @@ def answers(
 
 
 def endless(llm: Llm) -> dict[str, str]:
-    """The policies that stay within what the model was trained on however long a text is."""
+    """The policies that stay within the trained context for every text length."""
     return {
         name: text
         for name, text in POLICIES.items()

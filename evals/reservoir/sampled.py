@@ -1,9 +1,9 @@
-"""Cost and loss of sampled caches, beside StreamingLLM.
+"""Cost and loss of sampled caches, compared with StreamingLLM.
 
-Three experiments:
-  worth     an endless stream of books through every cache at equal bytes: loss per block, memory
-  token     time of a token over that of `streaming` at equal slots, with all halving included
-  thinning  compressing a long prompt, against prefill (a Llama of 110 million random weights)
+Three experiments, by their names for --only:
+  "worth"     an endless stream of books through every cache at equal bytes: loss per block, memory
+  "token"     time per token over that of `streaming` at equal slots, with all halving included
+  "thinning"  compressing a long prompt, against prefill (a Llama of 110 million random weights)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import bar, decoding, prompt, ratio, rounds
+from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.streaming.endless import HELD_BACK, read, tokens_of
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
@@ -29,7 +29,7 @@ from jaxkv.policy_spec import parse_policy, state_bytes
 
 SLOTS = 256
 STREAMING = f"streaming:sinks=4,window={SLOTS - 4}"
-CACHES = {  # of as many slots
+CACHES = {  # of equal slots
     "reservoir": "reservoir:sinks=4,window=124,sample=128",
     "reservoir, weighted": "reservoir:sinks=4,window=124,sample=128,weighted=true",
     "reservoir, geometric": "reservoir:sinks=4,window=124,sample=128,scheme=geometric",
@@ -39,8 +39,8 @@ CACHES = {  # of as many slots
         "balance-stream:sinks=4,window=124,levels=3,block=64,weighted=true",
 }  # fmt: skip
 LONG = "balance:rounds=2"
-CHUNK = 200  # tokens read at a time, of a stream
-WORSE, DEARER, SHARE, GROWN = 1.01, 1.3, 0.1, 16  # at most so much; MiB
+CHUNK = 200  # tokens per chunk of a stream
+WORSE, DEARER, SHARE, GROWN = 1.01, 1.3, 0.1, 16  # upper bars; GROWN in MiB
 
 
 def main() -> None:
@@ -50,11 +50,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
-    ask.add_argument("--tokens", type=int, default=1_000_000, help="that are read")
-    ask.add_argument("--block", type=int, default=100_000, help="tokens in one loss")
-    ask.add_argument("--written", type=int, default=10_000, help="tokens that are timed")
-    ask.add_argument("--prompt", type=int, default=32_768, help="tokens that are thinned")
-    ask.add_argument("--rounds", type=int, default=7, help="of each time")
+    ask.add_argument("--tokens", type=int, default=1_000_000, help="scored tokens")
+    ask.add_argument("--block", type=int, default=100_000, help="tokens per reported loss")
+    ask.add_argument("--written", type=int, default=10_000, help="timed tokens")
+    ask.add_argument("--prompt", type=int, default=32_768, help="length of the compressed prompt")
+    ask.add_argument("--rounds", type=int, default=7, help="rounds per measurement")
     ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
-    """The loss of each block of one text, through each cache."""
+    """The loss of each block of one text, by cache."""
     most = max(bytes_of(llm, text) for text in CACHES.values())
     window = next(w for w in range(1, 4 * SLOTS) if bytes_of(llm, streaming(w)) >= most)
     caches = {"streaming": streaming(window), **CACHES}
@@ -112,9 +112,9 @@ def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     every = found["caches"].values()
     found["bars"] += [
         bar("losses that are no numbers, of all", sum(x["not_finite"] for x in every), "<=", 0),
-        bar("sizes that one state has, the most of all",
+        bar("sizes of one state, the maximum over caches",
             max(len(x["state_bytes"]) for x in every), "<=", 1),
-        bar("MiB by which the process grew behind the first block, the most of all",
+        bar("MiB by which the process grew after the first block, the maximum over caches",
             max(x["grown_bytes"] for x in every) / 2**20, "<=", GROWN),
     ]  # fmt: skip
     return found
@@ -125,7 +125,7 @@ def finite(loss: float) -> float | None:
 
 
 def over(blocks: list[float | None], base: list[float | None]) -> dict[str, float] | None:
-    """By how much of a loss another exceeds it, block by block: mean and standard error."""
+    """Relative difference of the losses by block: mean and standard error."""
     if None in blocks or None in base:
         return None
     share = np.array(blocks) / np.array(base) - 1
@@ -141,14 +141,14 @@ def bytes_of(llm: Llm, text: str) -> int:
 
 
 def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a token that is written, in turns."""
+    """Seconds per generated token; the caches alternate."""
     caches = {"streaming": STREAMING, **CACHES}
     variants = {}
     for name, text in caches.items():
         stream = models.Stream(llm, text)
         stream.prefill([prompt(llm, 8 * SLOTS)])
-        variants[name] = decoding(stream, given.written)
-    seconds = rounds(variants, given.rounds, f"{given.written:,} tokens")
+        variants[name] = decode_variant(stream, given.written)
+    seconds = time_rounds(variants, given.rounds, f"{given.written:,} tokens")
     ratios = {name: ratio(seconds[name], seconds["streaming"]) for name in CACHES}
     return {
         "slots": SLOTS,
@@ -160,8 +160,8 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     }  # fmt: skip
 
 
-def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that a prompt is compressed in, and that it was read in."""
+def time_compression(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of prompt compression and of prefill."""
     large, _ = random_llama(SMALL if given.quick else LARGE)
     tokens = prompt(large, given.prompt)
     clock()
@@ -194,7 +194,7 @@ def thinning(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[st
     }  # fmt: skip
 
 
-PARTS = {"worth": worth, "token": token, "thinning": thinning}
+PARTS = {"worth": worth, "token": token, "thinning": time_compression}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Decoding speed: after a million tokens, against re-computation, against transformers.
 
-Every figure is a ratio between variants that alternate in one process. Five experiments:
+Every result is a ratio of variants that alternate in one process. Five experiments:
   seen      time per token after 1 K, 32 K and 1 M tokens in one cache
   recompute streaming against a sliding window with re-computation (the paper's Figure 10)
-  generate  tokens a second against transformers' own `generate`, the same weights and tokens
+  generate  tokens per second against transformers' `generate`, with equal weights and tokens
   bound     decoding against the memory bandwidth of this machine
-  prefill   a long prompt beside transformers
+  prefill   a long prompt against transformers
 and a profile of the compiled loop (evals/speed/profile.py).
 """
 
@@ -23,19 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.baseline import LARGE, SMALL, Baseline, on_threads, random_llama, same_tokens
+from jaxkv.evals.lib.baseline import (
+    LARGE,
+    SMALL,
+    Baseline,
+    check_same_tokens,
+    random_llama,
+    thread_variants,
+)
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import (
     Variant,
     bar,
-    decoding,
-    faster,
+    decode_variant,
+    fastest,
+    generate_greedy,
     prompt,
     rate,
     ratio,
-    rounds,
+    time_rounds,
     timed,
-    write,
 )
 from jaxkv.evals.speed import profile
 from jaxkv.models import uncached
@@ -50,7 +57,7 @@ POLICY = "streaming:sinks=4,window=252"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run: the sizes of the claims, or those for trying things out."""
+    """The sizes of a run: those of the claims, or quick ones."""
 
     shape: dict[str, int]
     seen: tuple[int, ...]
@@ -58,7 +65,7 @@ class Scale:
     prompt: int
     gemv: int  # side of the square matrix whose product gives the bound
     rounds: int
-    few: int  # rounds of what takes seconds each
+    few: int  # rounds of slow variants
 
 
 FULL = Scale(LARGE, (1_000, 32_000, 1_000_000), (256, 512, 1024, 2048, 4096), 4096, 8192, 15, 5)
@@ -102,15 +109,15 @@ Pair = tuple[Llm, Baseline]
 
 
 def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
-    """Time per token does not depend on how many have gone through the cache."""
+    """Time per token by the number of tokens that the cache has seen."""
     llm, tokens = small[0], 4 * BLOCK
     variants = {}
     for count in scale.seen:
         stream = models.Stream(llm, POLICY)
         stream.prefill([prompt(llm, 16)])
-        write(stream, count - 16)
-        variants[str(count)] = decoding(stream, tokens)
-    seconds = rounds(variants, scale.rounds, "seen")
+        generate_greedy(stream, count - 16)
+        variants[str(count)] = decode_variant(stream, tokens)
+    seconds = time_rounds(variants, scale.rounds, "seen")
     first, *later = seconds
     found = {name: ratio(seconds[name], seconds[first]) for name in later}
     return {
@@ -124,9 +131,9 @@ def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 
 def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
-    """Figure 10: a token from the cache, and a token from a fresh forward over as many.
+    """Figure 10: a token with the cache, and a token with a new forward pass over the window.
 
-    The forward is the faster of ours and transformers': a slow baseline would flatter the cache.
+    The baseline is the faster forward pass of jaxkv and transformers.
     """
     (llm, other), new, table = large, 8, []
     for cache in scale.caches:
@@ -134,13 +141,13 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         stream.prefill([prompt(llm, cache + 64)])
         ids = prompt(llm, cache)
         variants = {
-            "streaming": decoding(stream, new),
+            "streaming": decode_variant(stream, new),
             "jaxkv": timed(partial(forward, llm, ids)),
-            **on_threads("transformers", partial(other.prefill, ids)),
+            **thread_variants("transformers", partial(other.prefill, ids)),
         }
-        seconds = rounds(variants, scale.few, f"recompute, cache {cache}")
+        seconds = time_rounds(variants, scale.few, f"recompute, cache {cache}")
         seconds["streaming"] = [s / new for s in seconds["streaming"]]
-        best = faster(seconds, "jaxkv", "transformers")
+        best = fastest(seconds, "jaxkv", "transformers")
         line = {name: spread(1e3 * np.array(s)) for name, s in seconds.items()}
         table.append(
             {
@@ -155,7 +162,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=0)
 def fresh(config: Config, weights: Weights, ids: Int32[Array, "1 T"]) -> Array:
-    """One forward over all tokens at once, up to the logits of the next."""
+    """One forward pass over all tokens, up to the logits of the next token."""
     decoder, hidden, _ = uncached.forward(config, weights, ids)
     return decoder.logits(hidden[:, :, -1:])
 
@@ -164,8 +171,8 @@ def forward(llm: Llm, ids: list[int]) -> None:
     fresh(llm.config, llm.weights, jnp.asarray([ids], jnp.int32)).block_until_ready()
 
 
-# Asked of batch sizes, and of which of our two times: the whole call of `models.generate`, or its
-# loop alone, which is what counts on a model so small that a call costs as much as 100 tokens.
+# Bars by batch size, for the whole call of `models.generate` or for its loop alone. With the small
+# model, the overhead of a call equals the time of 100 tokens, so its loop is compared.
 ASKS = {
     "260K batch 1": ("loop", 15),
     "260K batch 8": ("loop", None),
@@ -175,26 +182,26 @@ ASKS = {
 
 
 def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
-    """Whole answers: prompt in, 240 tokens out, against transformers' own `generate`."""
+    """Answers of 240 tokens, against transformers' `generate`."""
     results, bars = {}, []
     for name, (ours, ask) in ASKS.items():
         llm, other = small if name.startswith("260K") else large
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
-        same_tokens(llm, other, prompts, new)
+        check_same_tokens(llm, other, prompts, new)
         stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),
-            "loop": decoding(stream, new),
-            **on_threads("transformers", partial(other.generate, prompts, new)),
+            "loop": decode_variant(stream, new),
+            **thread_variants("transformers", partial(other.generate, prompts, new)),
         }
         if name == "260K batch 1":
             variants |= static_cache(other, prompts, new)
         count = scale.rounds if llm is small[0] else scale.few
-        seconds = rounds(variants, count, f"generate, {name}")
-        others = {kind: faster(seconds, kind) for kind in ("transformers", "compiled")
+        seconds = time_rounds(variants, count, f"generate, {name}")
+        others = {kind: fastest(seconds, kind) for kind in ("transformers", "compiled")
                   if any(n.startswith(kind) for n in seconds)}  # fmt: skip
         times = {
             f"{side} over {kind}": ratio(seconds[best], seconds[side])
@@ -216,7 +223,7 @@ def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 
 def static_cache(other: Baseline, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Variant]:
-    """transformers with torch.compile and a static cache; nothing where it does not compile."""
+    """transformers with torch.compile and a static cache; no variant if it does not compile."""
     compiled = other.compiled()
 
     def run() -> list[list[int]]:
@@ -224,17 +231,17 @@ def static_cache(other: Baseline, prompts: Sequence[Sequence[int]], new: int) ->
 
     try:
         same = run() == other.generate(prompts, new)
-    except Exception as error:  # whatever torch's compiler lacks here, it is not ours to mend
+    except Exception as error:  # torch's compiler may lack dependencies on this machine
         print(f"torch.compile is left out: {type(error).__name__}: {error}"[:200])
         return {}
     if not same:
-        print("torch.compile is left out: it writes other tokens")
+        print("torch.compile is left out: it generates different tokens")
         return {}
-    return on_threads("compiled", run)
+    return thread_variants("compiled", run)
 
 
 def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
-    """Each token reads every weight once: decoding cannot beat the memory, only come near it."""
+    """Decoding speed over its bound: each token reads every weight once from memory."""
     llm, new = large[0], 16
     weight_bytes = sum(w.nbytes for w in llm.weights.values())
     side = scale.gemv
@@ -250,8 +257,8 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     for batch in (1, 8):
         stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill([prompt(llm, 300, seed) for seed in range(batch)])
-        variants[f"batch {batch}"] = decoding(stream, new)
-    seconds = rounds(variants, scale.rounds, "bound")
+        variants[f"batch {batch}"] = decode_variant(stream, new)
+    seconds = time_rounds(variants, scale.rounds, "bound")
     bandwidth = repeats * matrix.nbytes / np.array(seconds["gemv"])
     share = spread(weight_bytes * new / np.array(seconds["batch 1"]) / bandwidth)
     gain = ratio(8 * np.array(seconds["batch 1"]), seconds["batch 8"])
@@ -282,11 +289,13 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         return int(jnp.argmax(stream.decoding.logits[0]))
 
     if other.prefill(ids) != read(policies["full"]):
-        raise SystemExit("the two sides read different next tokens: their times say nothing")
+        raise SystemExit(
+            "the two sides predict different next tokens, so their times are not comparable"
+        )
     variants = {name: timed(partial(read, policy)) for name, policy in policies.items()}
-    variants |= on_threads("transformers", partial(other.prefill, ids))
-    seconds = rounds(variants, scale.few, "prefill")
-    best = faster(seconds, "transformers")
+    variants |= thread_variants("transformers", partial(other.prefill, ids))
+    seconds = time_rounds(variants, scale.few, "prefill")
+    best = fastest(seconds, "transformers")
     times = {name: ratio(seconds[best], seconds[name]) for name in policies}
     return {
         "prompt_tokens": len(ids),
@@ -301,7 +310,7 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 
 def inside(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
-    """What lies inside the compiled loop."""
+    """The profile of the compiled loop."""
     return profile.run(small[0], scale.rounds)
 
 

@@ -17,7 +17,7 @@ from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.lib.timing import Variant, bar, decoding, prompt, ratio, rounds, timed
+from jaxkv.evals.lib.timing import Variant, bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import streams as streams_module
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
@@ -29,16 +29,16 @@ FAR = 4_000_123
 
 
 def run(llm: Llm, count: int) -> dict[str, Any]:
-    """Stories260K with a ring of 256 that has wrapped: here the loop itself is what takes time."""
+    """Stories260K with a ring of 256 slots that has wrapped: the overhead of the loop dominates."""
     tokens, plain = 4 * BLOCK, PLAIN
     streams = {
         "loop": started(models.Stream(llm, POLICY)),
         "without nnx": started(plain.Stream(llm, POLICY)),
         "absolute": started(models.Stream(llm, f"{POLICY},positions=absolute")),
     }
-    variants = {name: decoding(stream, tokens) for name, stream in streams.items()}
+    variants = {name: decode_variant(stream, tokens) for name, stream in streams.items()}
     variants["step by step"] = by_step(started(models.Stream(llm, POLICY)), tokens)
-    seconds = rounds(variants, count, "loop")
+    seconds = time_rounds(variants, count, "loop")
     gain = ratio(seconds["step by step"], seconds["loop"])
     nnx = ratio(seconds["without nnx"], seconds["loop"])
     sinks = ratio(seconds["absolute"], seconds["loop"])
@@ -52,7 +52,7 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
             name: spread(1e6 / tokens * np.array(s)) for name, s in seconds.items()
         },
         "cache_copies": copies,
-        # Where the two programs are one, a ratio of their times shows how still the machine was.
+        # If both programs are equal, the ratio of their times shows the noise of the machine.
         "same_program_without_nnx": program.as_text()
         == lowered(plain, streams["without nnx"]).as_text(),
         "error_at": FAR,
@@ -68,13 +68,13 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
 
 
 def started(stream: Any) -> Any:
-    """Past the point where the ring wraps."""
+    """The stream, advanced until its ring has wrapped."""
     stream.prefill([prompt(stream.llm, 300)])
     return stream
 
 
 def by_step(stream: models.Stream, tokens: int) -> Variant:
-    """The same step called from Python, a token at a time."""
+    """The same step, called from Python for each token."""
 
     def run() -> None:
         for _ in range(tokens):
@@ -84,25 +84,25 @@ def by_step(stream: models.Stream, tokens: int) -> Variant:
 
 
 def plain_streams() -> ModuleType:
-    """models/streams.py over a decoder of plain arrays: the same three files with nnx taken out."""
+    """models/streams.py with a decoder of plain arrays: the same three modules without nnx."""
     arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
     with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
-        decoder = again("jaxkv.models.decoder")
+        decoder = second_copy("jaxkv.models.decoder")
     with mock.patch.dict(sys.modules, {"jaxkv.models.decoder": decoder}):
-        decoding = again("jaxkv.models.decoding")
+        decoding = second_copy("jaxkv.models.decoding")
     with mock.patch.dict(sys.modules, {"jaxkv.models.decoding": decoding}):
-        return again("jaxkv.models.streams")
+        return second_copy("jaxkv.models.streams")
 
 
-def again(name: str) -> ModuleType:
-    """A second copy of a module, which shares nothing with the first."""
+def second_copy(name: str) -> ModuleType:
+    """An independent second copy of a module."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-PLAIN = plain_streams()  # at import: sources edited while a long run goes on are not read
+PLAIN = plain_streams()  # at import, so that edits during a long run have no effect
 
 
 def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
@@ -114,7 +114,8 @@ def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
 
 
 def far_error(chunk: int) -> float:
-    """Attention of a ring at position 4,000,123 against float64, keys rotated by cache rank."""
+    """Error of a ring's attention at position 4,000,123 against float64 with cache-relative
+    positions."""
     policy, heads, dim, far = Streaming(4, 252), 4, 64, 300
     encoding = rotary(dim, 10_000.0)
     spec = Spec(kv_heads=heads, head_dim=dim, scale=dim**-0.5, encoding=encoding)
@@ -134,7 +135,7 @@ def far_error(chunk: int) -> float:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """One query over its cache in float64; the query has the highest rank."""
+    """Attention of one query in float64; the query has the last cache-relative position."""
     q, k, v = (a.astype(np.float64) for a in (q, k, v))
     half = q.shape[-1] // 2
     frequency = 10_000.0 ** (-np.arange(half) / half)

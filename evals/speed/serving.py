@@ -1,9 +1,9 @@
 """Throughput of the engine, time to first token with prefix hits, and the cost of misses.
 
-The default model and books; compared variants alternate in one process. `throughput`: answers a
-second with 64 concurrent requests, and one at a time by models.generate, by an engine of one slot
-and by the same engine. `first`: seconds to the first token of a new prompt of 4,096 tokens, and of
-one that was read before. `cost`: prompts that are all new, with and without prefix caching.
+The default model and books; compared variants alternate in one process. `throughput`: answers per
+second with 64 concurrent requests, and one at a time with models.generate, with an engine of one
+slot and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens and of a
+cached one. `cost`: new prompts only, with and without prefix caching.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.models import Llm
 from jaxkv.models.serving import make_engine
 
@@ -27,7 +27,7 @@ BOOKS = ROOT.parent / "shared" / "data" / "text" / "books" / "valid"
 PARTS = ("throughput", "first", "cost")
 POLICIES = ("streaming:sinks=4,window=252", "full")
 AT_ONCE, LONG = 64, 4096
-FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # at least, at most, at most
+FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[int, ...]]:
-    """Stretches of an endless stream of books, each from elsewhere: `islice` them to a length."""
+    """An endless stream of random stretches of books."""
     rng = np.random.default_rng(seed)
     while True:
         text = texts[int(rng.integers(len(texts)))]
@@ -78,7 +78,7 @@ def drawn(texts: Sequence[Sequence[int]], count: int, seed: int) -> list[Request
 
 
 def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
-    """Answers a second: 64 at a time, one at a time."""
+    """Answers per second: 64 at a time, and one at a time."""
     slots = 16 if quick else AT_ONCE
     asked = drawn(texts, 4 * slots, 0)
     alone = asked[: len(asked) // 8]
@@ -92,7 +92,7 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
         for one in alone:
             models.generate(llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True)
 
-    seconds = rounds(
+    seconds = time_rounds(
         {
             "alone, models.generate": timed(generated),
             "together": timed(lambda: answer(many, asked)),
@@ -118,7 +118,7 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
 
 
 def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
-    """Seconds to the first token of a long prompt, new and read before."""
+    """Time to first token of a long prompt, new and cached."""
     size = 512 if quick else LONG
     results: dict[str, Any] = {"prompt_tokens": size, "policies": {}, "bars": []}
     for policy in POLICIES:
@@ -134,7 +134,7 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
         def hit(engine: Engine = engine, held: tuple = held) -> float:
             return to_first(engine, held, (size - 1) // engine.chunk * engine.chunk)
 
-        seconds = rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
+        seconds = time_rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
         share = ratio(seconds["hit"], seconds["miss"])
         results["policies"][policy] = {
             "seconds": {name: spread(taken) for name, taken in seconds.items()}, "share": share,
@@ -146,7 +146,7 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
 
 
 def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
-    """Seconds; raises RuntimeError where another number of tokens was cached."""
+    """Time to first token; raises RuntimeError if another number of tokens was cached."""
     (got,) = answer(engine, [Request(tokens, 1)])
     if got.outcome.cached_tokens != cached:
         raise RuntimeError(f"{cached} tokens were to be cached, {got.outcome.cached_tokens} were")
@@ -154,7 +154,7 @@ def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
 
 
 def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
-    """Prompts that nobody has seen: what it costs to look for them and to keep them."""
+    """Cost of prefix caching for new prompts: look-up and storage."""
     results: dict[str, Any] = {"policies": {}, "bars": []}
     for policy in POLICIES:
         engines = {
@@ -168,7 +168,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
             return to_first(engines[name], next(new[name])[:size], 0)
 
         variants = {name: lambda name=name, read=read: read(name) for name in engines}
-        seconds = rounds(variants, 12 * count, f"cost of a miss, {policy}")
+        seconds = time_rounds(variants, 12 * count, f"cost of a miss, {policy}")
         over = ratio(seconds["kept"], seconds["none"])
         results["policies"][policy] = {
             "prompt_tokens": size, "over": over,

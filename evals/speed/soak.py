@@ -27,13 +27,13 @@ from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.speed.serving import BOOKS, passages
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
-KINDS, AT_ONCE, REST = 200, 48, 1000  # distinct requests, clients, requests between two rests
-LEAVES = {"before": 0.1, "amid": 0.2}  # of clients
-GROWTH = 1.05  # of resident memory from the first rest to the last, at most
+KINDS, AT_ONCE, REST = 200, 48, 1000  # distinct requests, clients, requests between idle checks
+LEAVES = {"before": 0.1, "amid": 0.2}  # share of clients that disconnect, by time
+GROWTH = 1.05  # bar: growth of resident memory between idle checks
 
 
 class SoakRequest(NamedTuple):
-    """What is sent, and how the client behaves: `leaves` is before, amid or empty."""
+    """One request and its client; `leaves`: when it disconnects (before, amid) or ""."""
 
     kind: int
     stream: bool
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
-    """Distinct requests; some begin alike, so that prefixes are taken up."""
+    """Distinct requests; some share prefixes."""
     rng = np.random.default_rng(0)
     pages, made = passages(texts), []
     while len(made) < KINDS:
@@ -83,19 +83,19 @@ def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str, Any]:
-    """Everything of one policy, against a server of its own."""
+    """The whole experiment for one policy, against its own server."""
     alone = await answers_alone(policy, kinds)
     words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
              "--slots", "16", "--max-len", "1024", "--prefix-slots", "64"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        port = listening(process)
+        port = port_of(process)
         rng, done, wrong = np.random.default_rng(1), 0, 0
         rests, begun = [await rest(port, process.pid)], time.monotonic()
         left = 0
         for _ in range(-(-count // REST)):
-            batch = [some(rng) for _ in range(min(REST, count - done))]
-            texts = await many(port, kinds, batch)
+            batch = [draw_request(rng) for _ in range(min(REST, count - done))]
+            texts = await ask_all(port, kinds, batch)
             wrong += sum(
                 text != alone[one.kind]
                 for one, text in zip(batch, texts, strict=True) if not one.leaves
@@ -116,46 +116,48 @@ async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str
 
 
 async def answers_alone(policy: str, kinds: list[dict[str, Any]]) -> list[str]:
-    """Each answer by a server that keeps nothing and has nothing else to do."""
+    """Each answer from an idle server without prefix caching."""
     words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
              "--slots", "16", "--max-len", "1024", "--prefix-slots", "0"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        port = listening(process)
-        return [await asked(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)]
+        port = port_of(process)
+        return [
+            await ask_server(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)
+        ]
     finally:
         process.terminate()
         process.wait(30)
 
 
-def listening(process: subprocess.Popen) -> int:
-    """The port, once the server says it; raises RuntimeError where it ends instead."""
+def port_of(process: subprocess.Popen) -> int:
+    """The port that the server prints; raises RuntimeError if the server ends first."""
     for line in process.stderr:
         if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
             return int(found[1])
     raise RuntimeError("the server ended before it listened")
 
 
-def some(rng: np.random.Generator) -> SoakRequest:
+def draw_request(rng: np.random.Generator) -> SoakRequest:
     leaves = str(rng.choice(["", *LEAVES], p=[1 - sum(LEAVES.values()), *LEAVES.values()]))
     return SoakRequest(
         int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves
     )
 
 
-async def many(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
+async def ask_all(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
     """The texts of a batch, this many clients at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(each: SoakRequest) -> str:
         async with gate:
-            return await asked(port, kinds[each.kind], each)
+            return await ask_server(port, kinds[each.kind], each)
 
     return await asyncio.gather(*map(one, batch))
 
 
-async def asked(port: int, body: dict[str, Any], how: SoakRequest) -> str:
-    """The text of an answer, as much as its client waits for.
+async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
+    """The text of an answer, up to the point where its client disconnects.
 
     Raises RuntimeError for a status other than 200.
     """
@@ -188,9 +190,9 @@ async def asked(port: int, body: dict[str, Any], how: SoakRequest) -> str:
 
 
 async def rest(port: int, pid: int) -> dict[str, float]:
-    """The server's memory, files and figures once nothing runs.
+    """The server's memory, open files and metrics when it is idle.
 
-    Raises RuntimeError where something still does after a while.
+    Raises RuntimeError if it does not become idle.
     """
     for _ in range(200):
         figures = await metrics(port)
@@ -221,7 +223,7 @@ async def metrics(port: int) -> dict[str, float]:
 
 
 def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
-    """What must be as it was."""
+    """The bars: equal answers, and no growth."""
     first, last = found["rests"][min(2, len(found["rests"]) - 1)], found["rests"][-1]
     return [
         bar(f"answers unlike those alone, {policy}", found["wrong"], "<=", 0),

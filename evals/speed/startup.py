@@ -1,7 +1,7 @@
 """Start-up time: from the command to the first text, each time in a new process.
 
-The first start fills the compilation cache; the starts after it count. Compile and run times, with
-and without that cache, stand beside the times of the whole command, as the command reports them.
+The first start fills the compilation cache and is not counted. Besides the time of the whole
+command, the compile and run times that it reports are recorded, with and without that cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from time import perf_counter
 import numpy as np
 
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, rounds
+from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -52,8 +52,8 @@ def main() -> None:
             "compile and run, kept": partial(compile_and_run, generate, kept),
             "compile and run, not kept": partial(compile_and_run, generate, "off"),
         }
-        # The round that does not count fills the cached compilations.
-        seconds = rounds(variants, 2 if given.quick else given.rounds, "startup")
+        # The warm-up round fills the compilation cache.
+        seconds = time_rounds(variants, 2 if given.quick else given.rounds, "startup")
     share = ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"])
     results = {
         "seconds": {name: spread(s) for name, s in seconds.items()},
@@ -86,7 +86,7 @@ def first_output(command: list[str], kept: str) -> float:
 
 
 def compile_and_run(command: list[str], kept: str) -> float:
-    """Seconds of compiling, reading and writing in one process, imports and loading left out."""
+    """Seconds of compilation, prefill and decode in one process, without imports and loading."""
     done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(kept),
                           stdout=subprocess.PIPE, check=True)  # fmt: skip
     reported = json.loads(done.stdout)

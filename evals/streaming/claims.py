@@ -34,9 +34,9 @@ def endless(r: Results) -> Finding:
     flat = s["worst_change"] <= 0.005 and s["worst_change_wrapped"] <= 0.005 and not s["not_finite"]
     return (
         f"stories260K, {r['policy']}, {r['tokens']:,} tokens of novels: of {len(r['endless'])} "
-        f"blocks of {r['block']:,} the one farthest from the same tokens read afresh is "
-        f"{s['worst_change']:.2%} away ({s['worst_change_wrapped']:.2%} in a stream across "
-        f"position 2^32); {s['not_finite']} losses not finite; memory grew by {grown:.1f} MiB"
+        f"blocks of {r['block']:,}, the largest change of the loss from that with a new cache is "
+        f"{s['worst_change']:.2%} ({s['worst_change_wrapped']:.2%} in a stream across position "
+        f"2^32); {s['not_finite']} losses not finite; memory grew by {grown:.1f} MiB"
     ), grade(flat)
 
 
@@ -46,8 +46,8 @@ def recomputing(r: Results) -> Finding:
     rows = r["recompute"]["table"]
     shown = ", ".join(f"{row['cache']}: {row['times_faster']['median']:.1f}x" for row in rows)
     return (
-        f"random 110M Llama on a CPU, by size of the cache {shown} (re-computation by the faster "
-        "of our forward and transformers')"
+        f"random 110M Llama on a CPU, by cache size {shown} (re-computation with the faster of the "
+        "forward passes of jaxkv and transformers)"
     ), grade(r["recompute"]["most"] >= 22.2, part=True)
 
 
@@ -81,7 +81,7 @@ def perplexity_claim(
 ) -> None:  # fmt: skip
     """A claim about perplexities in the record `sinks`.
 
-    rule: the verdict, from the loss of a policy over the base in each text, and from the results.
+    rule: the verdict, a function of each policy's loss minus the base by text, and of the results.
     """
 
     @claim("sinks", says, paper)
@@ -112,7 +112,7 @@ perplexity_claim(
     lambda gap, r: grade(min(gap("full")) > 0.1), "beginning", "; trained on 512",
 )  # fmt: skip
 perplexity_claim(
-    "A window alone collapses once the first tokens are gone",
+    "A window alone collapses once it has evicted the first tokens",
     "Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40", [WINDOW, BASE],
     lambda gap, r: grade(min(gap(WINDOW)) > 0.1), note="; this model has no sink to lose",
 )  # fmt: skip
@@ -122,11 +122,11 @@ perplexity_claim(
     lambda gap, r: grade(max(map(abs, gap("recompute:window=256"))) < 0.02), "beginning",
 )  # fmt: skip
 perplexity_claim(
-    "The first tokens matter by place, not by meaning: newlines do as well",
+    "The first tokens matter by position, not by meaning: newlines are as good",
     "Table 1: 5.60 against 5.40", [BASE, NEWLINES, WINDOW],
     lambda gap, r: (f"{OPEN}: needs a model with sinks" if min(gap(WINDOW)) < 0.1
                     else grade(max(map(abs, gap(NEWLINES))) < 0.1)),
-    note="; nothing collapsed that they could restore",
+    note="; the window did not collapse, so there was nothing to restore",
 )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def attention_on_first(r: Results) -> Finding:
     return (
         "stories260K, mean attention on the first token by layer "
         + ", ".join(f"{100 * x:.2f} %" for x in layers)
-        + f"; spread evenly it would be {100 * r['even_attention']:.2f} %"
+        + f"; even attention would give {100 * r['even_attention']:.2f} %"
     ), grade(min(layers[2:]) > 3 * r["even_attention"])
 
 
@@ -150,21 +150,21 @@ perplexity_claim(
     "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", SIZES, larger_is_worse,
 )  # fmt: skip
 perplexity_claim(
-    "Positions must be those in the cache, not those in the text", "section 3.2",
+    "Positions must be those within the cache, not those in the text", "section 3.2",
     [BASE, f"{BASE},positions=absolute"],
     lambda gap, r: grade(min(gap(f"{BASE},positions=absolute")) > 0.1),
 )  # fmt: skip
 perplexity_claim(
-    "Evicting after attending, so that a query sees one key more, changes nothing",
-    "the published code does so; section 3.2 reads as if it did not", [BASE, ring(4, 257)],
+    "Evicting after attention, so that a query sees one more key, changes nothing",
+    "done by the published code; section 3.2 suggests otherwise", [BASE, ring(4, 257)],
     lambda gap, r: grade(max(map(abs, gap(ring(4, 257)))) < 0.002),
     note="; our 4+253 is their 4+252",
 )  # fmt: skip
 STREAMING += [
-    Claim("Streamed questions are answered as well as one by one, a window alone fails",
+    Claim("Streamed questions are answered as well as single ones; a window alone fails",
           "Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58", "",
-          "a chat model of some billion weights"),
-    Claim("Answers within the cache are found, beyond it none",
+          "a chat model with billions of weights"),
+    Claim("Answers within the cache are found, and none beyond it",
           "StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300", "",
-          "a model of some billion weights tuned to follow instructions"),
+          "an instruction-tuned model with billions of weights"),
 ]  # fmt: skip

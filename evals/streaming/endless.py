@@ -1,9 +1,9 @@
 """Unbounded generation: millions of tokens of books through one cache, with the loss per block.
 
-The paper's Figure 5 shows perplexity flat to four million tokens. A book is harder than another,
-so a flat curve by itself shows little: here each block of the long stream is compared with the
-same tokens streamed from position 0 by a fresh cache. A second stream starts just before 2^32,
-where positions wrap.
+The paper's Figure 5 shows a flat perplexity up to four million tokens. Books differ in difficulty,
+so a flat curve alone shows little. Here each block of the long stream is compared with the same
+tokens streamed from position 0 with a new cache. A second stream starts just before 2^32, where
+positions wrap.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> dict[str, Any]:
-    """All three readings of one text: endless, across the wrap, and each block afresh."""
+    """Score one text three times: endless, across the wrap, and with a new cache per block."""
     compiled = compilations()
     endless = read(llm, ids, policy, chunk, block, 0, "from 0")
     after_one = Counter(compiled)
@@ -66,7 +66,7 @@ def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> di
         block_of
         for at in range(0, len(ids) - 1, block)
         for block_of in read(
-            # As at the beginning of a text: the BOS in front, the block's own tokens to predict.
+            # The BOS token in front, as at the beginning of a text.
             llm, [ids[0], *ids[at + 1 : at + block + 1]], policy, chunk, block, 0, f"fresh {at:,}"
         )
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> di
 def read(
     llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, start: int, name: str
 ) -> list[dict[str, Any]]:
-    """One text through one cache whose first token stands at `start`: a line for each block."""
+    """Score one text with one cache, from position `start`; one result per block."""
     stream = models.Stream(llm, policy, tokens=len(ids), start=start)
     lines = []
     for at in range(0, len(ids) - 1, block):
@@ -117,13 +117,13 @@ def read(
     return lines
 
 
-HELD_BACK = ("valid", "test")  # splits that the model of our own has not seen
+HELD_BACK = ("valid", "test")  # splits that the default model has not seen
 
 
 def summary(endless: list[dict], wrapped: list[dict], fresh: list[dict]) -> dict[str, Any]:
-    """What the claim rests on."""
+    """The numbers that decide the claim."""
     loss, wrap, control = (np.array([b["loss"] for b in s]) for s in (endless, wrapped, fresh))
-    # The first block fills caches and compiles; memory is flat if nothing grows after it.
+    # The first block fills caches and compiles, so memory is compared after it.
     later = [b["resident_bytes"] for b in endless[1:]] or [endless[0]["resident_bytes"]]
     blocks = [*endless, *wrapped, *fresh]
     return {
@@ -140,7 +140,7 @@ def summary(endless: list[dict], wrapped: list[dict], fresh: list[dict]) -> dict
 
 
 def compilations() -> Counter:
-    """Counts, from now on, how often a function is compiled, by its name."""
+    """A counter of compilations by function name, from now on."""
     counts: Counter = Counter()
 
     def listen(event: str, _: float, fun_name: str = "?", **__: object) -> None:
@@ -159,7 +159,7 @@ def tokens_of(
     for book in [texts] if texts.is_file() else books(texts, splits):
         files.append(book)
         text.append(book.read_text("utf-8"))
-        # A token is rarely under a byte: encode when there may be enough, not after each book.
+        # A token is rarely shorter than a byte, so encode only once there are enough bytes.
         if sum(map(len, text)) >= count:
             ids = llm.tokenizer.encode("\n\n".join(text))
             if len(ids) >= count:
@@ -168,9 +168,9 @@ def tokens_of(
 
 
 def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:
-    """The books of some splits; for more text than they hold, those added later.
+    """The books of some splits, those of manifest_more.json last.
 
-    Of a folder without manifest.json every text.
+    In a folder without manifest.json, every text.
     """
     if not (folder / "manifest.json").exists():
         yield from sorted(folder.glob("*.txt"))

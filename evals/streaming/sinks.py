@@ -31,7 +31,7 @@ OTHERS = [
     "streaming:sinks=4,window=253",  # what the published code sees: it evicts after attending
 ]
 NEWLINES = "4 newlines in place of the first tokens"
-SPAN = 1_000  # losses of neighbours are alike: standard errors are those of means of this many
+SPAN = 1_000  # losses per mean for standard errors, because nearby losses are correlated
 
 
 def main() -> None:
@@ -40,7 +40,9 @@ def main() -> None:
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
                      help="text files, or folders with manifest.json")  # fmt: skip
     ask.add_argument("--tokens", type=int, default=400_000)
-    ask.add_argument("--beginning", type=int, default=8_192, help="tokens of the costly two")
+    ask.add_argument(
+        "--beginning", type=int, default=8_192, help="tokens for full attention and re-computation"
+    )
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def check(llm: Llm) -> None:
-    """Refuse to score a model whose full attention misses what is recorded beside it."""
+    """Exit if full attention misses the perplexity that is recorded beside the model."""
     file = llm.folder / "perplexity.json"
     if not file.exists():
         print(f"no {file.name} beside the model: full attention is not checked")
@@ -76,7 +78,7 @@ def check(llm: Llm) -> None:
 
 
 def run(llm: Llm, ids: Sequence[int], beginning: int, name: str) -> dict[str, Any]:
-    """Every policy on one text: perplexity, and how much the loss differs from the base."""
+    """Every policy on one text: perplexity, and loss minus the base."""
     losses = {}
     for policy in dict.fromkeys([*SINKS, *CACHES, *OTHERS]):
         losses[policy] = gather(models.losses(llm, ids, policy, chunk=200))
@@ -100,7 +102,7 @@ def gather(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
-    """Perplexity, and the mean difference in loss, prediction by prediction from the last back."""
+    """Perplexity, and the mean difference of paired losses, aligned at the end."""
     size = min(len(loss), len(base))
     difference = loss[-size:] - base[-size:]
     spans = difference[: size - size % SPAN].reshape(-1, SPAN).mean(1)
@@ -113,9 +115,9 @@ def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
 
 
 def first_token(llm: Llm, ids: Sequence[int], skip: int = 64) -> list[float]:
-    """Mean attention on the first token by layer; a sink takes a third and more of it.
+    """Mean attention on the first token by layer; a sink gets a third or more.
 
-    skip: the first queries, which have little else to look at.
+    skip: number of first queries to ignore, because they have few keys.
     """
 
     mass = uncached.mass_on_first(llm.config, llm.weights, jnp.asarray([ids], jnp.int32), skip)

@@ -48,8 +48,8 @@ def main() -> None:
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--arms", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
-    ask.add_argument("--tokens", type=int, default=100_000, help="held-back letters that are read")
-    ask.add_argument("--runs", type=Path, help="keep data and runs there (default: nowhere)")
+    ask.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
+    ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """The stream's law: what follows each letter, and which letters are triggers."""
+    """The distribution of the stream: successors of each letter, and the triggers."""
 
     seed: int
 
@@ -100,10 +100,10 @@ class Chain:
         return np.argsort(-self.follows.sum(0))[:TRIGGERS]
 
     def letters(self, count: int, seed: int) -> np.ndarray:
-        """A stream, as numbers of letters."""
+        """A stream of letter ids."""
         chance = np.random.default_rng([self.seed, seed]).random(count)
         ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
-        # Two triggers in a row would follow each other for ever; after a letter none comes second.
+        # Two triggers in a row would alternate for ever, so the first letter is no trigger.
         before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
         found = []
         for x in chance:
@@ -113,14 +113,14 @@ class Chain:
         return np.array(found)
 
     def floor(self, letters: np.ndarray) -> float:
-        """The least mean loss there can be: none after a trigger, the chain's own elsewhere."""
+        """The lower bound of the mean loss: zero after a trigger, else that of the chain."""
         known = np.isin(letters[:-1], self.triggers)
         chances = self.follows[letters[:-1], letters[1:]]
         return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
 
 
 def write(chain: Chain, folder: Path) -> data.Tokens:
-    """The stream as a data folder, or the one that is there."""
+    """The stream as a data folder; an existing folder is reused."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")
     texts = folder / "texts"
@@ -128,7 +128,7 @@ def write(chain: Chain, folder: Path) -> data.Tokens:
     paths = [texts / f"{number:02}.txt" for number in range(DOCUMENTS)]
     for number, path in enumerate(paths):
         path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
-    # A vocabulary of these letters alone: beside the 192 bytes that never come, no sink grows.
+    # A vocabulary of these letters only: with 192 bytes that never occur, no sink emerges.
     by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     vocab = {letter: number for number, letter in enumerate(LETTERS)}
     letters = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
@@ -146,7 +146,7 @@ def recipe_of(variant: str, seed: int) -> Recipe:
 def run(
     recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
 ) -> dict[str, Any]:
-    """Train one model and read the held-out letters with it."""
+    """Train one model and score the held-out letters."""
     llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
     log = logged(out)
     cache = llm.config.context // 2
@@ -170,8 +170,7 @@ def run(
 
 
 def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
-    """Mean attention on the first token of each letter that is no trigger, so copies nothing; of
-    several layers the one with most."""
+    """Mean attention of each idle letter to the first token, in the layer with the largest mean."""
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
     seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]
     letters = runs[:, skip:]

@@ -20,8 +20,8 @@ from jaxkv.evals.lib.claim import (
 )
 from jaxkv.models.palette import VARIANTS
 
-FELT = 0.02  # nats a token: a difference of losses that counts as one
-NOBODY_LEANS = f"{UNSEEN}: no model of this size leans on its first tokens"
+FELT = 0.02  # nats per token: the smallest difference of losses that counts
+NO_MODEL_NEEDS_SINKS = f"{UNSEEN}: no model of this size depends on its first tokens"
 BOTH = ("none", "token")
 
 
@@ -49,7 +49,7 @@ def size_of(r: Results) -> str:
 
 
 def texts(r: Results, sinks: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of every model and text: its name, all of it, and the line of each number of sinks."""
+    """By model and text: its name, its results, and those by number of sinks."""
     return [
         (name, text, {key: line for key, line in text.items() if "+" in key})
         for model in trained(r, sinks).values()
@@ -58,7 +58,7 @@ def texts(r: Results, sinks: str) -> list[tuple[str, dict[str, Any], dict[str, A
 
 
 def gaps(r: Results, sinks: str) -> list[list[float]]:
-    """Of every model and text, by how much the loss with 0, 1, 2 and 4 sinks exceeds that of 4."""
+    """By model and text, the loss with 0, 1, 2 and 4 sinks minus that with 4."""
     return [[x["loss_over_base"] for x in lines.values()] for *_, lines in texts(r, sinks)]
 
 
@@ -76,30 +76,30 @@ def table_3(r: Results, sinks: str) -> str:
 
 
 def several_needed(r: Results, sinks: str = "none") -> Finding:
-    """Without its first token a cache is worse, and with one of them it still is."""
+    """The loss is higher without the first tokens, and also with only one of them."""
     none, one = (all(gap[count] > FELT for gap in gaps(r, sinks)) for count in (0, 1))
     return table_3(r, sinks), grade(none and one, none)
 
 
 def zero_needs_some(r: Results) -> Finding:
-    """The same of a zero sink; the gap to plain softmax is shown and not judged."""
+    """The same for a zero sink; the difference to plain softmax is shown, not graded."""
     if unneeded(gaps(r, "zero")):
-        return table_3(r, "zero"), NOBODY_LEANS
+        return table_3(r, "zero"), NO_MODEL_NEEDS_SINKS
     return several_needed(r, "zero")
 
 
 def one_enough(r: Results) -> Finding:
-    """One token is needed and enough; all of it only where plain softmax needs more than one."""
+    """One token is needed and enough; the claim holds only if plain softmax needs more."""
     found, plain = gaps(r, "token"), gaps(r, "none")
     if unneeded(found + plain):
-        return table_3(r, "token"), NOBODY_LEANS
+        return table_3(r, "token"), NO_MODEL_NEEDS_SINKS
     enough = all(abs(gap[1]) < FELT for gap in found)
     gained = all(gap[0] > FELT for gap in found) and all(gap[1] > FELT for gap in plain)
     return table_3(r, "token"), grade(enough and gained, enough)
 
 
 def loss_unharmed(r: Results) -> Finding:
-    """At no seed is the sink token's loss larger by FELT; one seed alone decides nothing."""
+    """At no seed is the sink token's loss larger by FELT; one seed is not enough."""
     by_kind = {sinks: trained(r, sinks).values() for sinks in VARIANTS if trained(r, sinks)}
     shown = ", ".join(f"{sinks} " + " ".join(f"{x['valid_loss']:.4f}" for x in models)
                       for sinks, models in by_kind.items())  # fmt: skip
@@ -108,12 +108,12 @@ def loss_unharmed(r: Results) -> Finding:
         return "", f"{OPEN}: needs variants of equal seeds"
     text = f"{size_of(r)}; valid loss: {shown}"
     if len(harm) < 2:
-        return text, f"{UNSEEN}: one seed does not tell harm from chance"
+        return text, f"{UNSEEN}: one seed cannot separate harm from chance"
     return text, grade(max(harm) < FELT)
 
 
 def tasks_unharmed(r: Results) -> Finding:
-    """Of the tasks at which a model is better than chance, none is lost beyond two errors."""
+    """On no task with accuracy above chance does it fall by more than two standard errors."""
     shown, lost = [], []
     for plain, token in pairs(r):
         for task, one in token["zeroshot"].items():
@@ -135,7 +135,7 @@ def tasks_unharmed(r: Results) -> Finding:
 
 
 def given(variants: tuple[str, ...], find: Find) -> Find:
-    """The same finding, open where the record lacks a variant that it compares."""
+    """The verdict function, with an open verdict if the record lacks a variant."""
 
     @wraps(find)
     def found(r: Results) -> Finding:
@@ -150,12 +150,12 @@ def given(variants: tuple[str, ...], find: Find) -> Find:
 SECTION_3_3 = (  # claim, its figure in the paper, variants that it needs, verdict function
     ("Trained with plain softmax, a model needs several of its first tokens",
      "Table 3, 160M, 0/1/2/4 of 1024: 27.87/18.49/18.05/18.05", ("none",), several_needed),
-    ("Trained with a zero sink, it still leans on its first tokens",
+    ("Trained with a zero sink, a model still depends on its first tokens",
      "Table 3: 29214/19.90/18.27/18.01", ("zero",), zero_needs_some),
     ("A learnable sink token in training makes one sink enough",
      "Table 3: 1235/18.01/18.01/18.02", BOTH, one_enough),
-    ("A sink token in training does the loss no harm", "Figure 6", BOTH, loss_unharmed),
-    ("A sink token in training does no harm elsewhere", "Table 4, seven tasks", BOTH,
+    ("A sink token in training does not raise the loss", "Figure 6", BOTH, loss_unharmed),
+    ("A sink token in training does not lower accuracy on tasks", "Table 4, seven tasks", BOTH,
      tasks_unharmed),
 )  # fmt: skip
 TRAINING = [
@@ -176,10 +176,10 @@ def small_table(r: Results, *kinds: str) -> str:
     return f"one layer, one head, seeds: {seeds}; loss over that of 4+20: {joined(shown)}"
 
 
-@claim("backcopy", "The same where a head has nothing to do most of the time",
+@claim("backcopy", "The same with a head that is idle most of the time",
        "Table 3; the stream is that of Guo et al. 2024 (arXiv 2410.13835)")  # fmt: skip
 def small_one_enough(r: Results) -> Finding:
-    """The token is needed and enough; plain softmax must need more, or nothing is gained."""
+    """The token is needed and enough, and plain softmax needs more than one."""
     over = pick(r, "arms/*/summary/loss_over_base")
     token, plain = over["token"], over["none"]
     holds = max(abs(token["1+23"][end]) for end in ("min", "max")) < FELT < token["0+24"]["min"]

@@ -1,4 +1,4 @@
-r"""The model that comes with the package: stored from a run of the preset `default`, and looked at.
+r"""The default model: exported from a run of the preset `default`, and evaluated.
 
     jaxkv data --text books/train --valid books/valid --vocab-size 4096 --out out/novels \
       --remove '_|([^\w\s] ?)\1{3,}'
@@ -6,10 +6,11 @@ r"""The model that comes with the package: stored from a run of the preset `defa
     python -m jaxkv.evals.training.default_model --run out/runs/default --data out/novels \
       --texts books/test
 
-What is removed are marks of emphasis and lines of one sign, in which a small model gets lost. The
-project's other books are not novels alone: a model trained on them too wrote lists in the end.
-It reads books that it was not trained on and writes a text of its own, both far past its context
-under its streaming policy, and gets its model card. `--check` only says if the card is in step.
+The first command removes marks of emphasis and lines of a repeated punctuation mark, because a
+small model degenerates into them. The project's other books are not all novels; a model trained on
+all books ended in lists.
+The model scores held-out books and generates texts, both far beyond its context under its streaming
+policy, and gets its model card. `--check` only checks that the card is current.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from jaxkv.models.text import Run, encode
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time
 PROMPT, SEEDS = "Once upon a time", [0, 1, 2, 3, 4]
-TEMPERATURE, COLDER = 0.9, 0.8  # of README's command, and one at which texts may end in a loop
-LAST = 100  # steps whose mean is the loss of training
-WORD, RUN = re.compile(r"[^\W\d_]+"), 4  # words in a row that should not come again and again
+TEMPERATURE, COLDER = 0.9, 0.8  # that of the README's command, and one at which texts may repeat
+LAST = 100  # steps whose mean is the training loss
+WORD, RUN = re.compile(r"[^\W\d_]+"), 4  # length of the word runs that should be distinct
 CARD = "README.md"
 PAGE = """\
 ---
@@ -51,52 +52,54 @@ language: en
 ---
 # The default model of jaxkv
 
-A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), made by
-`jaxkv pretrain --preset default`, the model that `jaxkv generate` uses by default. The
-commands are at the top of evals/training/default_model.py, which wrote this
-page from evals/results/default_model.json.
+A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), trained by
+`jaxkv pretrain --preset default`. `jaxkv generate` uses it unless another model is given. All
+commands, starting from the texts, are at the top of evals/training/default_model.py, which wrote
+this page from evals/results/default_model.json.
 
 | | |
 | --- | --- |
 | data | {documents} English novels, public domain in the United States (the record names them) |
-| tokens | {tokens:,}, of texts of {tokens_there:,}; a byte-level BPE of {vocab:,} |
-| a step | {rows} samples of {context} tokens; {steps:,} steps; seed {seed} |
+| tokens | {tokens:,}, drawn from texts of {tokens_there:,}; a byte-level BPE of {vocab:,} |
+| step | {rows} samples of {context} tokens; {steps:,} steps; seed {seed} |
 | recipe | {recipe} |
 | hardware | {device}, {dtype}, {minutes:.0f} minutes; jax {jax} |
-| loss | {loss:.3f} nats a token in the last {last_steps} steps |
-| ... of {held_back} books held back | {valid:.3f} |
-| ... of {tested} books by others | {tested_loss:.3f}, the mean over what follows |
+| training loss | {loss:.3f} nats per token in the last {last_steps} steps |
+| loss on {held_back} held-out books | {valid:.3f} |
+| loss on {tested} books by other authors | {tested_loss:.3f}, mean over the blocks below |
 | stored | bfloat16, {megabytes:.1f} MB |
-| licence | Apache-2.0, as the code |
+| licence | Apache-2.0, like the code |
 
 ## Beyond its context
 
-It was trained on samples of {context} tokens. Under `{policy}` it
+The model was trained on samples of {context} tokens. With `{policy}`:
 
-- read {read:,} tokens of {tested} books by authors not in its training data, one after the
-  other, in blocks of {block:,}. The loss is {begins:.3f} in the first block and {ends:.3f} in the
-  last. The blocks are different texts: computed alone with an empty cache, no block differs by more
-  than {worst:.2f} % from its loss in the stream;
-- wrote {texts} texts of {written:,} tokens each at temperature {temperature}. Of the words of
-  the first block at least {known_first:.1f} % are words of those books, of the last at least
-  {known_last:.1f} % (each time without the book that knows most). Of a book's own words
-  {known_least:.1f} to {known_most:.1f} % are words of the others. At temperature {colder}, {silent}
-  of {texts} texts ended in one repeated sign, a rule or a dotted line as some books have them.
+- It scored {read:,} tokens of {tested} books by unseen authors as one stream, in blocks of
+  {block:,}. The loss of the first block is {begins:.3f}, of the last {ends:.3f}. The blocks are
+  different texts, so each was also scored with a new cache: the loss differs by at most
+  {worst:.2f} %.
+- It generated {texts} texts of {written:,} tokens each at temperature {temperature}. At least
+  {known_first:.1f} % of the words of the first block occur in those books, and at least
+  {known_last:.1f} % of the words of the last block. (Each time, the book with the most matches is
+  left out.) For comparison, {known_least:.1f} to {known_most:.1f} % of the words of each book occur
+  in the others.
+- At temperature {colder}, {silent} of {texts} texts ended in a repeated punctuation mark, such as
+  the rules and dotted lines in some books.
 
-Its continuation of "{prompt}":
+Continuation of "{prompt}":
 
 > {first} ...
 
-The end of the same text:
+and its end:
 
 > ... {last}
 
-## What it cannot do
+## Limits
 
-It writes English sentences that look like old novels and mean nothing for long; it knows no facts,
-follows no instructions and holds no conversation. It cannot attend to
-evicted tokens, so it loses persons and topics within a page. Its books are of their time, with
-their prejudices; neither the books nor the answers are filtered.
+The model generates English sentences in the style of old novels, without coherent meaning over
+longer passages. It knows no facts, follows no instructions and holds no conversation. It does not
+remember evicted text, such as the characters of the previous page. Its training books contain the
+prejudices of their time, and neither the books nor the model were filtered.
 """
 
 
@@ -104,22 +107,26 @@ def main() -> None:
     ask = argparse.ArgumentParser(
         prog="python -m jaxkv.evals.training.default_model", description=__doc__
     )
-    ask.add_argument("--run", type=Path, help="the folder of a finished run")
+    ask.add_argument("--run", type=Path, help="folder of a finished run")
     ask.add_argument("--data", type=Path, help="the data folder that it was trained on")
-    ask.add_argument("--texts", type=Path, help="books that were not trained on, as *.txt")
-    ask.add_argument("--tokens", type=int, default=100_000, help="read, and written")
-    ask.add_argument("--block", type=int, default=10_000, help="tokens in one figure")
-    ask.add_argument("--check", action="store_true", help="only whether the card is in step")
-    ask.add_argument("--quick", action="store_true", help="write to out/ alone")
+    ask.add_argument("--texts", type=Path, help="folder of held-out books, *.txt")
+    ask.add_argument(
+        "--tokens", type=int, default=100_000, help="tokens to score, and to generate per text"
+    )
+    ask.add_argument("--block", type=int, default=10_000, help="tokens per block")
+    ask.add_argument("--check", action="store_true", help="only check that the card is current")
+    ask.add_argument("--quick", action="store_true", help="write only to out/")
     given = ask.parse_args()
     if given.check:
         if (DEFAULT / CARD).read_text("utf-8") != card(read("default_model")):
             raise SystemExit(
-                "the model card is out of step; run python -m jaxkv.evals.training.default_model"
+                "the model card is stale; run python -m jaxkv.evals.training.default_model"
             )
         return
     if None in (given.run, given.data, given.texts):
-        ask.error("--run, --data and --texts say what to store, what made it, and what to read")
+        ask.error(
+            "--run, --data and --texts are required: run to store, its data, and books to score"
+        )
     if given.block % CHUNK or given.tokens % given.block:
         ask.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
 
@@ -142,14 +149,14 @@ def main() -> None:
 
 
 def store(run: Path, folder: Path) -> Path:
-    """The trained model in bfloat16, and nothing else of the run; the folder."""
+    """Export the trained model in bfloat16; return the folder."""
     llm = models.load(run / "hf")
     front = llm.tokenizer.front
     return export(folder, llm.config, llm.weights, run / "hf" / data.TOKENIZER, front, "bfloat16")
 
 
 def training(run: Path, folder: Path) -> dict[str, Any]:
-    """What the run was, on which data, and how it went."""
+    """The settings, data and losses of the run."""
     about, tokens = json.loads((run / "run.json").read_text("utf-8")), data.read(folder)
     if tokens.digest != about["data"]:
         raise SystemExit(f"{run} was not trained on {folder}; name its own data folder")
@@ -173,7 +180,7 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
 
 
 def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
-    """What the model is, how it reads books in a row, as much of each, and how it writes."""
+    """The model's size, its losses on a stream of books in equal parts, and its generated texts."""
     texts = [file.read_text("utf-8") for file in files]
     each = tokens // len(files)
     books = [llm.tokenizer.encode(text, bos=False) for text in texts]
@@ -200,7 +207,7 @@ def model(llm: Llm) -> dict[str, Any]:
 
 
 def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str, Any]:
-    """Generated texts of this length, a line per block, with the same measures of books."""
+    """Generated texts of this length with measures per block, and the same measures of books."""
     every = [set(words(text)) for text in texts]
     known = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
     found: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
@@ -226,7 +233,7 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
 def blocks_of(
     llm: Llm, tokens: Sequence[int], block: int, known: Sequence[set[str]]
 ) -> dict[str, Any]:
-    """How a text begins and ends, and its measures; of several sets of words the worst."""
+    """Beginning and end of a text, and its measures by block; of several vocabularies the worst."""
     parts = (tokens[at : at + block] for at in range(0, len(tokens), block))
     pieces = [llm.tokenizer.decode(part) for part in parts]
     blocks = [
@@ -235,8 +242,8 @@ def blocks_of(
     return {"first": pieces[0][:400], "last": pieces[-1][-400:], "blocks": blocks}
 
 
-def fell_silent(text: dict[str, Any]) -> bool:
-    """Whether its last block has hardly a word: a line of one sign, which some books have."""
+def degenerated(text: dict[str, Any]) -> bool:
+    """Whether the last block has almost no words: a repeated punctuation mark."""
     first, last = text["blocks"][0], text["blocks"][-1]
     return last["words"] < first["words"] / 10
 
@@ -246,8 +253,10 @@ def words(text: str) -> list[str]:
 
 
 def measures(text: str, known: set[str]) -> dict[str, float]:
-    """known: the share of words that are among some; anew: of runs of four words, the share of
-    those that are the first of their kind."""
+    """Measures of a text.
+
+    known: the share of its words in a vocabulary. "anew": the share of distinct runs of four words.
+    """
     found = words(text)
     runs = list(zip(*(found[i:] for i in range(RUN)), strict=False))
     return {
@@ -259,7 +268,7 @@ def measures(text: str, known: set[str]) -> dict[str, float]:
 
 
 def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Recognisable English, and as good at the end as at the beginning."""
+    """The bars: recognisable English, at the end as at the beginning."""
     writing, summary = results["writing"], results["reading"]["summary"]
     books = {key: min(book[key] for book in writing["books"]) for key in ("known", "anew")}
     texts = [text["blocks"] for text in writing[f"{TEMPERATURE:g}"]]
@@ -268,18 +277,18 @@ def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     far = f"{results['reading']['tokens']:,} tokens"
     here = f"default model, the worst of {len(texts)} texts of {far}: "
     return [
-        bar(f"default model, reading {far}: worst block against the same text afresh",
+        bar(f"default model, scoring {far}: worst block against the same text with a new cache",
             summary["worst_change"], "<=", 0.01),
-        bar(f"{here}words that are words, last block over first", kept, ">=", 0.98),
-        bar(f"{here}the same, last block over the least of a book",
+        bar(f"{here}known words, last block over first", kept, ">=", 0.98),
+        bar(f"{here}known words, last block over the minimum of the books",
             least["known"] / books["known"], ">=", 0.95),
-        bar(f"{here}runs of four words that are new, last block over the least of a book",
+        bar(f"{here}distinct runs of four words, last block over the minimum of the books",
             least["anew"] / books["anew"], ">=", 0.95),
     ]  # fmt: skip
 
 
 def card(record: dict[str, Any]) -> str:
-    """The model card, every figure from the record."""
+    """The model card, with every number from the record."""
     results = record["results"]
     training, writing = results["training"], results["writing"]
     recipe, summary = training["recipe"], results["reading"]["summary"]
@@ -311,7 +320,7 @@ def card(record: dict[str, Any]) -> str:
         texts=len(texts),
         temperature=TEMPERATURE,
         colder=COLDER,
-        silent=sum(map(fell_silent, colder)),
+        silent=sum(map(degenerated, colder)),
         known_first=min(known[0]),
         known_last=min(known[-1]),
         known_least=min(of_books),
@@ -323,7 +332,7 @@ def card(record: dict[str, Any]) -> str:
 
 
 def quoted(text: str) -> str:
-    """On one line, as it stands in a card."""
+    """The text on one line, for the card."""
     return " ".join(text.split())
 
 

@@ -2,7 +2,7 @@
 
 On a CPU the peak is that of a large float32 product, measured in alternation with the steps; on an
 accelerator it is the data sheet's. Operations are 6 N + 12 L (N H) T per token (PaLM, appendix B),
-whatever a causal mask leaves out.
+without a reduction for the causal mask.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import Variant, bar, ratio, rounds, timed
+from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.models import device, training
 from jaxkv.models.pretrain import FRONT, setting_for
 from jaxkv.models.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
 SINKS = ("none", "token", "zero", "logit")
-SIDE = 2048  # of the matrices whose product is the peak of a CPU
+SIDE = 2048  # side of the matrices whose product measures a CPU's peak
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
-    """Every variant's step and the peak in turns."""
+    """The step of every variant and the peak, alternating."""
     on_cpu = jax.default_backend() == "cpu"
     variants: dict[str, Variant] = {}
     for sinks in SINKS:
@@ -56,7 +56,7 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
     if on_cpu:
         product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
         variants["peak"] = timed(lambda: product().block_until_ready())
-    seconds = rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
+    seconds = time_rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
     config = setting_for(recipe, vocab, (), 0).config
     tokens = recipe.rows * recipe.context
     flops = training.flops_per_token(config, recipe.context) * tokens
@@ -79,7 +79,7 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
 
 
 def stepping(recipe: Recipe, vocab: int) -> Variant:
-    """One step on random tokens, from where the last one ended."""
+    """One training step on random tokens, continuing from the last one."""
     front = tuple(range(1, 1 + len(FRONT.get(recipe.sinks, ()))))
     setting = setting_for(recipe, vocab, front, 0)
     held = [training.begin(setting)]

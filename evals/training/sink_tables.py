@@ -1,8 +1,8 @@
 """Models trained with and without sinks: StreamingLLM's Tables 3 and 4, Figures 2, 6 and 7.
 
-Every run is a folder that `jaxkv pretrain` wrote, one per variant, trained alike but for `sinks`.
-All variants read the same text under caches of one size; zero-shot tasks take the likeliest of some
-choices, by the mean log-likelihood of their tokens.
+Every run is a folder of `jaxkv pretrain`, one per variant; only `sinks` differs. All variants read
+the same text under caches of equal size. Zero-shot tasks select the choice with the largest mean
+log-likelihood of its tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxkv.typing import Array, Bool, Float32, Int32
 SINKS = (0, 1, 2, 4)
 TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
          "lambada_openai", "hellaswag")  # fmt: skip
-SHOWN = 16  # tokens of the samples whose attention is drawn, as in Figure 2
-SAMPLES = 64  # of them
+SHOWN = 16  # tokens per sample in the attention maps, as in Figure 2
+SAMPLES = 64  # samples per attention map
 ROWS = 32  # choices scored at a time
 
 
@@ -42,11 +42,11 @@ def main() -> None:
     )
     ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
-                     help="text files, or folders of *.txt; none that was trained on")  # fmt: skip
-    ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl; left out: no Table 4")
+                     help="held-out text files, or folders of *.txt")  # fmt: skip
+    ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl (default: no Table 4)")
     ask.add_argument("--tokens", type=int, default=100_000)
-    ask.add_argument("--rows", type=int, default=1_000, help="of each task, at most")
-    ask.add_argument("--name", default="sink_tables", help="of the record")
+    ask.add_argument("--rows", type=int, default=1_000, help="maximal rows per task")
+    ask.add_argument("--name", default="sink_tables", help="name of the record")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -59,7 +59,7 @@ def main() -> None:
         if path.stem in texts or (path / "manifest.json").exists():
             raise SystemExit(f"texts need names of their own, and no split for training: {path}")
         ids, files = tokens_of(first, path, given.tokens + 1)
-        # What the tokenizer of a variant puts in front is that variant's own.
+        # The front tokens differ by variant.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
         data += files
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
-    """Exit where two runs are of one variant and seed, or differ in anything else."""
+    """Exit if two runs have the same variant and seed, or differ in another setting."""
     if len(set(names)) < len(names):
         raise SystemExit(f"every run must be an arm and a seed of its own, got {', '.join(names)}")
     for run in runs[1:]:
@@ -96,7 +96,7 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
 
 
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
-    """What a run was, and how its loss went (Figure 6)."""
+    """The settings of a run, and its loss curve (Figure 6)."""
     log = logged(folder)
     looks = [x for x in log if "valid_loss" in x]
     recipe = run["recipe"]
@@ -119,7 +119,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 
 def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
-    """Everything about one variant that is read from its model."""
+    """All measurements of one variant's model."""
     cache = llm.config.context // 2
     found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
@@ -141,17 +141,17 @@ def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
 
 
 def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, float]]:
-    """How a text is read with each number of sinks in a cache of one size, beside 4 of them."""
+    """Losses with each number of sinks in a cache of one size, and minus those with 4 sinks."""
     ids, losses = [*llm.tokenizer.front, *text], {}
     for sinks in SINKS:
         policy = f"streaming:sinks={sinks},window={cache - sinks}"
-        # Not what stands in front, nor the token after it, which some variants do not predict.
+        # Skip the front tokens and the token after them, which some variants do not predict.
         losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
     return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
 
 
 def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
-    """Runs of the texts, evenly spread, as samples of training look: sink tokens in front."""
+    """Evenly spaced runs of the texts, as training samples with sink tokens in front."""
     ids = np.concatenate(list(texts.values()))
     at = np.linspace(0, len(ids) - length, SAMPLES).astype(int)
     runs = np.stack([ids[a : a + length] for a in at]).astype(np.int32)
@@ -161,7 +161,7 @@ def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
 
 @partial(jax.jit, static_argnums=0)
 def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
-    """The attention of every layer and head, the mean of all samples."""
+    """Attention of every layer and head, averaged over samples."""
     _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
     return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
 
@@ -209,9 +209,9 @@ def read_tasks(folder: Path, most: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How often the right choice has the largest mean log-likelihood of a token.
+    """How often the right choice has the largest mean log-likelihood per token.
 
-    Where there is but one choice, how often greedy decoding would write it.
+    With a single choice: how often greedy decoding would generate it.
     """
     scored = score(llm, [(row["context"], choice) for row in rows for choice in row["choices"]])
     right, at = [], 0
@@ -232,17 +232,17 @@ def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """Of each choice after its context: mean log-likelihood, and whether each token is likeliest.
+    """By choice after its context: mean log-likelihood, and whether every token is the likeliest.
 
-    A text that is longer than the model's context loses its beginning, but not its sink tokens, nor
-    the one token that stands before the choice.
+    A text longer than the model's context is cut at its beginning, after the sink tokens. At least
+    one token before the choice stays.
     """
     front, most = list(llm.tokenizer.front), llm.config.context
     texts = []
     for context, choice in pairs:
         ids = llm.tokenizer.encode(choice, bos=False)
         before = llm.tokenizer.encode(context, bos=False)
-        # One token must stand before what is predicted.
+        # A prediction needs a token before it.
         before = before or [llm.eos[0]]
         room = max(1, most + 1 - len(front) - len(ids))
         texts.append((front + before[max(0, len(before) - room) :], ids))
@@ -267,7 +267,7 @@ def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]
 def _score(
     config: Config, weights: Weights, ids: Int32[Array, "B X"], asked: Bool[Array, "B T"]
 ) -> tuple[Float32[Array, " B"], Bool[Array, " B"]]:
-    """Mean loss of the tokens after the asked places, and whether each was the likeliest."""
+    """Mean loss of the tokens after the marked positions, and whether each is the likeliest."""
     decoder, hidden, _ = uncached.forward(config, weights, ids[:, :-1])
     logits, targets = decoder.logits(hidden), ids[:, 1:]
     picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]

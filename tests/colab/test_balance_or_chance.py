@@ -1,4 +1,4 @@
-"""Balance or chance: what is measured is what it says, and the drawn keys are as they are told."""
+"""Computations of notebook 03: signed sums, attention errors and synthetic prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxkv.colab import balance_or_chance as thinning
+from jaxkv.colab import balance_or_chance as compression
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.policy_spec import parse_policy
@@ -21,78 +21,85 @@ def drawn(tokens, seed=0):
     return q, k, v
 
 
-def test_lengths_are_those_of_the_signed_sums():
-    """Vectors written out: the products of a polynomial kernel's series, degree by degree."""
+def test_lengths_are_norms_of_the_signed_sums():
+    """The walk's vectors written out as the series of the exponential kernel, by degree."""
     random = np.random.default_rng(0)
     points, signs = random.normal(size=(7, 2)) / 2, random.choice([-1, 1], (3, 7))
     x, y = (points - points.mean(axis=0)).T
     terms = [
-        np.sqrt(thinning.PLANE.temperature ** (i + j)) * x**i * y**j
+        np.sqrt(compression.PLANE.temperature ** (i + j)) * x**i * y**j
         / math.sqrt(math.factorial(i) * math.factorial(j))
         for i in range(16) for j in range(16)
     ]  # fmt: skip
     vectors = np.stack(terms, axis=1)
     sums = np.cumsum(signs[:, :, None] * vectors, axis=1)
     wanted = np.linalg.norm(sums, axis=2) / np.sqrt((vectors**2).sum(axis=1).mean())
-    np.testing.assert_allclose(thinning.signed_lengths(points, signs), wanted, rtol=1e-6)
+    np.testing.assert_allclose(compression.signed_lengths(points, signs), wanted, rtol=1e-6)
 
 
-def test_balanced_signs_leave_less():
-    found = thinning.halves(draws=20)
-    assert found.points.shape == (sum(thinning.SIZES), 2)
-    assert (np.bincount(found.group) == thinning.SIZES).all()
+def test_balanced_signs_leave_a_shorter_sum_than_random_ones():
+    found = compression.halve_points(draws=20)
+    assert found.points.shape == (sum(compression.SIZES), 2)
+    assert (np.bincount(found.group) == compression.SIZES).all()
     assert all(set(signs.tolist()) == {-1, 1} for signs in found.signs.values())
     chance, balanced = (np.median(each[:, -1]) for each in found.lengths.values())
     assert 1.5 * balanced < chance
 
 
-@pytest.mark.parametrize("name", ["balance, walk", *thinning.COMPARED])
-def test_every_method_keeps_as_many(name):
-    chosen = parse_policy(thinning.setting(name, rounds=2, between=256, sinks=8, window=40))
+@pytest.mark.parametrize("name", ["balance, walk", *compression.COMPARED])
+def test_every_method_keeps_the_same_number_of_tokens(name):
+    chosen = parse_policy(
+        compression.policy_string(name, rounds=2, between=256, sinks=8, window=40)
+    )
     if name == "snapkv":
         assert chosen.capacity == 8 + 40 + 64
     else:
         assert (chosen.sinks, chosen.window, chosen.rounds) == (8, 40, 2)
 
 
-def test_a_sample_of_tokens_that_are_equal_is_exact():
-    """Whatever is cached, if it counts for what it stands for; and not if it counts once."""
+def test_a_weighted_sample_of_equal_tokens_is_exact_and_an_unweighted_one_is_not():
     q, k, v = drawn(64 + 32 + QUERIES)
     k[:64], v[:64] = k[0], v[0]
     names = ("uniform, weighted", "uniform")
-    found = thinning.compare(SPEC, q, k, v, (0, 32), 1, [0, 1], names)
+    found = compression.compare(SPEC, q, k, v, (0, 32), 1, [0, 1], names)
     assert max(found["uniform, weighted"]) < 1e-5
     assert min(found["uniform"]) > 0.01 and len(found["uniform"]) == 2
 
 
-def test_the_heaviest_keys():
+def test_attention_on_the_heaviest_keys_equals_numpy():
     q, k, v = drawn(100 + QUERIES)
     between = slice(10, 60)
-    assert thinning.heaviest(SPEC, 0 * q, k, v, between, 0.1) == pytest.approx(0.1)
+    assert compression.attention_on_heaviest(SPEC, 0 * q, k, v, between, 0.1) == pytest.approx(0.1)
     logits = np.einsum("tnh,snh->nts", q[-QUERIES:], k[between]).astype(np.float64) * SPEC.scale
     weights = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
     wanted = np.sort(weights, axis=2)[..., -5:].sum(axis=2).mean()
-    assert thinning.heaviest(SPEC, q, k, v, between, 0.1) == pytest.approx(wanted, rel=1e-5)
+    assert compression.attention_on_heaviest(SPEC, q, k, v, between, 0.1) == pytest.approx(
+        wanted, rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("name", thinning.WORLDS)
-def test_worlds_are_as_they_are_told(name):
-    q, k, v = thinning.world(name, seed=0)
-    again = thinning.world(name, seed=0)
+@pytest.mark.parametrize("name", compression.SYNTHETIC)
+def test_synthetic_prompts_have_their_described_properties(name):
+    q, k, v = compression.synthetic_prompt(name, seed=0)
+    again = compression.synthetic_prompt(name, seed=0)
     assert all((a == b).all() for a, b in zip((q, k, v), again, strict=True))
-    rest = k[: thinning.BETWEEN].std()
+    rest = k[: compression.BETWEEN].std()
     assert rest == pytest.approx(1, abs=0.1) and v.std() == pytest.approx(1, abs=0.1)
     beside = np.mean([(a[1:] * a[:-1]).mean() for a in (k, v)])
     assert beside == pytest.approx(0.95 if name == "neighbours alike" else 0, abs=0.07)
-    nearest = np.sort(v[:, 0] @ v[:, 0].T, axis=1)[:, -2].mean() / thinning.DIM
+    nearest = np.sort(v[:, 0] @ v[:, 0].T, axis=1)[:, -2].mean() / compression.DIM
     alike = name in ("neighbours alike", "kinds, mixed")
     assert nearest > 0.85 if alike else nearest < 0.6
-    top = thinning.heaviest(thinning.SPEC, q, k, v, slice(thinning.BETWEEN), 0.01)
+    top = compression.attention_on_heaviest(
+        compression.SPEC, q, k, v, slice(compression.BETWEEN), 0.01
+    )
     assert top > 0.9 if name == "a few heavy keys" else top < 0.12
 
 
-def test_a_table_says_how_much_nearer_balance_is():
+def test_the_table_shows_the_errors_of_balance_over_others():
     made = [[1.0, 2.0, 3.0], [8.0], [4.0], [2.0], [1.0]]
-    errors = dict(zip(thinning.COMPARED, made, strict=True))
-    *_, line = thinning.table({5: {"errors": {2: errors}, "tenth": 0.25}}, rounds=2).splitlines()
+    errors = dict(zip(compression.COMPARED, made, strict=True))
+    *_, line = compression.error_table(
+        {5: {"errors": {2: errors}, "tenth": 0.25}}, rounds=2
+    ).splitlines()
     assert line.split() == ["5", "25%", "0.50", "1.00", "0.25", "2.00"]

@@ -19,23 +19,25 @@ def llm():
     return models.load()
 
 
-def test_users_begin_alike_and_go_on_apart(llm):
-    said = conversations.say(llm, users=2, turns=3, instructions=20)
+def test_users_share_only_their_instructions(llm):
+    said = conversations.make_turns(llm, users=2, turns=3, instructions=20)
     first, second, _ = said
     assert first[0][:20] == first[1][:20] and first[0][20:] != first[1][20:]
     assert second[0][:20] != first[0][:20]
-    assert conversations.say(llm, 2, 3, 20) == said
-    assert conversations.room(said) >= max(sum(map(len, user)) for user in zip(*said, strict=True))
+    assert conversations.make_turns(llm, 2, 3, 20) == said
+    assert conversations.max_length(said) >= max(
+        sum(map(len, user)) for user in zip(*said, strict=True)
+    )
 
 
-def test_keys_are_alike_as_far_as_prompts_are():
-    one, other = (conversations.keys([*range(40), last, *range(23)]) for last in (40, 41))
+def test_block_hashes_are_equal_up_to_the_first_different_token():
+    one, other = (conversations.block_hashes([*range(40), last, *range(23)]) for last in (40, 41))
     assert len(one) == 4 and one[:2] == other[:2]
     assert all(a != b for a, b in zip(one[2:], other[2:], strict=True))
 
 
-def test_hits_are_those_of_the_report():
-    found = conversations.hits((4, 8), requests=60, seeds=2)
+def test_hit_rates_are_those_of_the_report():
+    found = conversations.measure_hit_rates((4, 8), requests=60, seeds=2)
     setting = replace(report.ONE_PROMPT, mode="rekey", slots=8, requests=60)
     alone = [report.hits(setting, seed) for seed in (0, 1)]
     assert (found["rekey"][1]["min"], found["rekey"][1]["max"]) == (min(alone), max(alone))
@@ -43,40 +45,42 @@ def test_hits_are_those_of_the_report():
     assert found["formula"][1]["median"] == report.closed_form(8, setting)
 
 
-def test_an_index_with_room_for_all_finds_what_was_there():
-    """Counted anew: leading ids of a request that an earlier one had."""
+def test_an_index_with_room_for_all_blocks_finds_every_repeated_prefix():
+    """Counted a second way: leading ids of a request that an earlier one had."""
     trace = traces.read(conversations.TRACE)
     seen, blocks, found = set(), 0, 0
     for one in trace.requests:
         found += len(list(takewhile(seen.__contains__, one.keys)))
         seen |= set(one.keys)
         blocks += len(one.keys)
-    few, all_of_them = conversations.by_capacity(trace, (0.1, 1.0))
+    few, all_of_them = conversations.hit_rate_by_capacity(trace, (0.1, 1.0))
     assert all_of_them == pytest.approx(100 * found / blocks)
     assert few < all_of_them and len(trace.requests) == 400
 
 
-def test_what_is_kept_of_a_trace_is_as_it_was_published(shared):
+def test_the_shipped_requests_are_the_first_of_the_published_trace(shared):
     file = shared / "traces" / "mooncake_conversation_trace.jsonl"
     with file.open(encoding="utf-8") as whole:
         assert conversations.TRACE.read_text("utf-8") == "".join(islice(whole, 400))
 
 
 @pytest.mark.slow
-def test_what_is_found_need_not_be_read(llm):
-    said = conversations.say(llm, users=2, turns=2, instructions=70)
-    served = conversations.serve(
-        llm, "streaming:sinks=2,window=30", partial(conversations.converse, said=said),
-        conversations.room(said), PrefixConfig(8), chunk=32, rounds=2,
+def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
+    said = conversations.make_turns(llm, users=2, turns=2, instructions=70)
+    served = conversations.serve_both(
+        llm, "streaming:sinks=2,window=30", partial(conversations.run_conversations, said=said),
+        conversations.max_length(said), PrefixConfig(8), chunk=32, rounds=2,
     )  # fmt: skip
-    recomputed, kept = served[conversations.ANEW], served[conversations.KEPT]
+    recomputed, kept = served[conversations.RECOMPUTED], served[conversations.CACHED]
     assert recomputed.tokens == kept.tokens and recomputed.bytes == 0 and not recomputed.found.any()
     assert (kept.read + kept.found == recomputed.read).all() and kept.found.sum() >= 64
     first, second = (recomputed.prompts[at : at + 2] for at in (0, 2))
-    more = [len(said[0][user]) + len(said[1][user]) + conversations.NEW for user in (0, 1)]
+    more = [
+        len(said[0][user]) + len(said[1][user]) + conversations.ANSWER_TOKENS for user in (0, 1)
+    ]
     assert second.tolist() == more and first.tolist() == [len(each) for each in said[0]]
     assert kept.first.shape == (2, 4) and (kept.first > 0).all()
-    assert len(conversations.table({"streaming": served}).splitlines()) == 2
-    for drawn in (conversations.draw_first({"streaming": served}, 2, "a caption"),
-                  conversations.draw_each(served, "a caption")):  # fmt: skip
+    assert len(conversations.reuse_table({"streaming": served}).splitlines()) == 2
+    for drawn in (conversations.draw_first_token_by_turn({"streaming": served}, 2, "a caption"),
+                  conversations.draw_first_token_by_length(served, "a caption")):  # fmt: skip
         assert drawn.png.startswith(b"\x89PNG")

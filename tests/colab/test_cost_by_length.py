@@ -1,4 +1,4 @@
-"""What a longer text costs."""
+"""The cost of a token by text length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def llm():
     return models.load()
 
 
-def test_costs_are_of_the_length_that_was_asked(llm):
+def test_costs_are_measured_at_each_length(llm):
     names, lengths = ["full:start=16", "streaming:sinks=2,window=14"], [16, 40]
     found = cost_by_length.measure(llm, runtime.passage(llm, 40), names, lengths, new=4, count=1)
     full, streaming = (found[name] for name in names)

@@ -1,4 +1,4 @@
-"""What the notebook on MagicPIG computes, against plain numpy."""
+"""The computations of the notebook on MagicPIG, against plain numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer(rng):
 
 
 def weights(layer):
-    """Of the last queries [B,Q,N,S], in plain numpy."""
+    """Attention weights of the last queries [B,Q,N,S], in plain numpy."""
     q, k = (np.asarray(x, np.float64) for x in (layer.q[:, -QUERIES:], layer.k))
     logits = np.einsum("bqnh,bsnh->bqns", q, np.repeat(k, 2, axis=2)) * SPEC.scale
     own = np.arange(LENGTH - QUERIES, LENGTH)[:, None]
@@ -33,20 +33,22 @@ def weights(layer):
     return found / found.sum(-1, keepdims=True)
 
 
-def test_tails_add_up_the_heaviest(layer):
-    found = long_tail.tails(SPEC, layer)
+def test_cumulative_weights_equal_numpy(layer):
+    found = long_tail.cumulative_weights(SPEC, layer)
     wanted = np.cumsum(-np.sort(-weights(layer), axis=-1), axis=-1).mean(axis=(0, 1))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert long_tail.sink(SPEC, layer) == pytest.approx(weights(layer)[..., 0].mean(), abs=1e-6)
+    assert long_tail.sink_weight(SPEC, layer) == pytest.approx(
+        weights(layer)[..., 0].mean(), abs=1e-6
+    )
 
 
-def test_reading_all_leaves_no_error(layer):
-    found = long_tail.budgets(SPEC, layer, [0.1, 1.0], 1)
+def test_reading_all_keys_has_no_error(layer):
+    found = long_tail.errors_by_budget(SPEC, layer, [0.1, 1.0], 1)
     assert found["topk"][1].error < 1e-5 and found["topk"][1].share == pytest.approx(1)
     assert all(one.error > 0.01 for line in found.values() for one in line[:1])
 
 
-def test_cosines_are_of_keys_less_their_mean(layer):
+def test_centred_cosines_ignore_the_mean_key(layer):
     moved = layer._replace(k=layer.k + jnp.asarray(3.0, jnp.float32))
     kept = long_tail.cosines(SPEC, moved, True)
     np.testing.assert_allclose(
@@ -55,57 +57,63 @@ def test_cosines_are_of_keys_less_their_mean(layer):
     assert not np.allclose(kept, long_tail.cosines(SPEC, moved, False), atol=0.1)
 
 
-def test_more_tables_read_more(layer):
-    found = long_tail.tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
+def test_more_tables_of_fewer_bits_read_more_keys(layer):
+    found = long_tail.measure_tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
     assert found[6, 10, True].share < found[4, 40, True].share
-    *_, last = long_tail.tell_tables(found).splitlines()
+    *_, last = long_tail.lsh_table(found).splitlines()
     own = found[4, 40, True]
     assert last.split()[:4] == ["4", "40", f"{own.share:.1%}", f"{own.error:.3f}"]
 
 
-def test_heads_have_the_errors_of_their_layer(layer):
+def test_errors_by_head_average_to_the_error_of_the_layer(layer):
     layers = {3: layer, 7: layer._replace(v=layer.v + jnp.asarray(1.0, jnp.float32))}
-    found = long_tail.by_head(SPEC, layers, 0.1, 2)
+    found = long_tail.measure_heads(SPEC, layers, 0.1, 2)
     assert found.layer.tolist() == [3] * 4 + [7] * 4 and found.head.tolist() == [0, 1, 2, 3] * 2
-    np.testing.assert_allclose(found.fifth[:4], long_tail.tails(SPEC, layer)[:, 36], rtol=1e-6)
+    np.testing.assert_allclose(
+        found.fifth[:4], long_tail.cumulative_weights(SPEC, layer)[:, 36], rtol=1e-6
+    )
     for number, one in layers.items():
-        line = long_tail.budgets(SPEC, one, [0.1], 2)
+        line = long_tail.errors_by_budget(SPEC, one, [0.1], 2)
         for kind in long_tail.KINDS:
             of_layer = found.error[kind][found.layer == number]
             assert of_layer.mean() == pytest.approx(line[kind][0].error, rel=1e-5)
 
 
 @pytest.mark.parametrize("head", [0, 3])
-def test_a_head_alone_gets_what_it_gets_among_others(layer, head):
-    together = heads.exactly(SPEC, layer, "all heads")[:, :, head]
-    spec, own = long_tail.alone(SPEC, layer, head)
-    np.testing.assert_allclose(heads.exactly(spec, own, "one")[:, :, 0], together, atol=1e-6)
+def test_a_single_head_has_the_same_output_as_in_its_layer(layer, head):
+    together = heads.exact_attention(SPEC, layer, "all heads")[:, :, head]
+    spec, own = long_tail.single_head(SPEC, layer, head)
+    np.testing.assert_allclose(
+        heads.exact_attention(spec, own, "one")[:, :, 0], together, atol=1e-6
+    )
 
 
-def test_telling_heads():
+def test_the_flattest_the_best_sampled_and_the_most_peaked_head_are_picked():
     error = {"topk": [9.0, 4.0, 1.0], "oracle": [3.0, 2.0, 3.0], "uniform": [3.0, 4.0, 9.0]}
     error = {kind: np.array(line) for kind, line in error.items()}
     found = long_tail.Heads(np.arange(3), np.zeros(3, int), np.array([0.2, 0.6, 0.9]), error)
-    assert list(long_tail.telling(found).values()) == [0, 1, 2]
-    np.testing.assert_allclose(long_tail.lead(found), [1, 0.5, 3])
+    assert list(long_tail.pick_heads(found).values()) == [0, 1, 2]
+    np.testing.assert_allclose(long_tail.oracle_over_best(found), [1, 0.5, 3])
 
 
-def test_drawn_attention_has_the_logits_it_was_drawn_with():
+def test_synthetic_attention_has_its_drawn_logits():
     drawing, layer = synthetic.draw(2.0, 5, 200), synthetic.layer(2.0, [5], 200)
-    found = heads.ask(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
+    found = heads.last_queries(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
     np.testing.assert_allclose(found[0], drawing.logits, atol=1e-5)
     np.testing.assert_array_equal(layer.v[0, :, 0], drawing.v)
 
 
-def test_a_cone_leaves_the_weights_of_all_but_the_sink():
+def test_a_cone_changes_only_the_weight_of_the_sink():
     flat = synthetic.layer(1.0, [0, 1], 400)
     logits = [
-        np.asarray(heads.ask(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
+        np.asarray(heads.last_queries(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
         for one in (flat, synthetic.cone(flat, 1.0))
     ]
     before, after = (line[:, 1:] - line[:, 1:].max(axis=1, keepdims=True) for line in logits)
     np.testing.assert_allclose(after, before, atol=1e-5)
-    assert long_tail.sink(synthetic.SPEC, synthetic.cone(flat, 1.0)) == pytest.approx(0.5, abs=0.1)
+    assert long_tail.sink_weight(synthetic.SPEC, synthetic.cone(flat, 1.0)) == pytest.approx(
+        0.5, abs=0.1
+    )
     assert long_tail.cosines(synthetic.SPEC, synthetic.cone(flat, 1.0), False).mean() < -0.4
 
 
@@ -113,15 +121,15 @@ def test_a_cone_leaves_the_weights_of_all_but_the_sink():
     ("sigma", "follow", "lowest", "highest"),
     [(0.25, 0.45, 2, 9), (3.0, 0.45, 0.1, 0.8), (0.25, 0.0, 0.7, 1.3)],
 )
-def test_what_makes_a_sample_win(sigma, follow, lowest, highest):
-    """Top-k's error over a sample's, by how long the tail is and whether values follow weights."""
-    error = long_tail.world(256, [sigma], 0.05, follow, ("topk", "oracle")).error
+def test_a_sample_wins_with_a_long_tail_and_dependent_values(sigma, follow, lowest, highest):
+    """Top-k's error over a sample's, by length of the tail and dependence of the values."""
+    error = long_tail.measure_synthetic(256, [sigma], 0.05, follow, ("topk", "oracle")).error
     assert lowest < error["topk"][0] / error["oracle"][0] < highest
 
 
-def test_the_ends_alone_read_nothing_between(layer):
-    ways = long_tail.ways(0.1, (4, 20))
-    read = long_tail.read_by(
+def test_the_ends_alone_read_no_key_between(layer):
+    ways = long_tail.policies_at_share(0.1, (4, 20))
+    read = long_tail.measure_shares(
         SPEC, {0: layer}, {name: ways[name] for name in ("ends alone", "topk")}
     )
     assert read["ends alone"] == 0 and read["topk"] == pytest.approx(0.1, abs=0.01)

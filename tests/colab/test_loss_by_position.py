@@ -8,7 +8,7 @@ from jaxkv import models
 from jaxkv.colab import loss_by_position, runtime
 
 
-def test_each_row_is_the_loss_of_its_text():
+def test_each_row_is_the_loss_of_one_text():
     llm = models.load()
     ids = runtime.passage(llm, 60)
     texts = [ids[:1] + ids[at : at + 24] for at in (1, 20, 35)]

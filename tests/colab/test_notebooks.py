@@ -1,4 +1,4 @@
-"""The notebooks under colab/: in step with their sources, small, and right when they run."""
+"""The notebooks under colab/: equal to their sources, small, and correct when they run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_notebook_has_the_cells_of_its_source(name):
     ], f"python -m jaxkv.colab.notebooks {name}"
 
 
-def test_what_is_kept_is_small_and_whole(name):
+def test_a_saved_notebook_is_small_and_complete(name):
     file = FOLDER / f"{name}.ipynb"
     assert file.stat().st_size <= LARGEST
     *_, last = [cell for cell in nbformat.read(file, 4).cells if cell.cell_type == "code"]
@@ -54,25 +54,24 @@ def test_what_is_kept_is_small_and_whole(name):
     assert "JAXKV_SMOKE" not in text and '"output_type": "error"' not in text
 
 
-def test_its_picture_is_what_it_drew(name):
+def test_the_picture_is_the_output_of_its_cell(name):
     kept = nbformat.read(FOLDER / f"{name}.ipynb", 4)
     assert (FOLDER / f"{name}.png").read_bytes() == notebooks.picture_of(kept)
 
 
-def test_readme_shows_it(name):
+def test_readme_links_every_notebook(name):
     text = (notebooks.ROOT / "README.md").read_text("utf-8")
     assert f"(colab/{name}.ipynb)" in text
 
 
-def test_the_first_cells(name):
-    """The badge leads to this file; nothing is installed but jaxkv; then it says where it runs."""
+def test_the_first_cells_are_badge_install_and_device(name):
     first, install, check = cells(name)[:3]
     assert f"]({BADGE}{name}.ipynb)" in first.source.splitlines()[0]
     assert (install.source, tags(install)) == (INSTALL, ["install"])
     assert check.source == f'from jaxkv.colab import runtime\n\nruntime.begin("{name}")'
 
 
-def test_links_lead_somewhere(name):
+def test_relative_links_exist(name):
     text = "\n".join(cell.source for cell in cells(name) if cell.cell_type == "markdown")
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (FOLDER / link).exists(), link
@@ -86,7 +85,7 @@ def test_functions_of_notebooks_are_short(name):
 
 
 def test_a_policy_takes_about_ten_lines():
-    """As README says: those in the bodies of its methods."""
+    """Lines in the bodies of its methods, as the README counts them."""
     source = "\n".join(cell.source for cell in code("07_write_your_own_policy")[1:])
     (policy,) = (node for node in ast.walk(ast.parse(source))
                  if isinstance(node, ast.ClassDef) and node.name == "Strided")  # fmt: skip
@@ -104,14 +103,14 @@ def test_it_runs(name):
 @pytest.mark.parametrize("deepest", ["01_endless_generation", "02_what_each_cache_keeps",
                                      "04_sampling_beats_topk"])  # fmt: skip
 def test_it_runs_with_another_model(deepest, shared):
-    """What the text finds of the model of our own need not hold, but nothing breaks. Of the
-    notebooks that take a model these ask most of it."""
+    """Checks of the default model's results need not hold, but nothing raises. These notebooks
+    use the model most."""
     notebooks.run(deepest, smoke=True, model=str(shared / "models" / "stories260K"))
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Writes a notebook of one cell in a folder of its own."""
+    """Writes a notebook of one cell into an empty folder."""
     monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
 
     def write(content):
@@ -126,34 +125,34 @@ def test_a_wrong_result_ends_the_run(written):
         notebooks.run(written('assert 1 == 2, "one is not two"'), smoke=True)
 
 
-def test_a_first_cell_that_changes_what_is_there_ends_the_run(written, monkeypatch):
+def test_an_install_cell_that_changes_packages_ends_the_run(written, monkeypatch):
     there = iter([{"jax": "0.7.2", "numpy": "2.0.2"}, {"jax": "0.11.0", "numpy": "2.0.2"}])
     monkeypatch.setattr(notebooks, "packages", lambda: next(there))
     with pytest.raises(RuntimeError, match=r"changed jax$"):
         notebooks.run(written("1"), smoke=True, install=True)
 
 
-def test_the_field_takes_another_model(written):
+def test_the_model_field_accepts_another_model(written):
     name = written('MODEL = ""  # @param {type: "string"}\nprint("it is", MODEL)')
     notebook, _ = notebooks.run(name, smoke=True, model="a/model")
     assert notebook.cells[0].outputs[0]["text"] == "it is a/model\n"
     assert notebook.cells[0].source.startswith('MODEL = ""')
 
 
-def test_the_third_cell_tells_what_is_known_in_the_end(written, tmp_path):
+def test_only_the_third_cell_is_updated_with_run_times(written, tmp_path):
     name = written("1\n# %%\n2\n# %%\nprint('now')\n# %%\n4")
     before = notebooks.load(name)
     for cell in before.cells:
         cell.outputs = [nbformat.v4.new_output("stream", text="before")]
     nbformat.write(before, tmp_path / f"{name}.ipynb")
-    notebooks.tell_minutes(name)
+    notebooks.update_run_times(name)
     after = nbformat.read(tmp_path / f"{name}.ipynb", 4)
     reported = [cell.outputs[0]["text"].strip() for cell in after.cells]
     assert reported == ["before", "before", "now", "before"]
 
 
-def test_what_runs_is_what_is_installed(written, monkeypatch, tmp_path):
-    """No folder of the caller's, no PYTHONPATH; and it is told how large to be."""
+def test_a_notebook_runs_the_installed_package(written, monkeypatch, tmp_path):
+    """In an empty folder, without PYTHONPATH, and with JAXKV_SMOKE set."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     say = "import os; print(os.getcwd(), os.environ.get('PYTHONPATH'), os.environ['JAXKV_SMOKE'])"
     notebook, _ = notebooks.run(written(say), smoke=True)
@@ -164,14 +163,14 @@ def test_what_runs_is_what_is_installed(written, monkeypatch, tmp_path):
 @pytest.mark.parametrize("found, there, asked", [
     ("gpu", "GPU", ""), ("cpu", "", ""), ("cpu", "GPU", "cpu"), ("tpu", "TPU", ""),
 ])  # fmt: skip
-def test_a_runtime_that_is_as_it_seems(found, there, asked):
-    runtime.check(found, there, asked)
+def test_a_runtime_whose_accelerator_is_used_passes(found, there, asked):
+    runtime.check_platform(found, there, asked)
 
 
 @pytest.mark.parametrize("there", ["GPU", "TPU"])
-def test_an_accelerator_that_jax_does_not_use_is_told(there):
+def test_an_accelerator_that_jax_does_not_use_raises(there):
     with pytest.raises(UserError, match=f"the {there} of this runtime"):
-        runtime.check("cpu", there, "")
+        runtime.check_platform("cpu", there, "")
 
 
 @pytest.mark.parametrize("script, found", [
@@ -179,8 +178,8 @@ def test_an_accelerator_that_jax_does_not_use_is_told(there):
     ("echo 'No devices were found'; exit 6", ""),
     ("exit 9", ""),
 ])  # fmt: skip
-def test_a_gpu_is_one_that_the_driver_lists(tmp_path, monkeypatch, script, found):
-    """The program alone, as images have it that are for machines of any kind, is none."""
+def test_a_gpu_counts_only_if_the_driver_lists_it(tmp_path, monkeypatch, script, found):
+    """Some images contain nvidia-smi without a GPU."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -192,7 +191,7 @@ def test_a_gpu_is_one_that_the_driver_lists(tmp_path, monkeypatch, script, found
 @pytest.mark.parametrize("vendor, device, found", [
     ("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x10de", "0x0063", False),
 ])  # fmt: skip
-def test_a_tpu_is_a_device_of_google_that_is_no_network_card(tmp_path, vendor, device, found):
+def test_a_google_network_card_is_not_a_tpu(tmp_path, vendor, device, found):
     assert not runtime.has_tpu(tmp_path)
     for name, value in (("vendor", vendor), ("device", device)):
         (tmp_path / "0000:00:04.0").mkdir(exist_ok=True)
@@ -203,7 +202,9 @@ def test_a_tpu_is_a_device_of_google_that_is_no_network_card(tmp_path, vendor, d
 @pytest.mark.parametrize("platform, model, ends", [
     ("cpu", "", True), ("cpu", "a/model", False), ("gpu", "", False),
 ])  # fmt: skip
-def test_times_are_those_of_our_model_on_a_cpu(capsys, monkeypatch, platform, model, ends):
+def test_checks_of_times_are_required_only_for_the_default_model_on_a_cpu(
+    capsys, monkeypatch, platform, model, ends
+):
     monkeypatch.setattr("jax.default_backend", lambda: platform)
     if ends:
         with pytest.raises(AssertionError, match="quick"):
@@ -214,11 +215,11 @@ def test_times_are_those_of_our_model_on_a_cpu(capsys, monkeypatch, platform, mo
         assert reported in capsys.readouterr().out
 
 
-def test_a_runtime_says_what_it_can_do():
-    assert runtime.powers().endswith("computes in float32, by XLA's kernels")
+def test_capabilities_name_dtype_and_kernels():
+    assert runtime.capabilities().endswith("computes in float32, by XLA's kernels")
 
 
-def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
+def test_run_times_come_from_the_records_of_each_device(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "RESULTS", tmp_path)
     for file, platform, device, took in (
         ("cpu", "cpu", "2 cores of a processor", 1.26),
@@ -232,14 +233,14 @@ def test_minutes_are_those_that_were_measured(tmp_path, monkeypatch):
         }
         record = tmp_path / f"notebooks_{file}.json"
         record.write_text(json.dumps({"results": results}))
-    assert runtime.minutes("01_one") == [
+    assert runtime.run_times("01_one") == [
         "on 2 cores of a processor: 1.3 minutes", "on 1 x NVIDIA A100: 0.4 minutes",
-        "on 1 x Tesla T4: 0.5 minutes", "on a TPU: nobody has run it yet",
+        "on 1 x Tesla T4: 0.5 minutes", "on a TPU: not run yet",
     ]  # fmt: skip
-    assert runtime.minutes("02_other")[0] == "on a CPU: nobody has run it yet"
+    assert runtime.run_times("02_other")[0] == "on a CPU: not run yet"
 
 
-def test_a_record_is_of_one_kind_of_device():
+def test_each_kind_of_device_has_its_own_record():
     assert notebooks.record_name("cpu", "cpu") == "notebooks_cpu"
     assert notebooks.record_name("gpu", "Tesla T4") == "notebooks_gpu_tesla_t4"
 
@@ -249,7 +250,7 @@ def test_a_record_is_of_one_kind_of_device():
     ({"one": True}, {"two": False}, True, False),
     ({"one": False}, {"two": True}, True, True),
 ])  # fmt: skip
-def test_what_does_not_hold_ends_a_notebook(capsys, always, ours, ends, ends_with_another):
+def test_a_failed_check_ends_a_notebook(capsys, always, ours, ends, ends_with_another):
     for model, fails in (("", ends), ("a/model", ends_with_another)):
         if fails:
             with pytest.raises(AssertionError, match="one" if not always["one"] else "two"):
@@ -259,14 +260,14 @@ def test_what_does_not_hold_ends_a_notebook(capsys, always, ours, ends, ends_wit
         assert ("FAILS" in capsys.readouterr().out) == fails
 
 
-def test_a_table_keeps_its_columns():
+def test_a_text_keeps_its_columns():
     shown = runtime.Text("a  < b\n1    2")
     assert repr(shown) == "a  < b\n1    2"
     assert "font-family:monospace" in shown._repr_html_()
     assert ">a  &lt; b\n1    2</pre>" in shown._repr_html_()
 
 
-def test_the_passage_is_as_long_as_it_is(capsys):
+def test_a_passage_shorter_than_requested_prints_a_line(capsys):
     from jaxkv import models
 
     llm = models.load()
@@ -277,7 +278,7 @@ def test_the_passage_is_as_long_as_it_is(capsys):
     assert f"all {len(every):,} tokens" in capsys.readouterr().out
 
 
-def test_a_picture_keeps_its_colours():
+def test_a_compressed_picture_keeps_its_colours():
     from io import BytesIO
 
     from PIL import Image

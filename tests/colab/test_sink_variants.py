@@ -14,49 +14,50 @@ from jaxkv.models import compare
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Of no use but to look at: of two steps."""
-    folder = tmp_path_factory.mktemp("arms")
+    """Models after two training steps."""
+    folder = tmp_path_factory.mktemp("variants")
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # of optax
         patch.setattr(backcopy, "LENGTH", 5_000)
         return sink_variants.train(["none", "token"], 2, seed=0, folder=folder)
 
 
-def test_a_text_begins_as_its_model_expects(trained):
+def test_a_text_begins_with_the_sink_token_of_its_model(trained):
     found, letters = trained
-    none, token = (sink_variants.held_back(found[name], letters, 9) for name in ("none", "token"))
+    none, token = (sink_variants.held_out(found[name], letters, 9) for name in ("none", "token"))
     assert token[1:] == none and token[0] == found["token"].config.bos
 
 
-def test_attention_looks_back_and_adds_up_to_one(trained):
+def test_attention_is_causal_and_sums_to_one(trained):
     found, letters = trained
-    (seen,) = sink_variants.maps(
-        found["token"], [sink_variants.held_back(found["token"], letters, 9)]
+    (seen,) = sink_variants.attention_maps(
+        found["token"], [sink_variants.held_out(found["token"], letters, 9)]
     )
     assert seen.shape == (10, 10) and not np.triu(seen, 1).any()
     np.testing.assert_allclose(seen.sum(axis=1), 1, atol=1e-5)
 
 
-def test_idle_letters_are_those_that_copy_nothing(trained):
+def test_every_letter_that_is_no_trigger_is_idle(trained):
     found, letters = trained
-    share = sink_variants.share_of_first(found["token"], letters)
+    share = sink_variants.first_token_attention(found["token"], letters)
     assert len(share) == len(backcopy.LETTERS) - backcopy.TRIGGERS
     assert (np.diff(share) <= 0).all() and 0 <= share[-1] <= share[0] <= 1
 
 
-def test_a_loss_by_place_is_that_of_reading_a_sample(trained, monkeypatch):
-    """Of one sample; a sink token stands where its first letter was."""
+def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "RUNS", 1)
     found, letters = trained
     for variant in found.values():
         front, sample = variant.tokenizer.front, letters.run("valid", 0, 49).tolist()
         ids = [*front, *sample[len(front) :]]
         read = np.concatenate(list(models.losses(variant, ids, "full")))
-        np.testing.assert_allclose(sink_variants.loss_by_place(variant, letters), read, atol=1e-4)
+        np.testing.assert_allclose(
+            sink_variants.loss_by_position(variant, letters), read, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("at_first, reported", [(False, (1, 1)), (True, (1, 0))])
-def test_letters_look_where_they_look(trained, monkeypatch, at_first, reported):
-    """Triggers look one back, others at themselves or at the first token, which may be a sink."""
+def test_mean_attention_of_triggers_and_other_letters(trained, monkeypatch, at_first, reported):
+    """Triggers attend to the letter before, others to themselves or the first token."""
     found, letters = trained
     triggers = backcopy.Chain(0).triggers
 
@@ -70,42 +71,44 @@ def test_letters_look_where_they_look(trained, monkeypatch, at_first, reported):
         return None, None, [seen]
 
     monkeypatch.setattr(sink_variants.uncached, "forward", look)
-    assert sink_variants.looks(found["none"], letters) == reported
-    assert sink_variants.looks(found["token"], letters) == (1, 1)
+    assert sink_variants.mean_attention(found["none"], letters) == reported
+    assert sink_variants.mean_attention(found["token"], letters) == (1, 1)
 
 
-def test_the_stretch_that_is_drawn_looks_most_at_its_first_token(trained, monkeypatch):
+def test_the_drawn_stretch_attends_most_to_its_first_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "STRETCHES", 9)
     variant, letters = trained[0]["token"], trained[1]
-    chosen = sink_variants.most_idle(variant, letters, 7)
+    chosen = sink_variants.find_idle_stretch(variant, letters, 7)
     shares = {
-        start: sink_variants.maps(variant, [sink_variants.held_back(variant, letters, 7, start)])[
-            0, :, 0
-        ].mean()
+        start: sink_variants.attention_maps(
+            variant, [sink_variants.held_out(variant, letters, 7, start)]
+        )[0, :, 0].mean()
         for start in range(0, 63, 7)
     }
     assert shares[chosen] == pytest.approx(max(shares.values()), abs=1e-6)
 
 
-def test_an_arm_can_be_compared(trained):
+def test_a_variant_can_be_compared(trained):
     found, letters = trained
-    llm, ids = found["token"], sink_variants.held_back(found["token"], letters, 40)
+    llm, ids = found["token"], sink_variants.held_out(found["token"], letters, 40)
     names = ["full", "window:window=24"]
-    scores = compare.compare(llm, ids, names, None, 0, runtime.quietly)
+    scores = compare.compare(llm, ids, names, None, 0, runtime.no_progress)
     results = [compare.result(llm, name, scores[name], 20) for name in names]
     assert [row["predictions"] for row in results] == [40, 40]
     assert compare.draw(results, llm.config.context, "letters").startswith(b"\x89PNG")
 
 
-def test_below_its_capacity_a_cache_is_no_other(trained):
+def test_below_its_capacity_a_window_equals_full_attention(trained):
     found, letters = trained
-    ids = sink_variants.held_back(found["none"], letters, 20)
+    ids = sink_variants.held_out(found["none"], letters, 20)
     loss = sink_variants.losses(found["none"], ids, {"all": "full", "new": "window:window=24"})
     assert abs(loss["all"] - loss["new"]) < 1e-4
 
 
-def test_a_table_has_a_line_for_each_arm():
-    lines = sink_variants.table({"none": {"a cache": 1.5}, "token": {"a cache": 2.25}}).splitlines()
+def test_the_table_has_a_line_for_each_variant():
+    lines = sink_variants.loss_table(
+        {"none": {"a cache": 1.5}, "token": {"a cache": 2.25}}
+    ).splitlines()
     assert [line.split() for line in lines] == [
         ["a", "cache"],
         ["none", "1.500"],

@@ -1,4 +1,4 @@
-"""The error of a compressed cache: captured is what the layer saw, and more rounds cost more."""
+"""The error of a compressed cache: recorded keys are the layer's, and more rounds err more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 2 * single_layer.ENDS + 2 * single_layer.BLOCK
 
 @pytest.fixture(scope="module")
 def drawn():
-    """q, k, v of a prompt and the queries after it: an autoregression, so neighbours are alike."""
+    """q, k, v of a prompt and the queries after it: an autoregression, so neighbours are close."""
     random = np.random.default_rng(0)
     noise = random.normal(size=(3, TOKENS + single_layer.QUERIES, 4, 8))
     for i in range(1, noise.shape[1]):
@@ -29,8 +29,8 @@ def drawn():
     return q, k[:, :2], v[:, :2]
 
 
-def test_with_nothing_thinned_it_is_attention(drawn):
-    """Of each token that comes next to those before it, where it stands in the text."""
+def test_without_compression_the_output_is_causal_attention(drawn):
+    """Of each query to the tokens before it, by position."""
     q, k, v = drawn
     found = single_layer.attend(SPEC, q, k, v, parse_policy("full"))
     at = np.arange(len(q))
@@ -55,7 +55,7 @@ def test_with_nothing_thinned_it_is_attention(drawn):
 
 
 @pytest.mark.slow
-def test_more_rounds_more_error_and_weights_help(drawn):
+def test_more_rounds_err_more_and_weights_help(drawn):
     found = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2], title="test")
     assert set(found) == {*single_layer.METHODS, "saturated", "ends alone", "snapkv"}
     for name in set(found) - {"saturated", "ends alone"}:
@@ -64,7 +64,7 @@ def test_more_rounds_more_error_and_weights_help(drawn):
     mean = {name: np.mean(found[name]["3"]) for name in single_layer.METHODS}
     assert mean["uniform, weighted"] < mean["uniform"]
     assert mean["stratified"] < mean["uniform, weighted"]
-    assert len(set(found["uniform"]["1"])) == 3  # every seed draws again
+    assert len(set(found["uniform"]["1"])) == 3  # every seed has its own draw
     assert all(0 <= share <= 1 for share in found["saturated"].values())
     shown = single_layer.summary({"0": found, "1": found}, [1, 3])
     assert shown["uniform"]["3"]["median"] == np.median(found["uniform"]["3"])
@@ -73,15 +73,15 @@ def test_more_rounds_more_error_and_weights_help(drawn):
 def test_an_error_is_relative_to_each_head():
     exact = np.zeros((5, 2, 3))
     exact[:, 0], exact[:, 1] = 1.0, 10.0
-    assert single_layer.relative(exact * 1.5, exact) == 0.5
+    assert single_layer.relative_error(exact * 1.5, exact) == 0.5
     off = exact.copy()
     off[:, 1] = 0
-    assert single_layer.relative(off, exact) == 0.5  # of two heads one is wholly wrong
+    assert single_layer.relative_error(off, exact) == 0.5  # one of two heads is wrong
 
 
 @pytest.mark.parametrize("length", [300, seldom(700)])  # within the context of 512, and beyond it
-def test_captured_is_what_the_first_layer_sees(shared, length):
-    """Its keys and values follow from the embeddings alone: plain numpy."""
+def test_captured_keys_and_values_are_those_of_the_first_layer(shared, length):
+    """They depend on the embeddings only, so plain numpy computes them."""
     llm = models.load(shared / "models" / "stories260K", "float32")
     ids, _ = tokens_of(llm, shared / "text" / "tinystories" / "valid.txt", length)
     weights = {name: np.asarray(w, np.float64) for name, w in llm.weights.items()}

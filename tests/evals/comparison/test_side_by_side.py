@@ -1,4 +1,4 @@
-"""Every policy is set to as many tokens, and what it attends to is counted."""
+"""Every policy has an equal KV budget, and its attended tokens are counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_policy_has_a_setting(llm, rounds):
 
 
 def attended(llm, name, prompt, more=0):
-    """What the setting of the short prompt attends to after this many tokens and some more."""
+    """Attended tokens with the setting of the short prompt, after `prompt` tokens and `more`."""
     ids = passage(llm, prompt + more)
     stream = models.Stream(llm, side_by_side.settings(SHORT)[name], tokens=len(ids))
     stream.prefill([ids[:prompt]])
@@ -37,7 +37,7 @@ def attended(llm, name, prompt, more=0):
 
 
 @pytest.mark.slow
-def test_behind_the_prompt_as_many_are_met(llm):
+def test_every_policy_attends_to_its_budget_after_the_prompt(llm):
     prompt = side_by_side.prompt_of(SHORT)
     for name in ("window", "uniform"):
         assert attended(llm, name, prompt) == {"mean": BUDGET, "min": BUDGET, "max": BUDGET}
@@ -45,13 +45,13 @@ def test_behind_the_prompt_as_many_are_met(llm):
     assert attended(llm, "topk", prompt)["mean"] == pytest.approx(BUDGET, abs=1)
 
 
-def test_a_thinned_prompt_keeps_what_follows(llm):
+def test_a_compressed_prompt_caches_all_later_tokens(llm):
     prompt = side_by_side.prompt_of(SHORT)
     assert attended(llm, "uniform", prompt, 8)["mean"] == BUDGET + 8
     assert attended(llm, "topk", prompt, 8)["mean"] == pytest.approx(BUDGET + 2, abs=1)
 
 
-def test_another_model_or_passage_is_refused():
+def test_a_different_full_attention_loss_is_refused():
     ((stretches, loss), *_) = side_by_side.FULL_LOSS.items()
     side_by_side.check(loss + 0.9 * side_by_side.TOLERANCE, stretches)
     for off in (-2, 2, float("nan")):
@@ -60,8 +60,8 @@ def test_another_model_or_passage_is_refused():
 
 
 @pytest.mark.slow
-def test_costs_are_those_of_what_is_held(llm):
-    """And full attention is timed without slots that hold nothing, or all others look quicker."""
+def test_costs_are_measured_without_empty_slots(llm):
+    """Full attention reads empty slots too, so they would favour all other policies."""
     ids = passage(llm, side_by_side.prompt_of(SHORT))
     settings = side_by_side.settings(SHORT, side_by_side.WRITTEN)
     chosen = {name: settings[name] for name in ("full", "uniform", "streaming")}

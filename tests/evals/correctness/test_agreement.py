@@ -1,4 +1,4 @@
-"""Figures that tests record come out under their file and name."""
+"""Values that tests record are grouped by file and test."""
 
 from jaxkv.evals.correctness.agreement import bars, figures
 
@@ -12,7 +12,7 @@ XML = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_figures_of_one_file(tmp_path):
+def test_values_are_grouped_by_file_and_test(tmp_path):
     reported = tmp_path / "tests.xml"
     reported.write_text(XML)
     found = figures(reported, "tests/models/test_parity.py")
@@ -20,7 +20,7 @@ def test_figures_of_one_file(tmp_path):
     assert figures(reported, "tests/test_tpu.py") == {"test_a[llama]": {"worst": 2}}
 
 
-def test_the_worst_of_each_kind_counts():
+def test_bars_use_the_worst_value_of_each_kind():
     results = {
         "parity": {
             "a": {"largest_logit_difference": 2e-4},

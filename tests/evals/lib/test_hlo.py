@@ -20,15 +20,14 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
 """
 
 
-def test_copies_of_a_size_inside_a_loop():
+def test_only_copies_of_a_size_inside_a_loop_are_found():
     assert copies_in_loops(TEXT, {32}) == ["%a = f32[4,8]{1,0} copy(%p)"]
     assert len(copies_in_loops(TEXT, {8, 32})) == 2
     with pytest.raises(ValueError, match="no loop"):
         copies_in_loops(TEXT.replace("body=", ""), {32})
 
 
-def test_a_copy_would_be_found():
-    """Two caches that change places in a loop cannot but be copied."""
+def test_swapping_two_caches_in_a_loop_is_found_as_a_copy():
 
     @jax.jit
     def swap(one, other, count):

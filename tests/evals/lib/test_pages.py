@@ -1,4 +1,4 @@
-"""CLAIMS.md, NEGATIVE.md and the pages of docs/ say what the records say."""
+"""The numbers in CLAIMS.md, NEGATIVE.md and docs/ are those of the records."""
 
 import json
 
@@ -7,24 +7,24 @@ import pytest
 from jaxkv.evals.lib import claim, claims, figures
 
 
-def test_the_page_of_claims_is_in_step():
+def test_claims_md_is_current():
     assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m jaxkv.evals.lib.claims"
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
-def test_the_figures_of_a_page_are_in_step(page):
+def test_the_numbers_of_a_page_are_current(page):
     text = page.read_text("utf-8")
     assert figures.MARK.search(text) or figures.TABLE.search(text)
     assert figures.fill(text) == text, "run python -m jaxkv.evals.lib.figures"
 
 
 def test_no_cell_of_a_table_has_a_bar():
-    """A bar in a text would begin another column."""
+    """A bar in a text would start another column."""
     rows = [line for line in claims.page().splitlines() if line.startswith("| ")]
     assert rows and all(line.count("|") in (4, 6) for line in rows)
 
 
-def test_a_figure_is_filled_in(tmp_path):
+def test_a_number_is_filled_in(tmp_path):
     results = {"results": {"table": [{"times": {"median": 21.456}}]}}
     (tmp_path / "trial.json").write_text(json.dumps(results))
     text = "It is <!--=trial table/0/times/median .1f-->2.0<!--/--> times as fast."
@@ -44,7 +44,7 @@ ABOUT = {
 
 
 @pytest.mark.parametrize("change, verdict", [(0.004, claim.HOLDS), (0.006, claim.NOT)])
-def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
+def test_a_verdict_depends_on_the_numbers(tmp_path, change, verdict):
     summary = {
         "worst_change": change,
         "worst_change_wrapped": 0.0,
@@ -61,7 +61,7 @@ def test_a_verdict_follows_the_numbers(tmp_path, change, verdict):
     assert any("streaming.endless`; 2026-01-01, commit 0123456" in line for line in lines)
 
 
-def test_without_records_nothing_is_claimed(tmp_path):
+def test_without_records_every_verdict_is_open(tmp_path):
     rows = [line for line in claims.page(tmp_path).splitlines() if line.startswith("| ")]
     assert all(
         claim.OPEN in row for row in rows if not row.startswith(("| claim", "| bar", "| --"))

@@ -25,7 +25,7 @@ def test_every_policy_has_a_section_with_its_fields():
         assert set(re.findall(r"`(\w+)=", section.split("**Fields**")[1].split("\n")[0])) == names
 
 
-def test_a_source_leads_to_its_paper():
+def test_a_source_links_to_its_paper():
     assert policy_tables.linked("X, arXiv 2410.16179, Definition 3.1") == (
         "[X](https://arxiv.org/abs/2410.16179), Definition 3.1"
     )
@@ -37,7 +37,7 @@ def test_tables_are_filled_in():
     assert done == f"a\n<!--table policies-->\n{policy_tables.policies()}<!--/table-->\nb\n"
 
 
-def test_a_number_shows_how_far_it_lay_apart():
+def test_a_number_is_shown_with_its_range():
     found = {"median": 1.0, "min": 0.5, "max": 2.0}
     assert policy_tables.ranged(found, "median", ".2f") == "1.00 (0.50 to 2.00)"
     assert policy_tables.ranged(found | {"min": 1.0, "max": 1.0}, "median", ".2f") == "1.00"
@@ -45,13 +45,13 @@ def test_a_number_shows_how_far_it_lay_apart():
     assert policy_tables.over(None) == "needs a prompt"
 
 
-def test_what_was_measured_is_of_all_policies():
+def test_the_record_has_every_policy():
     for table in (policy_tables.predicted(), policy_tables.cost()):
         names = re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)
         assert names == list(POLICIES)
 
 
-def test_the_advice_of_the_docs_is_what_was_measured():
+def test_the_advice_of_the_docs_agrees_with_the_record():
     rows = policy_tables.rows()
     endless = {
         name: row["without_end"]["mean"] for name, row in rows.items() if "without_end" in row
@@ -66,7 +66,7 @@ def test_the_advice_of_the_docs_is_what_was_measured():
     assert max(times["streaming"], times["uniform"]) < 1
 
 
-def test_the_docs_on_recall_say_what_was_measured():
+def test_the_docs_on_recall_agree_with_the_record():
     far = recalled(lambda distance: distance > 128)
     near = recalled(lambda distance: distance <= 128)
     sampled, compressed = (

@@ -1,4 +1,4 @@
-"""Records: whole or absent, and the same wherever they were made."""
+"""Records: written atomically, and independent of the machine's paths."""
 
 import json
 import sys
@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv("JAXKV_COMMIT", "0" * 40)  # where these tests are in no checkout
+    monkeypatch.setenv("JAXKV_COMMIT", "0" * 40)  # for tests outside a checkout
     return tmp_path
 
 
-def test_a_record_says_what_it_takes_to_run_it_again(results, monkeypatch):
+def test_a_record_has_commit_command_data_and_versions(results, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["x", "--model", str(ROOT.parent / "shared" / "m"), "--n", "3"]
     )
@@ -37,7 +37,7 @@ def test_a_record_says_what_it_takes_to_run_it_again(results, monkeypatch):
     assert str(ROOT.parent) not in json.dumps(found)
 
 
-def test_a_record_is_written_whole_or_not_at_all(results):
+def test_a_record_is_written_atomically(results):
     run = Record("trial")
     run.save({"x": 1})
     before = (results / "trial.json").read_text()
@@ -56,14 +56,14 @@ def test_a_record_has_a_commit(results, monkeypatch):
     Record("trial", quick=True)
 
 
-def test_paths_are_those_of_the_repository_or_bare():
+def test_paths_are_relative_to_the_repository_or_bare_names():
     assert portable(ROOT / "evals" / "x.py") == "evals/x.py"
     assert portable(ROOT.parent / "shared" / "x") == "../shared/x"
     assert portable(Path("/far/away/models/x")) == "models/x"
     assert portable(Path("here/x").resolve().relative_to(Path.cwd())) == "here/x"
 
 
-def test_numbers_become_plain():
+def test_numbers_become_json_types():
     value = plain({"a": np.float32(1 / 3), "b": (np.int64(2), np.bool_(True)), 3: [None, "x"]})
     assert value == {"a": 0.3333333, "b": [2, True], "3": [None, "x"]}
     assert type(value["b"][1]) is bool

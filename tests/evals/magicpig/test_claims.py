@@ -1,4 +1,4 @@
-"""Verdicts on MagicPIG follow the numbers."""
+"""Verdicts on MagicPIG by the numbers of a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evals.magicpig.lookup times does what it says."""
+"""The variants that evals.magicpig.lookup times compute attention."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxkv.policies import MagicPIG
 pytestmark = pytest.mark.slow
 
 
-def test_tables_are_made_of_the_prompt_and_then_of_all():
+def test_tables_index_the_prompt_and_later_all_keys():
     found = lookup.measure(1024, 1)
     prompt = 1024 - lookup.POLICY.sinks - lookup.POLICY.window
     assert found["keys_in_tables"][0] == prompt
-    assert found["keys_in_tables"][1] >= prompt + lookup.POLICY.zone
+    assert found["keys_in_tables"][1] >= prompt + lookup.POLICY.tail
     assert found["share_read"] == sum(found["bytes_read"].values()) / found["dense_bytes"]
 
 
-def test_where_every_key_is_met_it_is_dense_attention(monkeypatch):
+def test_with_every_key_selected_the_output_is_dense_attention(monkeypatch):
     monkeypatch.setattr(lookup, "POLICY", MagicPIG(K=1, L=200, window=8))
     prompt, queries = lookup.draw(300)
     state = lookup.POLICY.reserve(lookup.SPEC, lookup.begin(), 300)
-    state = lookup.POLICY.extend(lookup.SPEC, state, prompt)
+    state = lookup.POLICY.update(lookup.SPEC, state, prompt)[1]
     state = jax.jit(lookup.POLICY.finish_prefill, static_argnums=0)(lookup.SPEC, state)
     found = lookup.attend(state, queries[0], 300)
     for name, form in lookup.dense_forms(prompt).items():

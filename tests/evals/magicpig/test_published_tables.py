@@ -1,4 +1,4 @@
-"""The figures that MagicPIG prints and a formula gives, to the last digit that is known."""
+"""MagicPIG's published numbers that follow from a formula, to their last digit."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from jaxkv.evals.magicpig.published_tables import (
     zoo,
 )
 
-EQUATION_21 = {  # in %, as it comes out
+EQUATION_21 = {  # computed, in %
     7: (11.68, 18.42, 24.12, 32.74, 46.36, 68.03),
     8: (3.508, 5.874, 8.057, 11.70, 18.43, 32.73),
     9: (0.9631, 1.664, 2.339, 3.524, 5.890, 11.72),
@@ -31,8 +31,8 @@ def test_equation_21_to_its_last_digit(bits):
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_u_is_the_sum_over_how_many_tables_agree(least):
-    """The incomplete beta against the binomial, in integers as large as they get."""
+def test_u_is_a_binomial_tail(least):
+    """The incomplete beta function against the binomial sum in exact integers."""
     from fractions import Fraction
     from math import comb
 
@@ -48,12 +48,12 @@ def test_u_is_the_sum_over_how_many_tables_agree(least):
             )
 
 
-# GiB and % as the formula gives them; 11.8 and 8.5 are printed for 11.72 and 8.39.
+# GiB and % by formula; published are 11.8 for 11.72 and 8.5 for 8.39.
 GIVEN_7 = ((14.06, 3.81), (28.12, 8.39), (4.69, 3.81), (11.72, 1.75), (7.32, 5.28), (1.76, 2.21))
 
 
 @pytest.mark.parametrize(("row", "given"), list(zip(TABLE_7, GIVEN_7, strict=True)))
-def test_table_7_is_what_the_formula_gives(row, given):
+def test_table_7_follows_from_the_formula(row, given):
     found, (kilobytes, printed, share) = table_7(*row), TABLE_7[row]
     assert (round(found["table_gib"], 2), round(100 * found["computation"], 2)) == given
     unit = 1000 if kilobytes == 384 else 1024  # 825 are KiB
@@ -63,8 +63,8 @@ def test_table_7_is_what_the_formula_gives(row, given):
     assert abs(100 * found["computation"] - share) < 0.12
 
 
-def test_table_8_is_that_of_isotropic_keys():
-    """Within a fifth, or the published figure is rounded."""
+def test_table_8_matches_isotropic_keys():
+    """Within a fifth, or within the rounding of the published number."""
     rows = table_8()
     assert len(rows) == sum(map(len, TABLE_8.values()))
     for row in rows:
@@ -73,7 +73,7 @@ def test_table_8_is_that_of_isotropic_keys():
         assert off <= max(WITHIN_8 * row["printed"], digits), row
 
 
-def test_the_zoo():
+def test_the_zoo_example():
     found = zoo()
     assert found["mean"] == pytest.approx(8.7) and found["deviation"] == pytest.approx(
         15.0003, 1e-5

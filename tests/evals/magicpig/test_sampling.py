@@ -1,5 +1,5 @@
-"""Errors of attention to a share of the keys: exact with all, known where attention is drawn, and
-nothing measured on arguments that cannot be."""
+"""Errors of attention to a share of the keys: zero with all keys, known for synthetic attention;
+bad arguments are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BETWEEN = LENGTH - heads.QUERIES - sampling.SINKS - sampling.WINDOW
 
 @pytest.fixture(scope="module")
 def layer():
-    """Two stretches, neighbours alike, values with a mean."""
+    """Two stretches with similar neighbours and values with a nonzero mean."""
     random = np.random.default_rng(0)
     q, k, v = random.normal(size=(3, 2, LENGTH, 4, 8)).astype(np.float32)
     k, v = 1.5 * k[:, :, :2], v[:, :, :2] + 1
@@ -43,9 +43,9 @@ def methods():
     return matched_budgets.methods(0.1, (6, 30), sampling.SINKS, sampling.WINDOW)
 
 
-def test_with_every_key_it_is_attention(layer):
-    """The same as `full` makes of each stretch, by the protocol that models use."""
-    found = np.asarray(heads.exactly(SPEC, layer, "test"))
+def test_with_every_key_the_output_is_full_attention(layer):
+    """Compared with the policy `full` on each stretch."""
+    found = np.asarray(heads.exact_attention(SPEC, layer, "test"))
     for row in range(2):
         wanted = single_layer.attend(
             SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full")
@@ -54,27 +54,27 @@ def test_with_every_key_it_is_attention(layer):
 
 
 @pytest.mark.parametrize("name", ["topk", "uniform", seldom("quest"), seldom("vattention")])
-def test_a_share_of_all_leaves_no_error(layer, name):
+def test_a_share_of_one_has_no_error(layer, name):
     whole = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
     attended = heads.estimate(whole, SPEC, layer, 0)
-    assert heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 1e-5
+    assert heads.errors(attended.out, heads.exact_attention(SPEC, layer, "test")).max() < 1e-5
     np.testing.assert_array_equal(attended.share, 1)
 
 
 @pytest.mark.parametrize(
     "name", ["topk", "oracle", "uniform", seldom("quest"), seldom("vattention")]
 )
-def test_the_share_is_the_one_that_was_asked_for(layer, methods, name):
+def test_each_method_reads_the_requested_share(layer, methods, name):
     attended = heads.estimate(methods[name], SPEC, layer, 0)
-    rounded = 1 / BETWEEN if name != "quest" else 0.05  # up, and of Quest whole pages
-    # Oracle draws that share with replacement.
+    rounded = 1 / BETWEEN if name != "quest" else 0.05  # rounded up; Quest reads whole pages
+    # Oracle draws this share with replacement.
     assert (0.02 if name == "oracle" else 0.1) < attended.share.min()
     assert attended.share.max() < 0.1 + 2 * rounded
-    assert 0 < heads.errors(attended.out, heads.exactly(SPEC, layer, "test")).max() < 3
+    assert 0 < heads.errors(attended.out, heads.exact_attention(SPEC, layer, "test")).max() < 3
 
 
 @pytest.mark.slow
-def test_tables_read_the_share_that_their_chances_have(layer):
+def test_tables_read_the_expected_share(layer):
     angles = sampling.angles_of(SPEC, layer)
     bits, tables = matched_budgets.tables(angles, 0.1)
     chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, tail=128)
@@ -84,8 +84,8 @@ def test_tables_read_the_share_that_their_chances_have(layer):
 
 
 @pytest.mark.parametrize("sigma, topk, oracle", [(1.0, 0.51, 0.032), (2.0, 0.21, 0.025)])
-def test_attention_that_is_drawn_has_known_errors(sigma, topk, oracle):
-    """A twentieth of 16,384 keys: what was measured elsewhere, values following their logits."""
+def test_synthetic_attention_has_known_errors(sigma, topk, oracle):
+    """At a twentieth of 16,384 keys, with values that correlate with logits; measured elsewhere."""
     found = np.array([
         [synthetic.error(chosen, synthetic.draw(sigma, seed), seed)[0] for seed in range(8)]
         for chosen in (TopK(0.05), Oracle(0.05))
@@ -96,8 +96,8 @@ def test_attention_that_is_drawn_has_known_errors(sigma, topk, oracle):
 
 
 @pytest.mark.slow
-def test_tables_find_by_weight_where_attention_is_drawn():
-    """At the share that is expected, and with an error near that of draws by weight."""
+def test_tables_sample_by_weight_on_synthetic_attention():
+    """At the expected share, with an error near that of oracle draws."""
     drawing = synthetic.draw(1.0, 0, keys=4096)
     chosen = MagicPIG(8, 75, 0, 1, budget=4096, tail=1)
     found = np.array([synthetic.error_of_tables(chosen, 1.0, drawing, i) for i in range(6)])
@@ -108,7 +108,7 @@ def test_tables_find_by_weight_where_attention_is_drawn():
     assert np.median(found[:, 0]) < synthetic.error(TopK(expected), drawing, 0)[0] / 4
 
 
-def test_where_two_lines_cross():
+def test_the_crossing_of_two_error_curves():
     line = lambda *errors: {  # noqa: E731
         share: {"error": {"median": error}}
         for share, error in zip(("0.2", "0.4", "0.8"), errors, strict=True)
@@ -121,13 +121,13 @@ def test_where_two_lines_cross():
     assert crossing((0.5, 0.5, 2.0)) is None
 
 
-def test_a_share_that_is_counted_is_the_one_of_isotropic_keys():
+def test_a_counted_share_is_that_of_isotropic_keys():
     found = [sampling.counted_share(Hashing(6, 20), seed, keys=2000) for seed in range(3)]
     assert abs(np.mean(found) / inclusion.isotropic(6, 20, DIMS) - 1) < 0.1
 
 
-def test_geometry_in_a_cone():
-    """Keys about a direction, the first opposite to it and with a small value."""
+def test_the_geometry_of_keys_in_a_cone():
+    """Keys around a direction; the first key is opposite and has a small value."""
     random = np.random.default_rng(0)
     spec = Spec(1, 16, 16**-0.5, NoPosition(), group=1)
     q, k, v = 0.1 * random.normal(size=(3, 3, 200, 1, 16))
@@ -146,16 +146,16 @@ def test_geometry_in_a_cone():
     assert 0.2 < tail["between"]["weight"]["mean"] < tail["all"]["weight"]["mean"] < 1
 
 
-def test_errors_are_held_against_those_of_top_k(layer):
-    """Stretch by stretch, at the same share; of no seeds twice the same draw."""
-    exact = {0: heads.exactly(SPEC, layer, "test")}
+def test_errors_are_divided_by_those_of_top_k(layer):
+    """By stretch, at the same share; seeds differ in their draws."""
+    exact = {0: heads.exact_attention(SPEC, layer, "test")}
     kinds = {"topk": TopK(0.1, sampling.SINKS, sampling.WINDOW),
              "oracle": Oracle(0.1, sampling.SINKS, sampling.WINDOW)}  # fmt: skip
     captured = {
         kind: {"0.1": sampling.measured(SPEC, {0: layer}, exact, {0: chosen}, 2)}
         for kind, chosen in kinds.items()
     }
-    sampling.against(captured)
+    sampling.add_ratios_to_topk(captured)
     topk, oracle = captured["topk"]["0.1"], captured["oracle"]["0.1"]
     assert topk["over_topk"] == {"mean": 1, "standard_error": 0}
     over = np.array(oracle["stretches"]) / np.array(topk["stretches"])
@@ -165,8 +165,8 @@ def test_errors_are_held_against_those_of_top_k(layer):
 
 
 @pytest.mark.slow
-def test_a_model_as_the_record_has_it(layer):
-    """Every method at every share, and each entry a number."""
+def test_a_model_has_every_entry_of_the_record(layer):
+    """Every method at every share, with finite numbers."""
     given = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
     found = plain(sampling.of_model(SPEC, {0: layer}, given, "test"))
     names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW)

@@ -1,4 +1,4 @@
-"""Methods at equal shares: what is measured is what was asked for, and all of it is everything."""
+"""Methods at equal shares: each reads its share, and a share of one is full attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(share):
 
 @pytest.fixture(scope="module")
 def llm():
-    """One layer of our own: quick to compile."""
+    """One layer of the default model: quick to compile."""
     whole = models.load()
     return replace(whole, config=replace(whole.config, layers=1, windows=(None,), context=CONTEXT))
 
@@ -64,7 +64,7 @@ def test_bad_arguments_are_refused_in_one_line(words, reported, monkeypatch, cap
     assert "error" in last and reported in last
 
 
-def test_stretches_and_those_between_share_nothing(llm, tmp_path):
+def test_scored_stretches_and_those_for_tuning_do_not_overlap(llm, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(4_000))))
     found = Text.of(llm, tmp_path, Namespace(stretches=3, apart=1_000))
     every = found.stretches + found.between
@@ -79,7 +79,7 @@ def test_stretches_and_those_between_share_nothing(llm, tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_meet_the_share_that_was_asked_for(text, seen):
+def test_chosen_tables_select_the_requested_share(text, seen):
     between = matched_budgets.captured(text.llm, text.between)
     angles = matched_budgets.angles(text.llm.spec, between, text.prompt, SINKS, WINDOW)
     assert angles.share.sum() == pytest.approx(1)
@@ -98,7 +98,7 @@ def test_each_method_reads_its_share(text, seen):
     for chosen in (TopK(0.1, **ENDS), drawn(0.1)):
         found = matched_budgets.read(text.llm, chosen, seen, text.prompt, 8)
         assert found["mean"] == pytest.approx(wanted, rel=1e-5)
-    # A key that is drawn twice is read once.
+    # Repeated draws of one key read it once.
     assert (
         0
         < matched_budgets.read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"]
@@ -108,7 +108,7 @@ def test_each_method_reads_its_share(text, seen):
 
 
 @pytest.mark.slow
-def test_full_is_full_however_it_is_read(text):
+def test_full_attention_does_not_depend_on_the_protocol(text):
     whole = sparse.losses(text, FULL, 1, "full")[0]
     apart = [sparse.after_prompt(text, FULL, stretch, 0, question=8) for stretch in range(3)]
     np.testing.assert_allclose(apart, whole, rtol=1e-5)
@@ -118,7 +118,7 @@ def test_full_is_full_however_it_is_read(text):
 
 
 @pytest.mark.slow
-def test_all_of_the_keys_are_full_attention(text):
+def test_reading_all_keys_is_full_attention(text):
     whole = sparse.losses(text, FULL, 1, "full")
     some = sparse.losses(text, TopK(0.1, **ENDS), 1, "topk")
     assert np.all(some != whole)
@@ -128,7 +128,7 @@ def test_all_of_the_keys_are_full_attention(text):
 
 
 @pytest.mark.slow
-def test_methods_that_draw_know_their_seed(text):
+def test_random_methods_depend_on_the_seed(text):
     found = matched_budgets.methods(0.2, (4, 12), SINKS, WINDOW)
     for name, chosen in found.items():
         same = len({sparse.after_prompt(text, chosen, 0, seed) for seed in (0, 1)}) == 1
@@ -137,7 +137,7 @@ def test_methods_that_draw_know_their_seed(text):
 
 def test_errors_over_stretches_and_over_seeds():
     base = np.array([[1.0, 2.0, 3.0]])
-    found = sparse.over(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
+    found = sparse.excess_loss(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
     assert found["mean"] == pytest.approx(0.3)
     assert found["each"] == pytest.approx([0.2, 0.3, 0.4])
     assert found["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
@@ -145,7 +145,7 @@ def test_errors_over_stretches_and_over_seeds():
 
 
 @pytest.mark.slow
-def test_tables_are_held_beside_every_key(text):
+def test_bytes_of_magicpig_include_keys_and_tables(text):
     spec = text.llm.spec
     policies = {"magicpig": MagicPIG(4, 20, **ENDS, start=72, tail=1)} | sparse.compressed(72)
     found = sparse.of_prompt(policies, spec, 2, 72)
@@ -157,7 +157,7 @@ def test_tables_are_held_beside_every_key(text):
     assert 2 * stream.state_bytes == found["magicpig"]["state_bytes"]
 
 
-def test_a_model_that_learnt_nothing_is_not_asked(monkeypatch, tmp_path):
+def test_a_model_that_has_not_learnt_the_task_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(sparse_recall.facts, "write", lambda _: None)
     monkeypatch.setattr(sparse_recall, "pretrain", lambda *_, **__: None)
     monkeypatch.setattr(models, "load", lambda _: None)
@@ -168,11 +168,11 @@ def test_a_model_that_learnt_nothing_is_not_asked(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_that_is_filled_is_written_behind(llm, monkeypatch):
+def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
     given = Namespace(written=4, rounds=2)
     found = sparse_tokens.measure({"layers": 1}, 600, given)
     assert found["layers"] == 1 and found["times_faster"]["n"] == 2
     assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
-    # Queries lie in more dimensions than keys do.
+    # Queries span more dimensions than keys.
     assert isotropic(10, 150, 64) < found["share_met"]["mean"] < isotropic(10, 150, 8)

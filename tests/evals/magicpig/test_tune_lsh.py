@@ -1,5 +1,4 @@
-"""K and L as a model would have them: what is measured is what the policy does, and what is
-recommended is no worse than anything beside it."""
+"""Tuning of K and L: measured errors are those of the policy, and the recommendation is optimal."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def layer():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tune_lsh.HASHES)
-def test_the_most_tables_are_those_of_the_policy(layer, kind):
-    """By the same seed: the same planes, so the same keys and the same attention."""
+def test_the_largest_l_equals_the_policy(layer, kind):
+    """An equal seed gives equal planes, so equal keys and equal attention."""
     how = tune_lsh.hashing(kind, 5, 12)
     few, many = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
     chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128, hash=kind)
@@ -45,9 +44,9 @@ def test_the_most_tables_are_those_of_the_policy(layer, kind):
     assert (few.share < many.share).all()
 
 
-def test_the_first_tables_are_among_all_of_them(layer):
-    """In as many as the chance says: with K=1 and keys at any angle about half."""
-    asked = heads.ask(SPEC, layer, SINKS, WINDOW, 0)
+def test_agreements_grow_with_the_number_of_tables(layer):
+    """In the expected number: about half of them with K=1 and keys at any angle."""
+    asked = heads.last_queries(SPEC, layer, SINKS, WINDOW, 0)
     keys, cosines = heads.centred(SPEC, layer, SINKS, WINDOW)
     how = tune_lsh.hashing("simhash", 1, 200)
     few, many = tune_lsh.agreements(asked, keys, how, (50, 200))
@@ -67,7 +66,7 @@ def points(*rows):
 SOME = points((4, 10, 0.5, 0.05), (4, 20, 0.6, 0.06), (6, 10, 0.1, 0.3), (6, 40, 0.2, 0.07))
 
 
-def test_nothing_on_a_frontier_is_dominated():
+def test_no_point_of_the_frontier_is_dominated():
     random = np.random.default_rng(0)
     many = points(*((4, i, *random.uniform(size=2)) for i in range(200)))
     for each in (many, SOME):
@@ -83,19 +82,21 @@ def test_nothing_on_a_frontier_is_dominated():
     assert [(p["K"], p["L"]) for p in best] == [(6, 10), (6, 40), (4, 10)]
 
 
-def test_the_smallest_tables_that_surely_meet_a_target():
-    assert tune_lsh.least(SOME, 0.1)["L"] == 10
-    assert tune_lsh.least(SOME, 0.1)["K"] == 4
-    assert tune_lsh.least(SOME, 0.32)["share"] == 0.1  # of equal tables what reads least
-    assert tune_lsh.least(SOME, 0.069) is None  # within two standard errors
+def test_the_smallest_tables_below_a_target_are_recommended():
+    assert tune_lsh.smallest_tables(SOME, 0.1)["L"] == 10
+    assert tune_lsh.smallest_tables(SOME, 0.1)["K"] == 4
+    assert (
+        tune_lsh.smallest_tables(SOME, 0.32)["share"] == 0.1
+    )  # of equal tables, the smallest share
+    assert tune_lsh.smallest_tables(SOME, 0.069) is None  # within two standard errors
 
 
-def test_what_is_recommended_is_a_policy():
+def test_the_recommendation_is_a_policy_string():
     chosen = parse_policy(tune_lsh.policy_of(SOME[0]))
     assert chosen == replace(MagicPIG(), K=4, L=10, sinks=SINKS, window=WINDOW)
 
 
-def test_a_model_as_the_record_has_it(layer, capsys):
+def test_a_model_has_every_entry_of_the_record(layer, capsys):
     given = argparse.Namespace(
         hash=["simhash"], bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0
     )

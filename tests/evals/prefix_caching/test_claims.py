@@ -1,4 +1,4 @@
-"""Verdicts on shared prefixes follow the numbers."""
+"""Verdicts on prefix caching by the numbers of a record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def three(value, low=None, high=None, middle="mean"):
 
 
 def curves(*rows):
-    """Hits of each setting at p = 0.1, 0.2, ..."""
+    """Hit rates of each setting at p = 0.1, 0.2, ..."""
     return {"report": {"curves": {
         f"mode {n}": {f"{0.1 * (i + 1):g}": three(y) for i, y in enumerate(row)}
         for n, row in enumerate(rows)
@@ -22,7 +22,7 @@ def curves(*rows):
 
 
 def prompts(short, greedy):
-    """Hits of the short prompt, and of the longer one where answers are equal; 8 where not."""
+    """Hit rates of the short prompt, and of the longer one with equal answers; else 8."""
     identical = {"alias, block 16": {"16": three(99.9)}, "rekey, block 16": {"16": three(8.0)}}
     return {"report": {
         "what_is_your_name": {"rekey, block 16": short}, "ten_seeds": {"16": three(8.0)},
@@ -43,7 +43,7 @@ def hashing(chained, direct):
 
 
 def agents(*shares, memory=10):
-    """Of each policy what it saves of what full does, by the larger of two numbers of slots."""
+    """By policy, the saved share of what full saves, at the larger of two numbers of slots."""
     point = {"distinct": memory // 2, "bytes": memory, "saved": 5, "of_full": 0.1}
     found = {
         f"policy{n}:x=1": {"slots": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
@@ -54,7 +54,7 @@ def agents(*shares, memory=10):
 
 
 def loads(*least):
-    """Of each load how much faster it was at the least."""
+    """The minimal speed-up of each load."""
     first = {"none": {"median": 0.2}, "kept": {"median": 0.1}}
     return {
         name: {"streaming:x=1": {
@@ -101,7 +101,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_verdicts_follow_the_numbers(case):
+def test_verdicts_depend_on_the_numbers(case):
     find, record, verdict = CASES[case]
     text, found = find(record)
     assert found == verdict, text

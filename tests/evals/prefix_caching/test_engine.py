@@ -1,4 +1,4 @@
-"""What the evals of prefixes and of serving send, and what they find wrong."""
+"""Requests of the experiments on prefix caching and serving, and the errors they detect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm():
     return models.load()
 
 
-def test_mooncake_becomes_prompts_that_share_what_its_ids_share(llm, tmp_path):
+def test_prompts_of_mooncake_share_prefixes_where_its_ids_do(llm, tmp_path):
     rows = [{"input_length": 1300, "output_length": 80, "hash_ids": [1, 2, 3]},
             {"input_length": 1025, "output_length": 3, "hash_ids": [1, 2, 9]}]  # fmt: skip
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
@@ -38,7 +38,7 @@ def test_mooncake_becomes_prompts_that_share_what_its_ids_share(llm, tmp_path):
     assert one.tokens[:128] == two.tokens and one.tokens[128:160] != one.tokens[:32]
 
 
-def test_azure_becomes_prompts_that_share_nothing(llm, tmp_path):
+def test_prompts_of_azure_share_no_prefix(llm, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,800,80\n1,800,4\n")
     (one, two), _ = engine.azure(llm, path, 9, 8)
@@ -46,7 +46,7 @@ def test_azure_becomes_prompts_that_share_nothing(llm, tmp_path):
     assert (one.max_new_tokens, two.max_new_tokens) == (10, 1)
 
 
-def test_the_report_draws_from_ten_prompts(llm):
+def test_frequent_prompts_of_the_report_are_ten(llm):
     load = engine.report_load(llm, 1.0, 200)
     assert len({one.tokens for one in load.requests}) == 10
     assert len({one.tokens for one in engine.report_load(llm, 0.0, 50).requests}) == 50
@@ -55,7 +55,7 @@ def test_the_report_draws_from_ten_prompts(llm):
 
 
 @pytest.mark.slow
-def test_equal_prompts_are_found_but_for_the_first(llm):
+def test_equal_prompts_hit_except_the_first(llm):
     load = engine.report_load(llm, 1.0, 6)
     load = load._replace(requests=[replace(one, max_new_tokens=2) for one in load.requests])
     found = engine.run(llm, load, "full", 2, 64, 1, "title")
@@ -63,7 +63,7 @@ def test_equal_prompts_are_found_but_for_the_first(llm):
     assert 0 < found["hit_rate_tokens"] < 8 / 15 and found["times_faster"]["n"] == 1
 
 
-def test_answers_that_differ_end_the_run(llm, monkeypatch):
+def test_different_answers_end_the_run(llm, monkeypatch):
     load = engine.report_load(llm, 1.0, 4)
     reported = iter(range(100))
     made = types.SimpleNamespace(reset_prefix_cache=lambda: True, prefix_bytes=0)
@@ -83,7 +83,7 @@ def test_passages_are_stretches_of_the_texts():
     assert list(again) == list(itertools.islice(serving.passages(TEXTS, 3), 5))
 
 
-def test_a_time_counts_only_for_what_was_said_to_be_cached():
+def test_a_time_to_first_token_requires_the_expected_cached_tokens():
     engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(8))
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 50).tolist())
     assert serving.to_first(engine, prompt, 0) > 0
@@ -92,8 +92,8 @@ def test_a_time_counts_only_for_what_was_said_to_be_cached():
         serving.to_first(engine, prompt, 0)
 
 
-def test_what_agents_save_is_what_was_said_before(llm):
-    """A recount with neither index: of each turn the longest beginning that an earlier one had."""
+def test_saved_tokens_of_agents_are_their_repeated_prefixes(llm):
+    """Counted without an index: the longest prefix of each turn that an earlier turn had."""
     rng = np.random.default_rng(4)
     said = rng.integers(3, 4000, 2000).tolist()
     turns = [said[:n] + rng.integers(3, 4000, 40).tolist() for n in (300, 600, 900, 500, 1990)]
@@ -110,12 +110,14 @@ def test_what_agents_save_is_what_was_said_before(llm):
         assert all(point["distinct"] <= point["bytes"] for point in policy["slots"].values())
 
 
-def test_a_soak_reads_answers_streamed_and_whole():
+def test_the_soak_client_reads_streamed_and_whole_answers():
     body = {"model": "bytes", "prompt": "|some words", "max_tokens": 20}
     with serve(FakeEngine()) as served:
 
         async def ask(*hows):
-            return [await soak.asked(served.port, body, soak.SoakRequest(0, *how)) for how in hows]
+            return [
+                await soak.ask_server(served.port, body, soak.SoakRequest(0, *how)) for how in hows
+            ]
 
         reported = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
         assert reported == ["some words", "some words", "", ""]
@@ -131,15 +133,15 @@ def test_a_soak_reads_answers_streamed_and_whole():
     [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
      (0, {"compilations": 8}, 1), (0, {"held": 1}, 1), (0, {"resident": 80}, 0)],
 )  # fmt: skip
-def test_what_a_soak_holds_against_a_server(wrong, changed, missed):
+def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
     rest = {"resident": 100, "files": 8, "compilations": 7, "held": 0}
     found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
     assert sum(not line["met"] for line in soak.bars("full", found)) == missed
 
 
-def test_clients_leave_as_often_as_was_said():
+def test_clients_disconnect_at_the_configured_rates():
     rng = np.random.default_rng(0)
-    how = [soak.some(rng) for _ in range(3000)]
+    how = [soak.draw_request(rng) for _ in range(3000)]
     for when, share in soak.LEAVES.items():
         assert abs(np.mean([one.leaves == when for one in how]) - share) < 0.03
     assert all(one.stream for one in how if one.leaves == "amid")

@@ -1,4 +1,4 @@
-"""The report's experiment and the published replays: behaviour 36 of the reference."""
+"""The report's experiment and the published replays against the reference."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RATES = ("hit_rate_blocks", "hit_rate_tokens", "hit_rate_requests", "evictions",
          "microseconds_per_block")  # fmt: skip
 
 
-# The types of millions of calls would take most of the time; tests/prefix checks them.
+# Checking types in millions of calls would dominate the time; tests/prefix checks them.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("slots", [16, 64])
-def test_ten_seeds(slots):
-    """Ours are drawn by another generator: the mean must be within, no run far away."""
+def test_ten_seeds_match_the_reference(slots):
+    """The generators differ, so the mean must be within the range, and every run near it."""
     mean, least, most = TEN_SEEDS[slots]
     found = measure(replace(ONE_PROMPT, slots=slots), 10)
     assert least <= found["mean"] <= most
@@ -43,18 +43,18 @@ def test_ten_seeds(slots):
     assert least - 1 <= found["min"] <= found["max"] <= most + 1
 
 
-def test_the_closed_form():
+def test_the_closed_form_matches_the_reference():
     wanted = {4: 2.06, 16: 8.21, 64: 28.6, 256: 70.7}
     assert all(abs(closed_form(slots) - hits) < 0.05 for slots, hits in wanted.items())
 
 
 @pytest.mark.parametrize("block", [4, 16, 32])
-def test_an_alias_finds_nearly_all(block):
+def test_an_alias_hits_almost_always(block):
     assert hits(replace(ONE_PROMPT, mode="alias", block=block), 0) >= 99.8
 
 
 @pytest.mark.parametrize("block", [16, 32])
-def test_full_blocks_find_nothing_of_shorter_prompts(block):
+def test_full_blocks_never_hit_for_shorter_prompts(block):
     assert hits(replace(ONE_PROMPT, mode="full", block=block), 0) == 0
 
 
@@ -62,36 +62,36 @@ def test_full_blocks_find_nothing_of_shorter_prompts(block):
     "mode, block, wanted",
     [("rekey", 8, 54.1), ("rekey", 4, 77.0), ("full", 8, 50), ("full", 4, 75)],
 )
-def test_blocks_of_identical_prompts(mode, block, wanted):
+def test_hit_rates_of_identical_prompts(mode, block, wanted):
     assert abs(hits(replace(ONE_PROMPT, mode=mode, block=block), 0) - wanted) < 1
 
 
 def test_equal_answers_do_not_help():
-    """The report puts its 8.14 % down to answers that differ; it is the key that changes."""
+    """The report explains its 8.14 % by different answers; the actual cause is the block hash."""
     assert 5 < hits(replace(ONE_PROMPT, greedy=True), 0) < 11
 
 
-def test_equal_lengths_of_answers_admit_in_step():
+def test_answers_of_equal_length_admit_requests_together():
     assert abs(hits(replace(ONE_PROMPT, outputs=(112, 112)), 0) - 93.7) < 0.1
 
 
-def test_all_is_found_by_single_tokens():
+def test_blocks_of_one_token_find_the_whole_prompt():
     assert hits(replace(ONE_PROMPT, block=1, outputs=(2, 12)), 0) >= 99.8
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("mode, block, slots", report.CURVES)
-def test_figure_1(mode, block, slots):
+def test_figure_1_matches_the_reference(mode, block, slots):
     curve = report.CURVES[mode, block, slots]
     for p, wanted in list(zip(report.SHARES, curve, strict=True))[3::6]:
         found = measure(Setting(mode=mode, block=block, slots=slots, p=p))["mean"]
-        # Of three runs each; p alone varies by as much, where much is found.
+        # Means of three runs; at high hit rates the drawn share p varies as much.
         assert abs(found - wanted) < (2.5 if wanted > 5 else 0.8)
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("mode, block", report.POOLS)
-def test_pools(mode, block):
+def test_pool_sizes_match_the_reference(mode, block):
     row = report.POOLS[mode, block]
     base = Setting(mode=mode, block=block, p=0.5)
     found = [measure(replace(base, capacity=capacity))["mean"] for capacity in row]
@@ -108,7 +108,7 @@ def mooncake(shared):
     "capacity, wanted",
     [one if one[0] == 30_000 else seldom(*one) for one in traces.MOONCAKE.items()],
 )
-def test_mooncake(mooncake, capacity, wanted):
+def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, wanted):
     found = traces.replay(mooncake, capacity)
     assert abs(found.rates()["hit_rate_blocks"] - wanted) < 0.0005
     assert (
@@ -120,17 +120,17 @@ def test_mooncake(mooncake, capacity, wanted):
 
 @pytest.mark.record
 @pytest.mark.parametrize("capacity, wanted", [(4_000, 0.0882), (None, 0.3736)])
-def test_mooncake_by_tokens(mooncake, capacity, wanted):
-    """Whichever is looked up, ids or the tokens that follow from them."""
+def test_mooncake_hits_are_equal_by_ids_and_by_tokens(mooncake, capacity, wanted):
+    """Looking up ids or the tokens derived from them gives equal hits."""
     by_ids = traces.replay(mooncake, capacity)
-    found = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.spell_out)
+    found = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.expand_ids)
     assert found.blocks_hit == by_ids.blocks_hit and found.tokens_hit == by_ids.tokens_hit
     assert abs(found.rates()["hit_rate_tokens"] - wanted) < 0.0001
     assert found.evictions == by_ids.evictions
 
 
 @pytest.mark.parametrize("order", ["lru-deepest-first", "lfu"])
-def test_orders_of_eviction_on_a_part_of_a_trace(mooncake, order):
+def test_eviction_orders_on_a_part_of_a_trace(mooncake, order):
     part = traces.Trace("mooncake", mooncake.requests[:1500])
     linked = traces.replay(part, 2_000)
     other = traces.replay(part, 2_000, order=order)
@@ -141,21 +141,21 @@ def test_orders_of_eviction_on_a_part_of_a_trace(mooncake, order):
 @pytest.mark.parametrize(
     "where, number", [("last+branch", 2), ("last", 0), ("every=1", 1), ("every=16+last", 3)]
 )
-def test_where_to_store_snapshots(mooncake, where, number):
+def test_hit_rates_by_rule_for_storing_snapshots(mooncake, where, number):
     found = traces.replay_snapshots(mooncake, where, traces.SLOTS[number])
     assert abs(found - traces.SNAPSHOTS[where][number]) < 0.001
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("where", traces.SNAPSHOTS)
-def test_the_table_of_snapshots(mooncake, where):
+def test_the_table_of_snapshots_matches_the_reference(mooncake, where):
     found = [traces.replay_snapshots(mooncake, where, n) for n in traces.SLOTS]
     assert np.abs(np.subtract(found, traces.SNAPSHOTS[where])).max() < 0.001
 
 
 @pytest.fixture
 def trace(tmp_path):
-    """Two requests of three blocks; the first two are the same, and the last is cut."""
+    """Two requests of three blocks; the first two blocks are equal, the last is partial."""
     rows = [{"hash_ids": [0, 1, last], "input_length": 1100} for last in (2, 3)]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -169,7 +169,7 @@ def ask(monkeypatch, capsys, *words):
 
 
 @pytest.mark.parametrize("keys", ["ids", "tokens"])
-def test_the_command(trace, monkeypatch, capsys, keys):
+def test_the_command_replays_a_trace(trace, monkeypatch, capsys, keys):
     words = ("--trace", trace, "--capacity", "inf", "--json", "--keys", keys)
     found = ask(monkeypatch, capsys, *words)
     assert list(found)[:5] == list(RATES)
@@ -178,7 +178,7 @@ def test_the_command(trace, monkeypatch, capsys, keys):
     assert found["microseconds_per_block"] > 0 and found["timed"] == keys
 
 
-def test_the_command_on_the_report(monkeypatch, capsys):
+def test_the_command_runs_the_report(monkeypatch, capsys):
     words = ("--trace", "report", "--capacity", "0", "--requests", "40", "--json")
     with pytest.raises(SystemExit):
         ask(monkeypatch, capsys, *words)
@@ -186,7 +186,7 @@ def test_the_command_on_the_report(monkeypatch, capsys):
     assert set(RATES) < set(found) and found["hit_rate_blocks"] > 0.5
 
 
-def test_agents_send_all_again(tmp_path, monkeypatch, capsys):
+def test_turns_of_agents_repeat_all_earlier_turns(tmp_path, monkeypatch, capsys):
     roles = ("system", "user", "assistant", "user", "assistant")
     row = {"messages": [{"role": role, "content": f"{role} says {n} " * 20}
                         for n, role in enumerate(roles)]}  # fmt: skip
@@ -199,7 +199,7 @@ def test_agents_send_all_again(tmp_path, monkeypatch, capsys):
     assert found["hit_rate_tokens"] == pytest.approx(share)
 
 
-def test_lengths_alone_are_never_found(tmp_path, monkeypatch, capsys):
+def test_requests_with_lengths_only_never_hit(tmp_path, monkeypatch, capsys):
     (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,40,1\ny,40,2\n")
     found = ask(monkeypatch, capsys, "--trace", tmp_path / "azure.csv", "--json")
     assert found["hit_rate_tokens"] == 0 and found["prefixes"].startswith("none")
@@ -230,7 +230,7 @@ def test_lengths_alone_are_never_found(tmp_path, monkeypatch, capsys):
         (("--trace", "TRACE", "--agents", "x"), "--agents changes nothing here"),
     ],
 )
-def test_what_cannot_be_asked_is_said_in_one_line(trace, monkeypatch, capsys, words, said):
+def test_bad_arguments_are_refused_in_one_line(trace, monkeypatch, capsys, words, said):
     (trace.parent / "wrong").write_text("x\n")
     (trace.parent / "broken").write_text('{"hash_ids": [1]}\n')
     (trace.parent / "azure").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,40,1\n")
@@ -266,15 +266,15 @@ def test_what_cannot_be_asked_is_said_in_one_line(trace, monkeypatch, capsys, wo
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nx", "is broken"),
     ],
 )
-def test_traces_that_are_broken(tmp_path, content, said):
+def test_broken_traces_are_refused_in_one_line(tmp_path, content, said):
     (tmp_path / "trace").write_text(content + "\n")
     with pytest.raises(UserError, match="is broken") as caught:
         traces.read(tmp_path / "trace")
     assert said in str(caught.value)
 
 
-def test_a_reader_that_leaves():
-    """As `| head` does: nothing is said, and the exit code tells."""
+def test_a_closed_pipe_ends_without_a_message():
+    """As with `| head`: no message, and the exit code of a closed pipe."""
     words = [
         sys.executable,
         "-m",
@@ -289,8 +289,8 @@ def test_a_reader_that_leaves():
         assert process.stderr.read() == b"" and process.wait() == 141
 
 
-def test_the_record(trace, monkeypatch, tmp_path, capsys):
-    """All of it, on a trace and an experiment of no size."""
+def test_the_record_has_every_measurement(trace, monkeypatch, tmp_path, capsys):
+    """With a tiny trace and a tiny experiment."""
     from jaxkv.evals.lib import record
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)

@@ -1,4 +1,4 @@
-"""Verdicts on samples of the past follow the numbers."""
+"""Verdicts on sampled caches and BalanceKV by the numbers of a record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def books(over, error):
 
 
 def answers(*models, near=1.0):
-    """Of each trained model right answers beyond the window by policy; within it all are right."""
+    """Right answers beyond the window by policy, per trained model; within it all are right."""
     found = {
         str(seed): {"within": {
             name: {"right": {"16": near, "200": share - 0.1, "300": share + 0.1}}
@@ -46,7 +46,7 @@ def answers(*models, near=1.0):
 
 
 def memory(*shares, listing=0.5, streaming=0.1):
-    """Of each model that of the reservoir."""
+    """Right answers of the reservoir, per model."""
     names = ("full", "reservoir, weighted", "stratified", "balance-stream", "h2o")
     others = dict.fromkeys(names, 0.5) | {"streaming": streaming, "reservoir, geometric": listing}
     return answers(*(others | {"reservoir": share} for share in shares))
@@ -67,7 +67,7 @@ def compressed(balance, *others):
 
 
 def errors(*rows, spread=0.0, other_layer=None):
-    """Of each T the error of each method in the order of METHODS, of two seeds so far apart."""
+    """Errors by T, in the order of METHODS, for two seeds `spread` apart."""
     layer = {
         name: {str(t + 1): [row[i], row[i] + spread] for t, row in enumerate(rows)}
         for i, name in enumerate(METHODS)
@@ -134,7 +134,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_verdicts_follow_the_numbers(case):
+def test_verdicts_depend_on_the_numbers(case):
     find, record, verdict = CASES[case]
     text, found = find(record)
     assert found == verdict, text

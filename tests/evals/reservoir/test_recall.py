@@ -1,4 +1,4 @@
-"""Streams of facts and questions: what they promise, and that a whole cache answers alike."""
+"""Streams of facts and questions: their properties, and equal answers below capacity."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_name_is_asked_before_it_has_another_value():
 
 
 @pytest.mark.parametrize("facts", [True, False])
-def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
+def test_each_asked_fact_occurs_once_at_its_distance(facts):
     distances = (1, 16, 129, 384)
     for row in range(20):
         prompt, known = streams.question(500, distances, (1, row), facts)
@@ -57,7 +57,7 @@ def test_facts_are_said_once_so_far_back_and_nothing_else_of_their_names(facts):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """Fresh weights, made large enough for attention to matter."""
+    """Random weights, large enough for attention to matter."""
     folder = tmp_path_factory.mktemp("recall")
     tokens = streams.write(folder / "data", documents=4, length=3_000)
     setting = setting_of(recall.recipe_of(seed=0, steps=1), tokens)
@@ -69,16 +69,16 @@ def llm(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*all its tokens stay in the cache")
-def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
-    """A sink token, 60 and 2 more: less than any cache holds, and than any of them thins."""
+def test_below_capacity_all_policies_answer_alike(llm):
+    """A sink token, 60 tokens and 2 more: below every capacity and every compressed length."""
     asked = [streams.question(60, (16, 5), (0, row)) for row in range(24)]
     prompts, known = zip(*asked, strict=True)
     wanted, _ = recall.answers(llm, "full", prompts, known, SEEDS)
     assert len(set(wanted.flatten().tolist())) > 3
-    # Each question is asked as if it alone were.
+    # Each question starts from the same state.
     later, _ = recall.answers(llm, "full", prompts, [facts[1:] for facts in known], SEEDS)
     np.testing.assert_array_equal(later[:, 0], wanted[:, 1])
-    # Of those that compress, snapkv alone keeps more than the ends of so short a prompt.
+    # Of the compressing policies, only snapkv keeps more than the ends of such a short prompt.
     all_of = recall.POLICIES | recall.THINNED
     for name in ("streaming", "balance-stream", "snapkv"):
         said, _ = recall.answers(llm, all_of[name], prompts, known, SEEDS)
@@ -86,7 +86,7 @@ def test_a_prompt_that_fits_is_answered_alike_by_all(llm):
 
 
 @pytest.mark.slow
-def test_prompts_are_thinned_to_as_many_tokens(llm):
+def test_prompts_are_compressed_to_equal_numbers_of_tokens(llm):
     prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
     for name, text in recall.THINNED.items():
         stream = models.Stream(llm, text)
@@ -97,8 +97,8 @@ def test_prompts_are_thinned_to_as_many_tokens(llm):
         assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name
 
 
-def test_a_fact_beyond_the_window_changes_no_answer_of_it(llm):
-    """And does change that of full attention: the question is asked of the cache alone."""
+def test_a_fact_beyond_the_window_does_not_change_its_answer(llm):
+    """It does change the answer of full attention."""
     asked = [streams.question(90, (70,), (0, row)) for row in range(24)]
     prompts, known = zip(*asked, strict=True)
     other = [[*p[:20], *streams.letters(np.random.default_rng(1), 1), *p[21:]] for p in prompts]
@@ -121,5 +121,5 @@ def test_accuracy_is_the_share_of_right_answers(llm, monkeypatch):
     assert found["full"] == {"policy": "full", "right": right, "state_bytes": 7}
 
 
-def test_only_caches_that_stay_within_the_trained_context_go_beyond_it(llm):
+def test_only_policies_within_the_trained_context_read_longer_streams(llm):
     assert set(recall.POLICIES) - set(recall.endless(llm)) == {"full", "h2o"}

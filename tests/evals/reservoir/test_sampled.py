@@ -1,4 +1,4 @@
-"""The experiment on samples, at a size that says nothing but that it runs and measures."""
+"""The experiment on sampled caches, at a tiny size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def few(monkeypatch):
 
 
 @pytest.mark.slow
-def test_streaming_is_given_no_fewer_bytes(compress, few, shared):
+def test_streaming_has_at_least_as_many_bytes(compress, few, shared):
     ids, _ = tokens_of(compress, shared / "text" / "tinystories" / "valid.txt", GIVEN.tokens + 1)
     found = sampled.worth(compress, ids, GIVEN)
     caches = found["caches"]
@@ -48,21 +48,21 @@ def test_streaming_is_given_no_fewer_bytes(compress, few, shared):
     assert found["bars"][0]["met"] == (ratio <= sampled.WORSE)
 
 
-def test_a_loss_that_is_no_number_is_told():
+def test_a_loss_that_is_not_finite_is_reported():
     assert sampled.over([1.0, sampled.finite(float("nan"))], [1.0, 1.0]) is None
 
 
 @pytest.mark.slow
-def test_a_token_of_each_is_timed_beside_streaming(compress, few):
+def test_each_cache_is_timed_against_streaming(compress, few):
     found = sampled.token(compress, [], GIVEN)
     assert set(found["ratio"]) == set(CACHES) and set(found["microseconds"]) > set(CACHES)
     assert found["bars"][0]["value"] == found["ratio"]["balance-stream"]
 
 
 @pytest.mark.slow
-def test_a_prompt_is_thinned_anew_each_time(compress):
+def test_every_round_compresses_the_same_prompt(compress):
     pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
-    found = sampled.thinning(compress, [], GIVEN)
+    found = sampled.time_compression(compress, [], GIVEN)
     assert found["share"]["median"] > 0
-    whole, left = found["state_bytes"]  # of one size each time
+    whole, left = found["state_bytes"]  # equal in every round
     assert left < whole / 2

@@ -1,4 +1,4 @@
-"""The experiments themselves, at a size that says nothing but that they run and measure."""
+"""The experiments on speed and streaming, at tiny sizes."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ def llm(shared):
 
 @pytest.fixture(scope="module")
 def compress(llm):
-    """Its first layer alone, for tests of what does not depend on depth: quick to compile."""
+    """The first layer only: quick to compile, for tests that do not depend on depth."""
     return replace(llm, config=replace(llm.config, layers=1, windows=(None,)))
 
 
@@ -31,10 +31,10 @@ def ids(llm, shared):
     return endless.tokens_of(llm, text, 513)[0]
 
 
-def test_a_long_stream_and_its_blocks_read_afresh(compress, ids):
+def test_a_long_stream_is_compared_with_new_caches_per_block(compress, ids):
     found = endless.run(compress, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
     assert [block["tokens"] for block in found["endless"]] == [128, 256, 384, 512]
-    # The first block of the stream is a fresh one, whatever its first position.
+    # The first block of the stream equals one with a new cache, at every start position.
     assert found["endless"][0]["loss"] == found["fresh"][0]["loss"]
     assert found["summary"]["worst_change_wrapped_to_endless"] < 1e-5
     assert [block["position"] for block in found["endless"]] == [128, 256, 384, 512]
@@ -57,7 +57,7 @@ def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
     assert [file.name for file in files] == ["b.txt", "a.txt"]
 
 
-def test_attention_on_the_first_token(llm, shared):
+def test_attention_on_the_first_token_is_measured_by_layer(llm, shared):
     reported = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
     found = sinks.first_token(llm, reported["first4096_ids"][:512])
     np.testing.assert_allclose(
@@ -69,7 +69,7 @@ def test_full_attention_is_checked_before_anything_is_scored(llm):
     sinks.check(llm)
 
 
-def test_losses_are_compared_prediction_by_prediction():
+def test_losses_are_paired_by_prediction():
     base = np.full(3_000, 2.0)
     found = sinks.line(base[4:] + 0.5, base)
     assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
@@ -84,27 +84,27 @@ def test_the_decoder_without_nnx_is_the_same_program(compress):
     assert len(texts) == 1
 
 
-def test_a_ring_far_out_is_exact():
+def test_a_ring_is_exact_at_position_four_million():
     assert profile.far_error(chunk=64) < 2e-6
 
 
-def test_every_state_of_a_stream_is_measured_from_its_own_start(compress):
+def test_each_round_decodes_from_the_same_state(compress):
     stream = profile.started(models.Stream(compress, profile.POLICY))
     before = int(stream.decoding.position[0])
-    variant = timing.decoding(stream, 10)
+    variant = timing.decode_variant(stream, 10)
     assert variant() > 0
     assert variant() > 0
     assert int(stream.decoding.position[0]) == before + 10
 
 
-def test_variants_take_turns():
+def test_variants_alternate():
     order = []
     variants = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
-    seconds = timing.rounds(variants, 2, "trial")
+    seconds = timing.time_rounds(variants, 2, "trial")
     assert "".join(order) == "baabba"
     assert seconds == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
 
 
-def test_the_median_decides_whether_a_bar_is_met():
+def test_a_bar_compares_the_median():
     assert timing.bar("x", timing.ratio([1, 2, 9], [1, 1, 1]), ">=", 2)["met"]
     assert not timing.bar("x", 1.06, "<=", 1.05)["met"]

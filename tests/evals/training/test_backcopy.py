@@ -1,4 +1,4 @@
-"""The smallest setting in which a sink grows: its data, and what a sink token's loss costs."""
+"""Bigram-backcopy streams: the data, and the loss without a trained sink token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxkv.evals.training.backcopy import LETTERS, Chain, recipe_of, run, write
 from jaxkv.models import data
 
 
-def test_behind_a_trigger_comes_the_letter_before_it():
+def test_the_letter_after_a_trigger_copies_the_one_before_it():
     chain = Chain(0)
     letters = chain.letters(5000, 1)
     triggers = np.isin(letters, chain.triggers)
@@ -21,9 +21,9 @@ def test_behind_a_trigger_comes_the_letter_before_it():
     assert 0 < chain.floor(letters) < np.log(len(LETTERS))
 
 
-@pytest.mark.record  # colab/05_train_a_sink asks the same in CI
+@pytest.mark.record  # colab/05_train_a_sink checks the same in CI
 def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
-    """Table 3's effect: without the sink the same cache reads worse, a second one adds nothing."""
+    """The effect of Table 3: without the sink the loss rises, and a second sink adds nothing."""
     monkeypatch.setattr(backcopy, "LENGTH", 20_000)
     chain, recipe = Chain(0), recipe_of("token", 0)
     tokens = write(chain, tmp_path)

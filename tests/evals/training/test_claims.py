@@ -1,4 +1,4 @@
-"""Verdicts on training with sinks follow the numbers, and none is given without them."""
+"""Verdicts on training with sinks by the numbers of a record; open without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxkv.evals.training import claims
 
 
 def variant(sinks, gaps=(0.0, 0.0, 0.0, 0.0), loss=4.0, seed=0, accuracy=None, chance=0.25):
-    """A trained arm; gaps: of 0, 1, 2 and 4 sinks over 4."""
+    """A trained variant; gaps: loss with 0, 1, 2 and 4 sinks minus that with 4."""
     names = ("0+8", "1+7", "2+6", "4+4")
     lines = {
         name: {"perplexity": 50.0, "loss_over_base": gap, "standard_error": 0.001}
@@ -29,18 +29,18 @@ def variant(sinks, gaps=(0.0, 0.0, 0.0, 0.0), loss=4.0, seed=0, accuracy=None, c
 
 
 def paper(*perplexities):
-    """A row of its Table 3, as gaps."""
+    """A row of the paper's Table 3, as gaps."""
     return tuple(math.log(one / perplexities[-1]) for one in perplexities)
 
 
 def verdict(number, *variants):
-    """Of the claim of that number, by a record of these arms."""
+    """The verdict on the claim of that number, by a record of these variants."""
     record = {"arms": {f"{a['recipe']['sinks']}-{a['recipe']['seed']}": a for a in variants}}
     return claims.TRAINING[number].find(record)[1]
 
 
 def both_seeds(loss):
-    """Plain softmax and a sink token of that loss, each by two seeds."""
+    """Plain softmax, and a sink token with that loss; two seeds each."""
     variants = (("none", 4.0), ("token", loss))
     return [variant(sinks, loss=of, seed=seed) for sinks, of in variants for seed in (0, 1)]
 
@@ -86,13 +86,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_verdicts(case):
+def test_verdicts_depend_on_the_numbers(case):
     number, variants, wanted = CASES[case]
     assert verdict(number, *variants).split(":")[0] == wanted
 
 
 def small(**first):
-    """A record of evals.training.backcopy; first: of each arm, what 0 and 1 sinks lose."""
+    """A record of evals.training.backcopy; first: by variant, the gaps of 0 and 1 sinks."""
     line = lambda x: {"median": x, "min": x, "max": x, "n": 3}  # noqa: E731
     variants = {}
     for name in ("none", "zero", "logit", "token", "two_tokens"):

@@ -1,4 +1,4 @@
-"""Tables of trained variants: scores of choices against one by one, and what a record must be."""
+"""Tables of trained variants: batched scores equal single ones, and runs must be comparable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def predicted(config, weights, inputs):
 
 
 def alone(llm, context, choice):
-    """Mean log-likelihood of a choice, and whether greedy decoding writes it, of one pair."""
+    """Mean log-likelihood of one choice, and whether greedy decoding generates it."""
     front, ids = list(llm.tokenizer.front), llm.tokenizer.encode(choice, bos=False)
     before = llm.tokenizer.encode(context, bos=False) or [llm.eos[0]]
     keep = max(1, llm.config.context + 1 - len(front) - len(ids))
@@ -50,8 +50,8 @@ def alone(llm, context, choice):
     return likely[ids, range(len(ids))].mean(), list(logits.argmax(0)) == ids
 
 
-def test_scores_are_those_of_one_pair_alone(llm):
-    """Short and long, without a context, one that must lose its beginning, all but one token."""
+def test_batched_scores_equal_those_of_single_pairs(llm):
+    """Short and long pairs, without a context, and with contexts that must be cut."""
     pairs = [
         ("the cat", " sat on a mat"),
         ("", "dog"),
@@ -60,17 +60,16 @@ def test_scores_are_those_of_one_pair_alone(llm):
         ("the cat sat", " " + TEXT * 4),
         ("the dog run over", " the hill to see what was there"),
     ]
-    found = sink_tables.score(llm, pairs * 9)  # more than are scored at a time
+    found = sink_tables.score(llm, pairs * 9)  # more than one batch
     for (mean, greedy), pair in zip(found, pairs * 9, strict=True):
         wanted, writes = alone(llm, *pair)
         assert mean == pytest.approx(wanted, rel=1e-4) and greedy == writes
 
 
-def test_greedy_choices_are_known(llm):
-    """What decoding writes is found to be so."""
+def test_a_greedily_generated_choice_is_the_likeliest(llm):
     context = "the cat sat"
     text = models.generate(llm, context, "full", 3, ignore_eos=True).text
-    # What is written must be what is read, or another text would be scored.
+    # The text must tokenize to the generated tokens, or another text would be scored.
     assert llm.tokenizer.encode(context + text) == [
         *llm.tokenizer.encode(context), *llm.tokenizer.encode(text, bos=False)
     ]  # fmt: skip
@@ -78,7 +77,7 @@ def test_greedy_choices_are_known(llm):
     assert not sink_tables.score(llm, [(context, " zzz")])[0][1]
 
 
-def test_accuracy_takes_the_likeliest_choice(llm):
+def test_accuracy_counts_the_likeliest_choice(llm):
     choices = [" sat on a mat", " over the hill", " dog"]
     means = [alone(llm, "the", choice)[0] for choice in choices]
     rows = [{"context": "the", "choices": choices, "answer": answer} for answer in range(3)]
@@ -95,7 +94,7 @@ def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
     assert list(found) == ["0+12", "1+11", "2+10", "4+8"]
     ids = [*llm.tokenizer.front, *text]
     losses = np.concatenate(list(models.losses(llm, ids, "streaming:sinks=2,window=10")))
-    # The token after the sink is the first that no variant need predict.
+    # The token after the sink is predicted by some variants only.
     assert found["2+10"]["loss"] == pytest.approx(losses[1:].mean(), rel=1e-5)
     assert found["0+12"]["loss"] != found["2+10"]["loss"]
     assert found["4+8"]["loss_over_base"] == 0
@@ -112,7 +111,7 @@ def test_the_first_token_is_the_sink(llm):
     assert sink_tables.draw(llm, {"text": ids}, "token").startswith(b"\x89PNG")
 
 
-def test_runs_must_be_alike():
+def test_runs_must_differ_only_in_sinks_and_seed():
     one = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
     other = one | {"recipe": one["recipe"] | {"sinks": "token", "seed": 1}}
     sink_tables.check(["none-0", "token-1"], [one, other])
