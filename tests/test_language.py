@@ -68,7 +68,6 @@ def hits(term: str) -> list[str]:
     return found
 
 
-@pytest.mark.skip(reason="switched on when every package is renamed")
 @pytest.mark.parametrize("term", TERMS)
 def test_no_source_uses_a_replaced_term(term):
     found = hits(term)

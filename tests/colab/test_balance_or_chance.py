@@ -37,6 +37,7 @@ def test_lengths_are_norms_of_the_signed_sums():
     np.testing.assert_allclose(compression.signed_lengths(points, signs), wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_balanced_signs_leave_a_shorter_sum_than_random_ones():
     found = compression.halve_points(draws=20)
     assert found.points.shape == (sum(compression.SIZES), 2)

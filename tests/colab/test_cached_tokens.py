@@ -36,6 +36,7 @@ def test_a_phrase_is_located_in_its_tokens(llm, capsys):
     assert list(there) == ["here"] and "gone: not among the first 200" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_window_caches_only_the_end(llm):
     ids = runtime.passage(llm, 20)
     settings = {"window": "window:window=5", "full": "full"}

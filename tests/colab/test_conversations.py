@@ -36,6 +36,7 @@ def test_block_hashes_are_equal_up_to_the_first_different_token():
     assert all(a != b for a, b in zip(one[2:], other[2:], strict=True))
 
 
+@pytest.mark.slow
 def test_hit_rates_are_those_of_the_report():
     found = conversations.measure_hit_rates((4, 8), requests=60, seeds=2)
     setting = replace(report.ONE_PROMPT, mode="rekey", slots=8, requests=60)

@@ -13,6 +13,7 @@ def llm():
     return models.load()
 
 
+@pytest.mark.slow
 def test_costs_are_measured_at_each_length(llm):
     names, lengths = ["full:start=16", "streaming:sinks=2,window=14"], [16, 40]
     found = cost_by_length.measure(llm, runtime.passage(llm, 40), names, lengths, new=4, count=1)

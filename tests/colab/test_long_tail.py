@@ -57,6 +57,7 @@ def test_centred_cosines_ignore_the_mean_key(layer):
     assert not np.allclose(kept, long_tail.cosines(SPEC, moved, False), atol=0.1)
 
 
+@pytest.mark.slow
 def test_more_tables_of_fewer_bits_read_more_keys(layer):
     found = long_tail.measure_tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
     assert found[6, 10, True].share < found[4, 40, True].share

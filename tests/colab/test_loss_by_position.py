@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from jaxkv import models
 from jaxkv.colab import loss_by_position, runtime
 
 
+@pytest.mark.slow
 def test_each_row_is_the_loss_of_one_text():
     llm = models.load()
     ids = runtime.passage(llm, 60)

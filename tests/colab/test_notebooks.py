@@ -95,17 +95,13 @@ def test_a_policy_takes_about_ten_lines():
 
 
 @pytest.mark.slow
-def test_it_runs(name):
-    notebooks.run(name, smoke=True)
+def test_a_notebook_runs_with_another_model(shared):
+    """Checks of the default model's results need not hold, but nothing raises.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deepest", ["01_endless_generation", "02_what_each_cache_keeps",
-                                     "04_sampling_beats_topk"])  # fmt: skip
-def test_it_runs_with_another_model(deepest, shared):
-    """Checks of the default model's results need not hold, but nothing raises. These notebooks
-    use the model most."""
-    notebooks.run(deepest, smoke=True, model=str(shared / "models" / "stories260K"))
+    `.ci/run` runs every notebook with the default model.
+    """
+    model = str(shared / "models" / "stories260K")
+    notebooks.run("02_what_each_cache_keeps", smoke=True, model=model)
 
 
 @pytest.fixture

@@ -21,12 +21,14 @@ def trained(tmp_path_factory):
         return sink_variants.train(["none", "token"], 2, seed=0, folder=folder)
 
 
+@pytest.mark.slow
 def test_a_text_begins_with_the_sink_token_of_its_model(trained):
     found, letters = trained
     none, token = (sink_variants.held_out(found[name], letters, 9) for name in ("none", "token"))
     assert token[1:] == none and token[0] == found["token"].config.bos
 
 
+@pytest.mark.slow
 def test_attention_is_causal_and_sums_to_one(trained):
     found, letters = trained
     (seen,) = sink_variants.attention_maps(
@@ -36,6 +38,7 @@ def test_attention_is_causal_and_sums_to_one(trained):
     np.testing.assert_allclose(seen.sum(axis=1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_letter_that_is_no_trigger_is_idle(trained):
     found, letters = trained
     share = sink_variants.first_token_attention(found["token"], letters)
@@ -43,6 +46,7 @@ def test_every_letter_that_is_no_trigger_is_idle(trained):
     assert (np.diff(share) <= 0).all() and 0 <= share[-1] <= share[0] <= 1
 
 
+@pytest.mark.slow
 def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "RUNS", 1)
     found, letters = trained
@@ -55,6 +59,7 @@ def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained,
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_first, reported", [(False, (1, 1)), (True, (1, 0))])
 def test_mean_attention_of_triggers_and_other_letters(trained, monkeypatch, at_first, reported):
     """Triggers attend to the letter before, others to themselves or the first token."""
@@ -75,6 +80,7 @@ def test_mean_attention_of_triggers_and_other_letters(trained, monkeypatch, at_f
     assert sink_variants.mean_attention(found["token"], letters) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_drawn_stretch_attends_most_to_its_first_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "STRETCHES", 9)
     variant, letters = trained[0]["token"], trained[1]
@@ -88,6 +94,7 @@ def test_the_drawn_stretch_attends_most_to_its_first_token(trained, monkeypatch)
     assert shares[chosen] == pytest.approx(max(shares.values()), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_variant_can_be_compared(trained):
     found, letters = trained
     llm, ids = found["token"], sink_variants.held_out(found["token"], letters, 40)
@@ -98,6 +105,7 @@ def test_a_variant_can_be_compared(trained):
     assert compare.draw(results, llm.config.context, "letters").startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_below_its_capacity_a_window_equals_full_attention(trained):
     found, letters = trained
     ids = sink_variants.held_out(found["none"], letters, 20)

@@ -12,7 +12,6 @@ from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 from tests import oracle
-from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 TOKENS = 2 * single_layer.ENDS + 2 * single_layer.BLOCK
@@ -79,7 +78,8 @@ def test_an_error_is_relative_to_each_head():
     assert single_layer.relative_error(off, exact) == 0.5  # one of two heads is wrong
 
 
-@pytest.mark.parametrize("length", [300, seldom(700)])  # within the context of 512, and beyond it
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [300, 700])  # within the context of 512, and beyond it
 def test_captured_keys_and_values_are_those_of_the_first_layer(shared, length):
     """They depend on the embeddings only, so plain numpy computes them."""
     llm = models.load(shared / "models" / "stories260K", "float32")

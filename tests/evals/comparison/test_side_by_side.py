@@ -45,6 +45,7 @@ def test_every_policy_attends_to_its_budget_after_the_prompt(llm):
     assert attended(llm, "topk", prompt)["mean"] == pytest.approx(BUDGET, abs=1)
 
 
+@pytest.mark.slow
 def test_a_compressed_prompt_caches_all_later_tokens(llm):
     prompt = side_by_side.prompt_of(SHORT)
     assert attended(llm, "uniform", prompt, 8)["mean"] == BUDGET + 8

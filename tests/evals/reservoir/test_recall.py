@@ -97,6 +97,7 @@ def test_prompts_are_compressed_to_equal_numbers_of_tokens(llm):
         assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name
 
 
+@pytest.mark.slow
 def test_a_fact_beyond_the_window_does_not_change_its_answer(llm):
     """It does change the answer of full attention."""
     asked = [streams.question(90, (70,), (0, row)) for row in range(24)]
