@@ -73,8 +73,8 @@ def load(
 ) -> Llm:
     """Load a model of the Llama family with its tokenizer.
 
-    name: a folder, a GGUF file or a Hub id; the default is the small model in the package
-    (models/default/README.md). GGUF files are dequantised to `dtype`.
+    name: a folder, a GGUF file, a Hub id, or smollm2-135m (models/smollm2.py); the default is the
+    small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
     progress: called with (bytes read, all bytes).

