@@ -17,6 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxkv.errors import UserError
 
 MAGIC, VERSION = b"GGUF", 3
@@ -198,7 +200,9 @@ class _Cursor:
             return self.values()
         if kind not in SCALARS:
             raise corrupt(self.path, f"its metadata has a value of the unknown type {kind}")
-        return self.number(SCALARS[kind])
+        value = self.number(SCALARS[kind])
+        # The shortest decimal number: 1e-05 instead of 9.999999747378752e-06.
+        return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
 
     def values(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")

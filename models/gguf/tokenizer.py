@@ -51,7 +51,7 @@ def read_chat(header: Header) -> Chat:
 def _byte_level(header: Header) -> Tokenizer:
     """Byte-level BPE, built with the `tokenizers` package."""
     try:
-        from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import AddedToken, decoders, models, normalizers
         from tokenizers import Tokenizer as Backend
     except ImportError:
         raise UserError(
@@ -71,10 +71,7 @@ def _byte_level(header: Header) -> Tokenizer:
         raise corrupt(header.path, f"its merges do not fit its tokens ({error})") from None
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    backend.pre_tokenizer = splitter(pre)
     backend.decoder = decoders.ByteLevel()
     # Both are matched whole in a text; only control tokens decode to nothing.
     backend.add_tokens(
@@ -86,6 +83,16 @@ def _byte_level(header: Header) -> Tokenizer:
     )
     bos = _id(header, "bos_token_id")
     return tokenizer_of(backend, header.path, bos, ends(header), _front(header, bos, pre.adds_bos))
+
+
+def splitter(pre: PreTokenizer) -> Any:
+    """The pre-tokenizer as one of the `tokenizers` package; it also maps bytes to letters."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _sentencepiece(header: Header) -> Tokenizer:
