@@ -27,12 +27,14 @@ TEKKEN = (
 class PreTokenizer:
     """One way of splitting.
 
-    splits: expressions, each applied to the pieces of the one before. ignore_merges: a piece that
-    is a token stays whole, whatever its merges. nfc: normalise the text first. adds_bos: where a
-    file does not say whether a text begins with BOS.
+    splits: expressions, each applied to the pieces of the one before. digits: split off every digit
+    first; an expression would know the digits of another version of Unicode. ignore_merges: a piece
+    that is a token stays whole, whatever its merges. nfc: normalise the text first. adds_bos: where
+    a file does not say whether a text begins with BOS.
     """
 
     splits: tuple[str, ...]
+    digits: bool = False
     ignore_merges: bool = False
     nfc: bool = False
     adds_bos: bool = False
@@ -42,7 +44,7 @@ class PreTokenizer:
 # Mistral NeMo; names and the defaults of BOS as in llama.cpp (src/llama-vocab.cpp).
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "smollm": PreTokenizer((GPT2,), digits=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"),
         PreTokenizer((LLAMA3,), ignore_merges=True, adds_bos=True),

@@ -15,11 +15,16 @@ UNKNOWN, BYTE = 2, 6  # SentencePiece.Type; GGUF numbers its token types alike
 
 
 def serialise(
-    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], add_space: bool
+    pieces: Sequence[str],
+    scores: Sequence[float],
+    types: Sequence[int],
+    add_space: bool,
+    collapse_spaces: bool = False,
 ) -> bytes:
     """The bytes of a tokenizer.model of the type BPE.
 
-    add_space: put a space before a text. Other white space is kept as it is.
+    add_space: put a space before a text. collapse_spaces: encode repeated spaces as one, and none
+    around a text.
     """
     model = b"".join(
         _message(1, _message(1, piece.encode()) + _float(2, score) + _number(3, kind))
@@ -32,7 +37,7 @@ def serialise(
     normalizer = (
         _message(1, b"identity")
         + _number(3, int(add_space))
-        + _number(4, 0)  # keep repeated spaces
+        + _number(4, int(collapse_spaces))
         + _number(5, 1)  # write spaces as U+2581
     )
     return model + _message(2, trainer) + _message(3, normalizer)

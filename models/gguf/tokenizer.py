@@ -89,9 +89,10 @@ def splitter(pre: PreTokenizer) -> Any:
     """The pre-tokenizer as one of the `tokenizers` package; it also maps bytes to letters."""
     from tokenizers import Regex, pre_tokenizers
 
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
     return pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*digits, *splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
 
 
@@ -104,7 +105,8 @@ def _sentencepiece(header: Header) -> Tokenizer:
             header.path, f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens"
         )
     add_space = header.get(PREFIX + "add_space_prefix", bool, True)
-    model = sentencepiece.serialise(tokens, scores, types, add_space)
+    collapse = header.get(PREFIX + "remove_extra_whitespaces", bool, False)
+    model = sentencepiece.serialise(tokens, scores, types, add_space, collapse)
     backend = sentencepiece_processor(header.path, model)
     bos = _id(header, "bos_token_id")
     return tokenizer_of_sentencepiece(
