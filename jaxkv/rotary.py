@@ -28,7 +28,7 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, UInt32
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def rotary(
 
     head_dim: H, even. theta: the base of the frequencies. context: the model's
     max_position_embeddings, which YaRN uses where its own original length is absent. scaling: None,
-    or `kind` (default, linear, llama3, yarn) with Hugging Face's field names.
+    or `kind` (default, linear, llama3, yarn) with Hugging Face's field names, or kind factors,
+    whose `factors` divide the frequency of each pair.
     Raises UserError for another kind or a missing field.
     """
     scaling = dict(scaling or {})
@@ -180,6 +181,8 @@ def rotary(
     try:
         if kind == "linear":
             frequencies = frequencies / float(scaling["factor"])
+        elif kind == "factors":
+            frequencies = frequencies / np.asarray(scaling["factors"], np.float64)
         elif kind == "llama3":
             frequencies = _llama3(frequencies, scaling)
         elif kind == "yarn":

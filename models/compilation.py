@@ -22,7 +22,7 @@ def enable_compilation_cache() -> None:
     chosen = os.environ.get(VARIABLE, "")
     if chosen.lower() in ("off", "0", "no", "false") or jax.config.jax_compilation_cache_dir:
         return
-    folder = Path(chosen).expanduser() if chosen else _user_cache() / "jaxkv" / "compilations"
+    folder = Path(chosen).expanduser() if chosen else user_cache() / "jaxkv" / "compilations"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -34,7 +34,8 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """The folder for files that programs of this user can make again."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     if sys.platform == "win32":

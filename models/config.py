@@ -154,12 +154,25 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"no such folder: {folder}; name the folder of a model")
     where = folder / "config.json"
     if not where.is_file():
-        raise UserError(f"no config.json in {folder}; name the folder of a published model")
+        found = min((file.name for file in folder.glob("*.gguf")), default=None)
+        remedy = (
+            f"name the file {found} itself" if found else "name the folder of a published model"
+        )
+        raise UserError(f"no config.json in {folder}; {remedy}")
     given = read_json(where)
-    family = _family(given, where)
-    raw = COMMON | DEFAULTS[family] | given
     generation = read_json(folder / "generation_config.json")
+    return config_of(_family(given, where), given, generation, where)
 
+
+def config_of(
+    family: str, given: Mapping[str, Any], generation: Mapping[str, Any], where: Path
+) -> Config:
+    """The description that the fields of a config.json give.
+
+    family: one of FAMILIES. generation: those of generation_config.json. where: the file, for
+    error messages. Raises UserError for a field that is missing, invalid or unsupported.
+    """
+    raw = COMMON | DEFAULTS[family] | dict(given)
     if raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
     width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)

@@ -1,4 +1,4 @@
-"""A model with its tokenizer, loaded from a folder as published."""
+"""A model with its tokenizer, loaded as published: from a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.models.chat import Chat, read_chat
+from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
-from jaxkv.models.config import Config, read_config
+from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, spec_of
-from jaxkv.models.hf.folder import find
-from jaxkv.models.hf.weights import load_weights
-from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
+from jaxkv.models.published import open_published
+from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
 from jaxkv.typing import Array
 
@@ -30,7 +29,10 @@ DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
 @dataclass(frozen=True, eq=False)
 class Llm:
-    """A loaded model. weights: flat, by name (models/hf/names.py). folder: the source."""
+    """A loaded model. weights: flat, by name (models/hf/names.py).
+
+    folder: the source, which is a GGUF file where the model came from one.
+    """
 
     config: Config
     weights: dict[str, Array]
@@ -64,32 +66,33 @@ class Llm:
 
 
 def load(
-    folder_or_id: str | Path = DEFAULT,
+    name: str | Path = DEFAULT,
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llm:
-    """Load a model of the Llama family with its tokenizer, from a folder or a Hub id.
+    """Load a model of the Llama family with its tokenizer.
 
-    folder_or_id: the default is the small model in the package (models/default/README.md).
+    name: a folder, a GGUF file, a Hub id, or smollm2-135m (models/smollm2.py); the default is the
+    small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
     progress: called with (bytes read, all bytes).
-    Raises UserError for anything wrong with the folder.
+    Raises UserError for anything wrong with the model.
     """
     enable_compilation_cache()
-    folder = find(folder_or_id)
-    config = read_config(folder)
+    published = open_published(name)
+    config = published.config
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    tokenizer = read_tokenizer(folder)
+    tokenizer, chat = published.tokenizer(), published.chat()
     place = None if mesh is None else _placement(mesh)
-    weights = load_weights(folder, config, jnp.dtype(dtype), place, progress)
-    return Llm(config, weights, tokenizer, read_chat(folder), folder, dtype, mesh)
+    weights = published.weights(jnp.dtype(dtype), place, progress)
+    return Llm(config, weights, tokenizer, chat, published.path, dtype, mesh)
 
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.

