@@ -37,7 +37,7 @@ REPOSITORY = PROJECT["urls"]["Repository"]
 OWNER = REPOSITORY.removeprefix("https://github.com/")
 BADGE = f"https://colab.research.google.com/github/{OWNER}/blob/main/colab/"
 MODEL_FIELD = 'MODEL = ""'  # the line in which a reader names another model
-SMOKE_TIMEOUT = 180  # seconds per notebook with JAXKV_SMOKE=1
+SMOKE_TIMEOUT = 600  # seconds per notebook with JAXKV_SMOKE=1; a busy machine took 188
 CELL_TIMEOUT = 7200  # seconds per cell otherwise
 
 

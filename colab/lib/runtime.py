@@ -157,12 +157,14 @@ def verify(
 
     model: the reader's model, or "". always: checks required for every model. ours: checks required
     only for the default model. times: checks of times, required only for the default model on a
-    CPU. Checks that are not required are printed.
+    CPU and at full sizes: those of JAXKV_SMOKE=1 are so short that other work on the machine
+    decides them. Checks that are not required are printed.
     """
     import jax
 
     elsewhere = "not with this model" if model else "FAILS"
     slower = "not on this device" if jax.default_backend() != "cpu" else elsewhere
+    slower = "not at this size" if SMOKE else slower
     failed = []
     for claims, verdict in ((always, "FAILS"), (ours or {}, elsewhere), (times or {}, slower)):
         for says, holds in claims.items():
