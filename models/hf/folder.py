@@ -34,7 +34,7 @@ def find(name: str | Path) -> Path:
         return path
     if exists:
         raise UserError(
-            f"a model is a folder or a GGUF file, {text} is another file; name its folder"
+            f"a model is a folder or a GGUF file, {text} is another file; name the folder"
         )
     if isinstance(name, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
         raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")

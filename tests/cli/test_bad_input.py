@@ -157,7 +157,9 @@ def test_model_with_an_empty_name(run, text):
 
 def test_no_such_model(run, tmp_path, text):
     refused(run("generate", "Hi", "--model", tmp_path / "no"), "no such folder", "no", "name a")
-    refused(run("generate", "Hi", "--model", text), "a model is a folder", "is a file", "name the")
+    refused(
+        run("generate", "Hi", "--model", text), "a model is a folder", "is another file", "name the"
+    )
 
 
 def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
