@@ -69,7 +69,7 @@ def test_arrays_of_token_ids_are_prompts(tiny):
 def test_common_mistakes_are_explained(tiny):
     with pytest.raises(UserError, match=r"the model must come from models.load, got 'path'"):
         models.generate("path", "a")
-    with pytest.raises(UserError, match="a model is a folder or a Hub id"):
+    with pytest.raises(UserError, match="a model is a folder, a GGUF file or a Hub id"):
         models.load(None)
     with pytest.raises(UserError, match="a list of token ids, got 'hello'"):
         models.score(tiny, "hello", "window:window=9")

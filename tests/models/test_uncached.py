@@ -161,5 +161,5 @@ def test_which_devices_support_cudnn(case):
 
 def test_cudnn_by_name_is_refused_on_a_cpu(rng):
     q, k, v = random_tokens(rng, 4)
-    with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; take"):
+    with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; use"):
         uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")

@@ -71,7 +71,7 @@ def test_different_answers_end_the_run(llm, monkeypatch):
     monkeypatch.setattr(
         engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
     )
-    with pytest.raises(RuntimeError, match="answers differ"):
+    with pytest.raises(RuntimeError, match="changes answers"):
         engine.run(llm, load, "full", 2, 4, 1, "title")
 
 
