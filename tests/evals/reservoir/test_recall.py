@@ -93,7 +93,7 @@ def test_prompts_are_compressed_to_equal_numbers_of_tokens(llm):
         stream.prefill([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
         stream.finish_prefill()
         held = zip(stream.policies, stream.decoding.states, strict=True)
-        kept = [np.asarray(one.kept(llm.spec, state).log_weight) > -np.inf for one, state in held]
+        kept = [np.asarray(one.cached(llm.spec, state).log_weight) > -np.inf for one, state in held]
         assert sum(k.sum() for k in kept) == recall.LEFT * sum(k.shape[1] for k in kept), name
 
 
