@@ -58,7 +58,8 @@ def test_reset_takes_one_empty_sequence_or_one_per_index(rng):
 
 
 def test_sequences_of_another_shape_are_refused(rng):
-    with pytest.raises(UserError, match=r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*reserve"):
+    taken = r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*reserve"
+    with pytest.raises(UserError, match=taken):
         batch.put(state_of(rng), [0], state_of(rng, size=1, slots=6))
 
 
