@@ -13,6 +13,13 @@ class UserError(ValueError):
     """An error that the user can fix; the command line prints it as one line, exit code 2."""
 
 
+def first_few(items: Iterable[str], most: int = 3) -> str:
+    """The first items as a list for a message, and how many more there are."""
+    items = list(items)
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
 def is_whole(value: object) -> bool:
     """Whether it is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

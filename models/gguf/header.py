@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, first_few
+from jaxkv.models.hf.weights import LFS
 
 MAGIC, VERSION = b"GGUF", 3
-LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 ALIGNMENT = 32  # bytes, unless the metadata says otherwise
 MAX_AXES = 8  # ggml has four; more means a damaged file
 # Types of metadata values, by number; 8 is a string and 9 a list.
@@ -105,10 +105,9 @@ def _split_files(path: Path) -> list[Path]:
     files = [path.with_name(f"{start}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
         raise UserError(
-            f"{path} is one of {count} split files, and {shown} is missing in {path.parent}; "
-            "download all of them into one folder"
+            f"{path} is one of {count} split files, and {first_few(missing)} is missing in "
+            f"{path.parent}; download all of them into one folder"
         )
     return files
 

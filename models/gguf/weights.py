@@ -7,7 +7,6 @@ on CPU adopts. So the peak memory is the model and one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from math import prod
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.gguf.header import Header, Tensor, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
@@ -106,8 +105,8 @@ def _match(header: Header, config: Config) -> dict[str, Tensor]:
     lacking = [theirs for theirs, _ in expected.values() if theirs not in header.tensors]
     extra = [name for name in header.tensors if name not in known]
     if lacking or extra:
-        problems = [f"missing tensor {_some(lacking)}"] if lacking else []
-        problems += [f"extra tensor {_some(extra)}"] if extra else []
+        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
+        problems += [f"extra tensor {first_few(extra)}"] if extra else []
         raise UserError(
             f"the weights in {header.path} are not those that its metadata describes: "
             f"{'; '.join(problems)}; download it again"
@@ -120,7 +119,7 @@ def _match(header: Header, config: Config) -> dict[str, Tensor]:
     ]
     if wrong:
         raise UserError(
-            f"wrongly shaped tensor in {header.path}: {_some(wrong)}; download it again"
+            f"wrongly shaped tensor in {header.path}: {first_few(wrong)}; download it again"
         )
     types = [t for t in tensors.values() if not supported(t.type)]
     if types:
@@ -130,9 +129,3 @@ def _match(header: Header, config: Config) -> dict[str, Tensor]:
             f"supported; supported: {', '.join(names)}"
         )
     return tensors
-
-
-def _some(items: Iterable[str], most: int = 3) -> str:
-    items = list(items)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more

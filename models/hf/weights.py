@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
@@ -152,15 +152,15 @@ def _files(folder: Path) -> list[Path]:
     if not missing:
         return files
     if shards is not None:
-        raise UserError(f"{folder} lacks weight files: {_some(missing)}; download them again")
+        raise UserError(f"{folder} lacks weight files: {first_few(missing)}; download them again")
     others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
     if any(name.endswith(".gguf") for name in others):
         raise UserError(
-            f"no {SINGLE} in {folder}, only {_some(sorted(others))}; name the GGUF file itself"
+            f"no {SINGLE} in {folder}, only {first_few(sorted(others))}; name the GGUF file itself"
         )
     if others:
         raise UserError(
-            f"no {SINGLE} in {folder}, only {_some(sorted(others))}; "
+            f"no {SINGLE} in {folder}, only {first_few(sorted(others))}; "
             "jaxkv reads safetensors: convert the model or use a version that has them"
         )
     raise UserError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
@@ -186,8 +186,8 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
     lacking = [theirs for theirs, _ in expected.values() if theirs not in by_name]
     extra = [tensor.name for name, tensor in by_name.items() if name not in known]
     if lacking or extra:
-        problems = [f"missing tensor {_some(lacking)}"] if lacking else []
-        problems += [f"extra tensor {_some(extra)}"] if extra else []
+        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
+        problems += [f"extra tensor {first_few(extra)}"] if extra else []
         if HEAD in lacking:
             problems.append("if the head is the embedding, set tie_word_embeddings to true")
         raise UserError(
@@ -205,10 +205,10 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
         if tensor.dtype not in DTYPES:
             dtypes.append(f"{tensor.name} is {tensor.dtype}")
     if wrong:
-        raise UserError(f"wrongly shaped tensor in {folder}: {_some(wrong)}")
+        raise UserError(f"wrongly shaped tensor in {folder}: {first_few(wrong)}")
     if dtypes:
         raise UserError(
-            f"weights must be one of {', '.join(DTYPES)}; in {folder} {_some(dtypes)}; "
+            f"weights must be one of {', '.join(DTYPES)}; in {folder} {first_few(dtypes)}; "
             "use an unquantized version of the model"
         )
     # Largest first: the tensor in memory twice is then small beside the finished ones.
@@ -230,12 +230,6 @@ def _differ(a: Tensor, b: Tensor) -> bool:
             for at in range(0, a.bytes, PIECE)
             for n in [min(PIECE, a.bytes - at)]
         )
-
-
-def _some(items: Iterable[str], most: int = 3) -> str:
-    items = list(items)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 def _corrupt(file: Path, why: str) -> UserError:

@@ -67,11 +67,6 @@ class Case(NamedTuple):
     whole: bool = False
 
     @property
-    def finishes(self) -> bool:
-        """Whether the policy does anything at the end of prefill."""
-        return self.policy.min_prompt is not None
-
-    @property
     def spec(self) -> Spec:
         return Spec(KV_HEADS, HEAD_DIM, SCALE, self.encoding, self.softcap, self.dtype, self.group)
 
