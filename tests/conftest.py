@@ -105,7 +105,9 @@ def pytest_configure(config):
     if find_spec("jaxtyping") and find_spec("beartype") and not config.option.no_typecheck:
         from jaxtyping import install_import_hook
 
-        install_import_hook(core_modules(), "beartype.beartype")
+        from tests import typecheck
+
+        install_import_hook(core_modules(), f"{typecheck.__name__}.check")
 
     import jax
 
