@@ -28,7 +28,7 @@ from jaxkv import models
 MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL) if MODEL else models.load()
 context = llm.config.context
-print(f"{llm.folder.name}: {llm.config.layers} layers, trained on {context:,} tokens at a time")
+print(f"{llm.name}: {llm.config.layers} layers, trained on {context:,} tokens at a time")
 
 # %% [markdown]
 # ## How full attention fails

@@ -61,7 +61,7 @@ count = runtime.size(8, 2)
 ids = runtime.passage(llm, count * min(llm.config.context, 512))
 length = len(ids) // count
 stretches = [ids[i * length : (i + 1) * length] for i in range(count)]
-print(f"{llm.folder.name}: {llm.config.layers} layers; {count} stretches of {length} tokens")
+print(f"{llm.name}: {llm.config.layers} layers; {count} stretches of {length} tokens")
 
 # %% [markdown]
 # The model reads several stretches of text, and the queries, keys and values of each layer are

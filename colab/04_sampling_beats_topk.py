@@ -34,7 +34,7 @@ llm = models.load(MODEL) if MODEL else models.load()
 spec, count, length = llm.spec, runtime.size(8, 2), min(llm.config.context, 512)
 ids = runtime.passage(llm, count * length)
 layers = long_tail.pick_layers(heads.layers_of(llm, ids, count))
-print(f"{llm.folder.name}: {len(layers)} of {llm.config.layers} layers are measured")
+print(f"{llm.name}: {len(layers)} of {llm.config.layers} layers are measured")
 
 # %% [markdown]
 # ## The long tail

@@ -31,16 +31,28 @@ DEFAULT = Path(__file__).with_name("default")  # the model in the package
 class Llm:
     """A loaded model. weights: flat, by name (models/hf/names.py).
 
-    folder: the source, which is a GGUF file where the model came from one.
+    path: the folder or the GGUF file that the model was loaded from.
     """
 
     config: Config
     weights: dict[str, Array]
     tokenizer: Tokenizer
     chat: Chat
-    folder: Path
+    path: Path
     dtype: str
     mesh: Mesh | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, or of the GGUF file without its ending."""
+        return self.path.stem if self.path.is_file() else self.path.name
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the weights."""
+        if self.path.is_file():
+            return (self.path,)
+        return tuple(sorted(self.path.glob("*.safetensors")))
 
     @property
     def spec(self) -> Spec:

@@ -40,8 +40,13 @@ def window_of(policy: str) -> int | None:
     return int(value)
 
 
-def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.ndarray, " N"]]:
-    """Yield the natural-log losses of tokens 1..N-1, batch by batch."""
+def losses(
+    llm: Llm, tokens: Sequence[int], window: int, every: int = 1
+) -> Iterator[Float32[np.ndarray, " N"]]:
+    """Yield the natural-log losses of tokens 1..N-1, batch by batch.
+
+    every: NaN for all but every so-many-th token beyond the first window, to save time.
+    """
     ids = np.asarray(tokens, np.int32)
     # The first W predictions see all tokens before them: one forward computes them all.
     window = min(window, len(ids) - 1)
@@ -49,11 +54,17 @@ def losses(llm: Llm, tokens: Sequence[int], window: int) -> Iterator[Float32[np.
     if window == len(ids) - 1:
         return
     texts = np.lib.stride_tricks.sliding_window_view(ids[1:], window + 1)
+    count, texts = len(texts), texts[every - 1 :: every]
     batch = max(1, TOKENS // window)
     for start in range(0, len(texts), batch):
         some = texts[start : start + batch]
         padded = np.pad(some, ((0, min(batch, len(texts)) - len(some)), (0, 0)))
-        yield np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(some), 0]
+        computed = np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(some), 0]
+        found = np.full((len(some), every), np.nan, np.float32)
+        found[:, -1] = computed
+        yield found.reshape(-1)
+    if count % every:
+        yield np.full(count % every, np.nan, np.float32)
 
 
 @partial(jax.jit, static_argnums=(0, 3))

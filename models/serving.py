@@ -43,7 +43,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT
         logits = jax.lax.optimization_barrier(decoder.logits(selected))
         return logits.transpose(1, 2, 0), states
 
-    identity = f"{llm.folder.name} {llm.config} {llm.dtype}"
+    identity = f"{llm.name} {llm.config} {llm.dtype}"
     return Model(forward, llm.weights, policies, llm.spec, llm.config.vocab, identity)
 
 

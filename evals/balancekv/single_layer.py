@@ -72,9 +72,8 @@ def main() -> None:
                   f"{2 * ENDS + BLOCK + QUERIES}: {given.text} has {len(ids)}")  # fmt: skip
     if not 0 <= min(layers) <= max(layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {layers}")
-    weights = llm.folder / "model.safetensors"
     seeds = list(range(given.seeds))
-    record = Record("single_layer", [weights, *files], seeds, quick=given.quick)
+    record = Record("single_layer", [*llm.files, *files], seeds, quick=given.quick)
     results: dict[str, Any] = {
         "tokens": tokens, "stretches": given.stretches, "context": llm.config.context,
         "ends": ENDS, "rounds": given.rounds,

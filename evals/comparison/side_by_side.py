@@ -106,7 +106,7 @@ def main() -> None:
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
     llm = models.load()
-    record = Record("side_by_side", [PASSAGE, llm.folder / "model.safetensors"],
+    record = Record("side_by_side", [PASSAGE, *llm.files],
                     range(2 if given.quick else SEEDS), quick=given.quick)  # fmt: skip
     print("wrote", record.save(measure(llm, given.quick)))
     if not given.quick:

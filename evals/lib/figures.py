@@ -35,6 +35,8 @@ LEGENDS = {
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
+    "sinks": "upper right",
+    "first_token": "upper left",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
     "prefix_items": "lower left",
@@ -82,7 +84,8 @@ def draw(name: str) -> list[str]:
         fill_in(axes, results)
         where = LEGENDS.get(picture, "lower left")
         legend = figure.legend if "outside" in where else axes.legend
-        legend(frameon=False, fontsize=8, loc=where)
+        if axes.get_legend_handles_labels()[0]:
+            legend(frameon=False, fontsize=8, loc=where)
         (RESULTS / f"{picture}.png").write_bytes(pictures.finish(figure, caption_of(fill_in), 110))
     return [f"{picture}.png" for picture in drawn]
 
@@ -114,6 +117,54 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
         axes.plot(at, losses(stream), label=label, **style)
     axes.set(xlabel="million tokens through one cache", ylabel="loss by block")
     axes.set_ylim(0, 1.1 * max(losses("fresh")))
+
+
+def sinks(axes: Any, results: dict[str, Any]) -> None:
+    """Loss by position, mean over novels. The first number is that of first tokens in the cache,
+    the second that of newest tokens. The loss of re-computation is that of 4+252 plus the mean
+    difference at the tokens that were re-computed."""
+    at = results["curve"]["tokens"]
+    for name, style in SINK_STYLES.items():
+        axes.plot(at, results["curve"][name], label=name, lw=1.2, **style)
+    pictures.mark(axes, results["context"], "trained context")
+    axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)", xlim=(0, at[-1]))
+
+
+SINK_STYLES = {
+    "full": {"color": COLOURS["full"]},
+    "0+256": {"color": COLOURS["window"]},
+    "1+255": {"color": OTHERS[1]},
+    "4+252": {"color": COLOURS["streaming"]},
+    "re-computation": {"color": COLOURS["recompute"], "ls": "dashed"},
+}
+
+
+def attention_maps(axes: Any, results: dict[str, Any]) -> None:
+    """Attention of 16 queries (down) to 16 keys (across), mean over heads and stretches of text
+    (StreamingLLM, Figure 2)."""
+    maps = {layer: np.array(seen) for layer, seen in results["maps"].items()}
+    size = len(next(iter(maps.values())))
+    gap = np.full((size, 1), np.nan)
+    hidden = np.triu(np.ones((size, size), bool), 1)
+    shown = [np.hstack([np.where(hidden, np.nan, seen), gap]) for seen in maps.values()]
+    picture = axes.imshow(np.hstack(shown), vmin=0, vmax=1, cmap="viridis")
+    middles = [(size + 1) * number + size / 2 for number in range(len(maps))]
+    axes.set_xticks(middles, [f"layer {layer}" for layer in maps], fontsize=8)
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    axes.figure.colorbar(picture, ax=axes, shrink=0.5, label="attention")
+
+
+def first_token(axes: Any, results: dict[str, Any]) -> None:
+    """Mean attention on the first token, of queries beyond the first 64 of 512 tokens, by layer.
+    Dots: heads. Dotted: attention spread evenly."""
+    heads = np.array(results["first_token"]["by_head"])
+    layers = np.arange(len(heads))
+    for head in heads.T:
+        axes.plot(layers, head, ".", color=COLOURS["balance-stream"], markersize=4)
+    axes.plot(layers, heads.mean(1), "-", color=COLOURS["streaming"], label="mean over heads")
+    axes.axhline(results["even_attention"], color=COLOURS["full"], ls="dotted", label="even")
+    axes.set(xlabel="layer", ylabel="attention on the first token", ylim=(0, 1))
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
@@ -332,6 +383,9 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
 
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
     "endless": ("endless", endless),
+    "sinks": ("sinks", sinks),
+    "attention_maps": ("attention_maps", attention_maps),
+    "first_token": ("attention_maps", first_token),
     "latency": ("latency", latency),
     "sink_tables": ("sink_tables", sink_tables),
     "sink_tables_160m": ("sink_tables_160m", sink_tables),

@@ -61,7 +61,7 @@ def main() -> None:
     given = smaller(ask.parse_args())
     read = [tokens_for(ask, given, model) for model in (None, *(given.model or []))]
     seeds = list(range(given.seeds))
-    data = [file for llm, _, files in read for file in (llm.folder / "model.safetensors", *files)]
+    data = [file for llm, _, files in read for file in (*llm.files, *files)]
     record = Record("sampling", dict.fromkeys(data), seeds, quick=given.quick)
     results: dict[str, Any] = {
         "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
@@ -73,7 +73,7 @@ def main() -> None:
         "models": {},
     }  # fmt: skip
     for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, given.stretches), llm.folder.name
+        every, name = layers_of(llm, ids, given.stretches), llm.name
         layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         results["models"][name] = of_model(llm.spec, layers, given, name)
     show(results)

@@ -86,7 +86,7 @@ def main() -> None:
         texts += [Text.of(models.load(given.also[0]), given.also[1], given)] if given.also else []
     except ValueError as error:
         ask.error(str(error))
-    data = [path for text in texts for path in (text.llm.folder / "model.safetensors", *text.files)]
+    data = [path for text in texts for path in (*text.llm.files, *text.files)]
     quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
     record = Record("sparse", data, list(range(given.seeds)), quick)
     results: dict[str, Any] = {"seconds": {}}
@@ -164,7 +164,7 @@ def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, An
         first = text is texts[0]
         wanted = given.shares if first else middle(given.shares)
         kept = compressed(text.prompt) if first else {}
-        found[text.llm.folder.name] = of_text(text, wanted, kept, given.seeds)
+        found[text.llm.name] = of_text(text, wanted, kept, given.seeds)
     return found
 
 

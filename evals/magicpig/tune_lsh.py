@@ -61,14 +61,14 @@ def main() -> None:
     given = smaller(parser.parse_args())
     check(parser, given)
     read = [tokens_for(parser, given, model) for model in given.model or [None]]
-    data = [file for llm, _, files in read for file in (llm.folder / "model.safetensors", *files)]
+    data = [file for llm, _, files in read for file in (*llm.files, *files)]
     record = Record("tune_lsh", dict.fromkeys(data), list(range(given.seeds)), quick=given.quick)
     results: dict[str, Any] = {
         "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
         "target": given.target, "models": {},
     }  # fmt: skip
     for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, given.stretches), llm.folder.name
+        every, name = layers_of(llm, ids, given.stretches), llm.name
         layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         found = results["models"][name] = of_model(llm.spec, layers, given, name)
         show(name, found, given.target)

@@ -62,9 +62,7 @@ def main() -> None:
         ask.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, got "
                   f"{given.traces} and {given.rounds}")  # fmt: skip
     llm = models.load()
-    record = Record(
-        "prefix_engine", [llm.folder / "model.safetensors", *files.values()], [0], given.quick
-    )
+    record = Record("prefix_engine", [*llm.files, *files.values()], [0], given.quick)
     results = measure(llm, files, given)
     print("wrote", record.save(results))
     if not given.quick and "report" in given.only:

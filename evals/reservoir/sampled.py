@@ -66,7 +66,7 @@ def main() -> None:
     if len(ids) <= given.tokens:
         ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
     quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
-    record = Record("sampled", [llm.folder / "model.safetensors", *files], [0], quick)
+    record = Record("sampled", [*llm.files, *files], [0], quick)
     results: dict[str, Any] = {"bars": []}
     for part in given.only:
         results[part] = PARTS[part](llm, ids, given)

@@ -46,7 +46,7 @@ def main() -> None:
         ask.error(f"--texts must hold books and --rounds be at least 1, got {given.rounds}")
     llm = models.load()
     texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("serving", [llm.folder / "model.safetensors", *files], [0], given.quick)
+    record = Record("serving", [*llm.files, *files], [0], given.quick)
     results: dict[str, Any] = {"bars": []}
     for part in given.only:
         found = PARTS_BY_NAME[part](llm, texts, given.rounds, given.quick)

@@ -55,7 +55,7 @@ def main() -> None:
         ask.error(f"--texts must hold books and --requests be 1 or more, got {given.requests}")
     llm = models.load()
     texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("soak", [llm.folder / "model.safetensors", *files], [0], given.quick)
+    record = Record("soak", [*llm.files, *files], [0], given.quick)
     results: dict[str, Any] = {"policies": {}, "bars": []}
     for policy in POLICIES:
         count = 600 if given.quick else given.requests

@@ -46,7 +46,7 @@ def main() -> None:
     ids, files = tokens_of(llm, given.texts, given.tokens + 1)
     if len(ids) <= given.tokens:
         ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
-    record = Record("endless", [llm.folder / "model.safetensors", *files], quick=given.quick)
+    record = Record("endless", [*llm.files, *files], quick=given.quick)
     results = run(llm, ids, given.policy, given.chunk, given.block)
     print(json.dumps(plain(results["summary"]), indent=1))
     print("wrote", record.save(results))

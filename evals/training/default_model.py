@@ -199,7 +199,7 @@ def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[st
 def model(llm: Llm) -> dict[str, Any]:
     return {
         "weights": sum(weight.size for weight in llm.weights.values()),
-        "bytes": (llm.folder / "model.safetensors").stat().st_size,
+        "bytes": sum(file.stat().st_size for file in llm.files),
         "vocab": llm.config.vocab,
         "context": llm.config.context,
         "sink_tokens": len(llm.tokenizer.front),

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
     results = [compare.result(llm, policy, score, block) for policy, score in scores.items()]
-    name = (llm.folder if args.model is None else Path(args.model)).name
+    name = (llm.path if args.model is None else Path(args.model)).name
     source = "standard input" if args.text == "-" else Path(args.text).name
     report = about | {
         "policies": results,

@@ -161,7 +161,7 @@ def check_name(name: str) -> str:
 def name_of(args: argparse.Namespace, llm: Llm) -> str:
     """The default model name: a Hub id unchanged, or the name of the folder."""
     if args.model is None or Path(args.model).is_dir():
-        return llm.folder.resolve().name
+        return llm.path.resolve().name
     return args.model
 
 
@@ -198,7 +198,7 @@ def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
     from jaxkv import server
 
     settings = [
-        llm.folder.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
+        llm.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
         flags.versions(),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()

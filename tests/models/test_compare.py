@@ -31,6 +31,18 @@ def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
         np.testing.assert_allclose(found[target - 1], fresh, atol=1e-5)
 
 
+@pytest.mark.parametrize("every", [2, 5, 31, 50])
+def test_recompute_of_some_tokens_equals_that_of_all(llm, every, monkeypatch):
+    monkeypatch.setattr(recompute, "TOKENS", 3 * 8)
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    whole = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    found = np.concatenate(list(recompute.losses(llm, ids, 8, every)))
+    chosen = np.arange(39) < 8
+    chosen[8 + every - 1 :: every] = True
+    np.testing.assert_array_equal(np.isfinite(found), chosen)
+    np.testing.assert_allclose(found[chosen], whole[chosen], atol=1e-5)
+
+
 def test_recompute_with_a_window_over_all_tokens_is_full_attention(llm):
     ids = np.random.default_rng(0).integers(2, 258, 40)
     for window in (39, 40, 1000):

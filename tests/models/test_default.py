@@ -39,7 +39,7 @@ def test_the_model_card_matches_the_record():
 @pytest.mark.slow
 def test_the_default_model_has_a_sink_token_and_writes_english():
     llm = models.load()
-    assert llm.folder == DEFAULT and len(llm.tokenizer.front) == 1
+    assert llm.path == DEFAULT and len(llm.tokenizer.front) == 1
     assert llm.config.context >= 512
     answer = models.generate(llm, "Once upon a time", max_new_tokens=1500, temperature=0.9,
                              ignore_eos=True)  # fmt: skip

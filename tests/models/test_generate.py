@@ -284,7 +284,7 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(llm, dtype):
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    half = models.load(llm.folder, dtype=dtype)
+    half = models.load(llm.path, dtype=dtype)
     wide, near = (Stream(one, SMALL, batch=5) for one in (llm, half))
     for stream in (wide, near):
         stream.prefill(prompts, chunk=16)

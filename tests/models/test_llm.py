@@ -88,7 +88,7 @@ def test_progress(tiny_folder):
 
 def test_a_folder_may_be_a_string(tiny, tiny_folder):
     llm = models.load(str(tiny_folder))
-    assert llm.folder == tiny.folder and llm.config == tiny.config
+    assert llm.path == tiny.folder and llm.config == tiny.config
 
 
 def corrupt_weights(folder: Path) -> None:

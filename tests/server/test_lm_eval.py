@@ -114,10 +114,10 @@ def test_lm_eval_of_the_default_model(monkeypatch):
         chunk=16,
         prefix_cache=PrefixConfig(8),
     )
-    theirs = reference(llm.folder)
+    theirs = reference(llm.path)
     with serving(engine, Language(llm, "default")) as served:
         for _ in range(2):
-            right, samples = evaluate(served.port, "default", llm.folder)
+            right, samples = evaluate(served.port, "default", llm.path)
     wanted = [
         [given(theirs, llm, context, choice) for choice in choices]
         for context, choices in QUESTIONS

@@ -143,7 +143,7 @@ def test_the_package_is_named_where_it_is_absent(path, monkeypatch):
 
 def test_a_model_generates_from_a_file(path, capsys):
     llm = models.load(path)
-    assert (llm.folder, llm.eos, llm.tokenizer.adds_bos) == (path, (2,), False)
+    assert (llm.path, llm.eos, llm.tokenizer.adds_bos) == (path, (2,), False)
     answer = models.generate(llm, "Hi", max_new_tokens=4, temperature=0)
     assert len(answer.tokens) <= 4
     words = ["--model", str(path), "--json", "--max-new-tokens", "4"]

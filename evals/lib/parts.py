@@ -1,0 +1,50 @@
+"""Parts of a long experiment, kept under out/, so that an interrupted run continues.
+
+A part is one array with the commit that computed it. A record lists the commits of its parts.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv import files
+from jaxkv.evals.lib.record import TRIALS, Record
+
+
+class Parts:
+    """The parts of one record, in the folder out/evals/NAME."""
+
+    def __init__(self, record: Record, count: int):
+        """count: the number of parts that the run needs, for its progress."""
+        self.folder: Path = TRIALS / f"{record.file.stem}.parts"
+        self.commit = record.about["commit"] + ("+" if record.about["dirty"] else "")
+        self.count, self.done, self.seconds = count, 0, 0.0
+        self.commits: Counter[str] = Counter()
+
+    def part(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """The part of that name, read from its file or computed now.
+
+        name: unique within the record; it must name everything that the part depends on.
+        """
+        file = self.folder / f"{name.replace('/', '_')}.npz"
+        self.done += 1
+        if file.exists():
+            with np.load(file) as kept:
+                self.commits[str(kept["commit"])] += 1
+                return kept["value"]
+        begun = time.perf_counter()
+        value = compute()
+        seconds = time.perf_counter() - begun
+        out = io.BytesIO()
+        np.savez(out, value=value, commit=self.commit, seconds=seconds)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.write({file: out.getvalue()})
+        self.commits[self.commit] += 1
+        print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s", flush=True)
+        return value

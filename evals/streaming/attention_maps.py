@@ -1,0 +1,114 @@
+"""Where a real model's attention goes: maps, and the share of the first token (Figure 2).
+
+Maps are means over many short stretches of text, as in the paper. The share of the first token is
+the mean over the queries after the first 64 of longer stretches, by layer and head. The sink metric
+is that of Gu et al. (2025, arXiv 2410.10781, equation 2): the share of heads whose mean attention
+on the first token of 64 is above 0.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.models import uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
+from jaxkv.models.llm import Llm
+from jaxkv.typing import Array, Float32, Int32
+
+MAP, MAPS = 16, 256  # tokens of a stretch, and stretches, as in the paper's Figure 2
+METRIC, METRICS = 64, 100  # the same, as Gu et al. do
+LONG, SKIP = 512, 64  # tokens of a longer stretch; queries of it that have too few keys
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.streaming.attention_maps", description=__doc__
+    )
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask.add_argument("--stretches", type=int, default=2, help="longer stretches per text")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    llm = models.load(given.model)
+    texts = {path.stem: tokens_of(llm, path, 50_000)[0] for path in given.texts}
+    record = Record("attention_maps", [*llm.files, *given.texts], quick=given.quick)
+    print("wrote", record.save(run(llm, texts, given.stretches)))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("attention_maps")
+
+
+def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, Any]:
+    """All measurements of one model."""
+    by_text = {
+        name: first_token(llm, samples([ids], LONG, stretches)) for name, ids in texts.items()
+    }
+    by_head = np.mean(list(by_text.values()), axis=0)
+    metric = np.mean(
+        [
+            uncached.mass_on_first(llm.config, llm.weights, one[None], 0) > uncached.SINK_HEAD
+            for one in samples(list(texts.values()), METRIC, METRICS)
+        ]
+    )
+    seen = maps(llm.config, llm.weights, samples(list(texts.values()), MAP, MAPS))
+    return {
+        "model": llm.name,
+        "texts": {name: list(map(float, one.mean(1))) for name, one in by_text.items()},
+        "even_attention": float(np.mean(1 / np.arange(SKIP + 1, LONG + 1))),
+        "first_token": {
+            "by_layer": by_head.mean(1).tolist(),
+            "by_head": by_head.tolist(),
+            "heads_above_share": float((by_head > uncached.SINK_HEAD).mean()),
+            "most": by_head.max(),
+        },
+        "sink_metric": metric,
+        "maps": {str(layer): np.asarray(seen[layer].mean(0)).tolist() for layer in shown(llm)},
+    }
+
+
+def shown(llm: Llm) -> list[int]:
+    """The layers whose maps are drawn: the two lowest, and others evenly up to the last."""
+    return sorted({0, 1, *np.linspace(2, llm.config.layers - 1, 4).round().astype(int).tolist()})
+
+
+def samples(texts: Sequence[Sequence[int]], length: int, count: int) -> Int32[np.ndarray, "B T"]:
+    """Evenly spaced stretches of the texts."""
+    ids = np.concatenate([np.asarray(text, np.int32) for text in texts])
+    starts = np.linspace(0, len(ids) - length, count + 1)[:-1].astype(int)
+    return np.stack([ids[start : start + length] for start in starts])
+
+
+def first_token(llm: Llm, stretches: Int32[np.ndarray, "B T"]) -> Float32[np.ndarray, "L N"]:
+    """Mean attention on the first token, of queries from SKIP on."""
+    return np.mean(
+        [
+            uncached.mass_on_first(llm.config, llm.weights, jnp.asarray(one[None]), SKIP)
+            for one in stretches
+        ],
+        axis=0,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
+    """Attention of every layer and head, averaged over samples."""
+    _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
+    return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Parts of a long experiment survive an interruption, with the commit that computed them."""
+
+import numpy as np
+import pytest
+
+from jaxkv.evals.lib import parts, record
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "TRIALS", tmp_path)
+    monkeypatch.setattr(parts, "TRIALS", tmp_path)
+    return record.Record("trial", quick=True)
+
+
+def test_a_part_is_computed_once(trial, capsys):
+    trial.about |= {"commit": "first", "dirty": False}
+    run = parts.Parts(trial, 2)
+    assert run.part("a/b", lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert "part 1 of 2, a/b" in capsys.readouterr().out
+    trial.about |= {"commit": "second", "dirty": True}
+    again = parts.Parts(trial, 2)
+    assert again.part("a/b", lambda: pytest.fail("computed again")).tolist() == [0, 1, 2]
+    again.part("c", lambda: np.zeros(1))
+    assert again.commits == {"first": 1, "second+": 1}
+
+
+def test_an_interrupted_part_leaves_nothing(trial):
+    run = parts.Parts(trial, 1)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.part("a", interrupted)
+    assert run.part("a", lambda: np.ones(2)).tolist() == [1, 1]

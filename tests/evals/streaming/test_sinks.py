@@ -1,0 +1,102 @@
+"""StreamingLLM's tables: cases, means over texts, and verdicts on synthetic records."""
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib.claim import HOLDS, NOT
+from jaxkv.evals.streaming import claims, sinks
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("sinks") / "model"))
+
+
+def test_a_front_shifts_no_prediction(llm):
+    ids = [int(x) for x in np.random.default_rng(0).integers(2, 250, 60)]
+    plain = sinks.losses_of(llm, ids, sinks.Case("full"))
+    front = sinks.losses_of(llm, ids, sinks.Case("full", front="a"))
+    assert plain.shape == front.shape == (59,)
+    encoded = llm.tokenizer.encode("a")
+    expected = np.concatenate(list(models.losses(llm, [*encoded, *ids], "full")))
+    np.testing.assert_allclose(front, expected[len(encoded) :], rtol=1e-6)
+
+
+def test_rows_compare_token_by_token_beyond_the_cache():
+    random = np.random.default_rng(1)
+    base = [random.normal(size=40), random.normal(size=40)]
+    short = [one[:30] + 0.5 for one in base]  # a case that read less of each text
+    short[1][::2] = np.nan  # and predicted only some tokens
+    found = sinks.rows({"base": base, "case": short}, ["base", "case"], "base", skip=10)
+    assert found["case"]["loss_over_base"] == pytest.approx(0.5)
+    assert found["case"]["standard_error"] == pytest.approx(0)
+    assert found["case"]["predictions"] == 30
+    assert found["base"]["loss"] == pytest.approx(np.mean([one[10:].mean() for one in base]))
+
+
+def test_the_curve_of_few_predictions_follows_the_base():
+    random, size = np.random.default_rng(2), 4 * sinks.BIN
+    base = random.normal(size=size)
+    losses = {name: [base + 0.1 * number] for number, name in enumerate(sinks.CURVES)}
+    number = sinks.CURVES.index("re-computation")
+    losses["re-computation"][0][np.arange(size) % 64 != 63] = np.nan
+    shift = 0.1 * sinks.CURVES.index(sinks.BASE)
+    losses[sinks.BASE] = [base]
+    found = sinks.curve(losses)
+    means = base.reshape(-1, sinks.BIN).mean(1)
+    np.testing.assert_allclose(found["re-computation"], means + 0.1 * number)
+    np.testing.assert_allclose(found[sinks.BASE], means)
+    assert found["tokens"] == [sinks.BIN * n for n in (1, 2, 3, 4)] and shift > 0
+
+
+def row(gaps):
+    return {
+        "perplexity": 30.0,
+        "loss_over_base": float(np.mean(gaps)),
+        "standard_error": 0.001,
+        "loss_over_base_by_text": gaps,
+    }
+
+
+def record(window=0.5, absolute=0.5, full=1.0, two=0.0):
+    """A record with these losses over those of 4 sinks."""
+    tables = {
+        str(size): {
+            f"{n}+{size - n}": row([{0: window, 1: two, 2: two}.get(n, 0.0)] * 5)
+            for n in sinks.COUNTS
+        }
+        for size in sinks.SIZES
+    }
+    others = {name: row([0.0] * 5) for name in (sinks.BASE, *sinks.OTHERS)}
+    others[claims.ABSOLUTE] = row([absolute] * 5)
+    table_6 = {name: row([0.1 * -number] * 5) for number, name in enumerate(sinks.TABLE_6)}
+    return {
+        "model": "a model",
+        "texts": dict.fromkeys("abcde"),
+        "tables": tables,
+        "others": others,
+        "beyond_context": others | {"full": row([full] * 5)},
+        "table_6": table_6,
+    }
+
+
+@pytest.mark.parametrize(
+    "says, holds, fails",
+    [
+        ("Full attention fails", record(), record(full=0.0)),
+        ("A window alone", record(), record(window=0.0)),
+        ("One or two sinks", record(two=0.05), record(two=0.0)),
+        ("Positions must", record(), record(absolute=0.0)),
+    ],
+)
+def test_verdicts_follow_the_losses(says, holds, fails):
+    (claim,) = [claim for claim in claims.STREAMING if claim.says.startswith(says)]
+    assert claim.find(holds)[1] == HOLDS
+    assert claim.find(fails)[1] == NOT
+
+
+def test_every_claim_finds_its_rows():
+    found = [c.find(record())[0] for c in claims.STREAMING if c.record == "sinks"]
+    assert len(found) >= 8 and all("a model, 5 novels" in text for text in found)
