@@ -18,8 +18,7 @@ Methods that grow or that compress a finished prompt override the defaults of `P
 
 `update` attends to the cache and to the chunk, causally, and absorbs the chunk. It is the only way
 in: a prompt chunk and a single token take the same call. Per-token semantics define the result:
-after any chunking, a query sees what it would have seen token by token. H2O is the one exception:
-it scores a whole chunk before it evicts, so a longer chunk shows its queries more keys.
+after any chunking, a query sees what it would have seen token by token.
 
 `reserve` and `finish_prefill` may change the sizes of a state but never its structure: an array
 that exists only later starts with size 0. They run between compiled calls. `reserve` counts tokens

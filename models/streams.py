@@ -121,8 +121,7 @@ class Stream:
 
         prompts: token ids, one list per sequence, of any lengths; an empty list leaves its
         sequence unchanged. chunk: tokens per chunk; None chooses by policy (`chunk_of`). It affects
-        only the speed, except for h2o and other policies that accumulate attention scores chunk by
-        chunk. progress: called with (tokens done, all tokens) of the longest prompt.
+        only the speed. progress: called with (tokens done, all tokens) of the longest prompt.
         Raises UserError for unknown token ids, or where the caches do not fit in memory.
         """
         chunk = self.chunk_of(chunk)

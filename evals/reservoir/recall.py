@@ -31,7 +31,7 @@ from jaxkv.typing import Int32
 
 CONTEXT = 512
 SLOTS = 128
-CHUNK = 64  # tokens per prefill chunk; h2o's choice depends on it
+CHUNK = 64  # tokens per prefill chunk
 DISTANCES = (16, 32, 48, 64, 96, 129, 192, 256, 320, 384)
 FAR = (64, 129, 256, 512, 1024, 2000)  # in streams longer than the trained context
 LEARNT = 0.9  # minimal accuracy of full attention, below which no result is meaningful

@@ -1,4 +1,8 @@
-"""A long chunk, scanned a few tokens at a time, for policies whose memory is quadratic in it."""
+"""A long chunk, scanned a few tokens at a time.
+
+For policies whose memory is quadratic in the chunk, and for those whose queries change what the
+next query sees.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def add_text(
     )  # fmt: skip
     parser.add_argument(
         "--chunk", type=flags.whole(1), metavar="C",
-        help="tokens per chunk; changes only the speed, except for h2o (default: by policy)",
+        help="tokens per chunk; changes only the speed (default: by policy)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",

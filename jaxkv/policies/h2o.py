@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import blend, local_attention, merge, scores
+from jaxkv.attention import blend, scores
 from jaxkv.cache import per_head
+from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import Sample
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -35,9 +37,10 @@ class H2O(Policy):
 
     A token's score is the softmax weight that all queries so far gave it, without the model's sink
     logits. A new token evicts the token of lowest score that is not among the newest; the published
-    code attends first and so sees one token more. A longer chunk is scored as a whole before
-    anything is evicted, so its queries see more keys. Positions are those in the text. The defaults
-    have as many slots as other policies here; the paper gives a tenth of the prompt to each half.
+    code attends first and so sees one token more. Every query changes what the next one evicts, so
+    a chunk is processed token by token, which makes prefill slow. Positions are those in the text.
+    The defaults have as many slots as other policies here; the paper gives a tenth of the prompt to
+    each half.
     """
 
     heavy: int = 128
@@ -66,15 +69,7 @@ class H2O(Policy):
         )
 
     def update(self, spec: Spec, state: H2OState, chunk: Chunk) -> tuple[Partial, H2OState]:
-        if chunk.valid.shape[1] == 1:
-            return self._update_one(spec, state, chunk)
-        bias = self._bias(spec, state, chunk)
-        q = spec.encoding.rotate(chunk.q, chunk.positions)
-        logits = scores(q, state.sample.k, spec.scale, spec.softcap) + bias
-        partial = merge(blend(logits, state.sample.v), local_attention(spec, chunk))
-        given = _attention_received(logits, partial)
-        given_to_chunk = self._received_by_chunk(spec, chunk, partial)
-        return partial, self._evict(spec, state, chunk, given, given_to_chunk)
+        return chunked_scan(partial(self._update_one, spec), state, chunk, 1)
 
     def cached(self, spec: Spec, state: H2OState) -> Cached:
         weight = jnp.where(self._filled(state), np.float32(0), -jnp.inf)
@@ -90,8 +85,8 @@ class H2O(Policy):
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         logits = scores(q, after.sample.k, spec.scale, spec.softcap)
         logits = logits + self._bias(spec, after, chunk)
-        partial = blend(logits, after.sample.v)
-        return partial, after._replace(score=after.score + _attention_received(logits, partial))
+        part = blend(logits, after.sample.v)
+        return part, after._replace(score=after.score + _attention_received(logits, part))
 
     def _insert(self, spec: Spec, state: H2OState, chunk: Chunk) -> H2OState:
         """The state with one more token, of score 0, in place of the evicted one."""
@@ -107,28 +102,6 @@ class H2O(Policy):
             jnp.minimum(state.count + chunk.valid[:, 0].astype(jnp.int32), self.slots),
         )
 
-    def _evict(
-        self, spec: Spec, state: H2OState, chunk: Chunk, given: Float32[Array, "B K S"],
-        given_to_chunk: Float32[Array, "B K T"],
-    ) -> H2OState:  # fmt: skip
-        """The best of the cached tokens and the chunk, given the attention that each received."""
-        score = jnp.concatenate([state.score + given, given_to_chunk], axis=2)
-        in_chunk = jnp.broadcast_to(chunk.valid[:, None], given_to_chunk.shape)
-        there = jnp.concatenate([self._filled(state), in_chunk], axis=2)
-        tokens = per_head.join(state.sample, _tokens(spec, chunk, state.sample))
-        last = jnp.max(jnp.where(chunk.valid, jnp.arange(chunk.valid.shape[1])[None], -1), axis=1)
-        newest = jnp.take_along_axis(chunk.positions, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
-        rank = jnp.where(self._newest(tokens, newest), jnp.inf, score)
-        # Cached tokens come first: of equal scores the older stays.
-        _, best = jax.lax.top_k(jnp.where(there, rank, -jnp.inf), self.slots)
-        new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
-        after = H2OState(
-            per_head.pick(tokens, best),
-            jnp.take_along_axis(score, best, axis=2),
-            jnp.minimum(state.count + new, self.slots),
-        )
-        return jax.tree.map(lambda a, b: jnp.where(_like(new > 0, a), a, b), after, state)
-
     def _filled(self, state: H2OState) -> Bool[Array, "B K S"]:
         filled = jnp.arange(self.slots)[None, None] < state.count[:, None, None]
         return jnp.broadcast_to(filled, state.score.shape)
@@ -143,20 +116,6 @@ class H2O(Policy):
         bias = jnp.where(queries & seen[:, :, None, None], np.float32(0), -jnp.inf)
         penalty = spec.encoding.bias(chunk.positions, state.sample.positions, seen.shape[1])
         return bias if penalty is None else bias + penalty
-
-    def _received_by_chunk(
-        self, spec: Spec, chunk: Chunk, partial: Partial
-    ) -> Float32[Array, "B K T"]:
-        """The attention that the queries of a chunk give to its own tokens."""
-        kv_heads = chunk.k.shape[2]
-        order = jnp.arange(chunk.valid.shape[1])
-        seen = (order[:, None] >= order[None])[None] & chunk.valid[:, None] & chunk.valid[..., None]
-        bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-        penalty = spec.encoding.bias(chunk.positions, chunk.positions, kv_heads)
-        bias = bias if penalty is None else bias + penalty
-        q, k = (spec.encoding.rotate(a, chunk.positions) for a in (chunk.q, chunk.k))
-        logits = scores(q, k.transpose(0, 2, 1, 3), spec.scale, spec.softcap) + bias
-        return _attention_received(logits, partial)
 
 
 def _tokens(spec: Spec, chunk: Chunk, like: Sample) -> Sample:
@@ -175,7 +134,3 @@ def _attention_received(
     lse = whole.lse.reshape(batch, queries, kv_heads, group).transpose(0, 2, 3, 1)
     lse = jnp.where(lse == -jnp.inf, 0, lse)[..., None]
     return jnp.sum(jnp.exp(logits - lse), axis=(2, 3))
-
-
-def _like(sequences: Bool[Array, " B"], leaf: Array) -> Array:
-    return sequences.reshape(-1, *[1] * (leaf.ndim - 1))

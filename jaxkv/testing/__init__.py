@@ -45,19 +45,18 @@ def check_policy(
     policy: Policy,
     capacity: int | None = None,
     cached_tokens: CachedTokens | None = None,
-    scores_chunks: bool = False,
 ) -> list[Verdict]:
     """Check every law that applies to a policy; the verdicts.
 
     capacity: the policy evicts none of its first `capacity` tokens; None finds it out, up to 512.
     cached_tokens: the meaning of the policy in plain Python, for law 15: from the number of a
     query's token to the numbers of all cached tokens, each of weight one and at its position in the
-    text. scores_chunks: a chunk is scored as a whole before anything is evicted, as in H2O.
+    text.
     Raises LawError, which names each broken law, the leaf and what was expected; UserError for a
     value that is no policy.
     """
     check_is_policy(policy)
-    verdicts = judge_laws(policy, capacity, cached_tokens, scores_chunks)
+    verdicts = judge_laws(policy, capacity, cached_tokens)
     broken = [v for v in verdicts if not v.holds]
     if broken:
         lines = [f"law {v.number} ({v.says}): {v.why}" for v in broken]
@@ -69,15 +68,14 @@ def judge_laws(
     policy: Policy,
     capacity: int | None = None,
     cached_tokens: CachedTokens | None = None,
-    scores_chunks: bool = False,
 ) -> list[Verdict]:
     """The verdicts of `check_policy`, also where laws are broken."""
-    probe = make_subject(policy, 1, cached_tokens, scores_chunks)
+    probe = make_subject(policy, 1, cached_tokens)
     first = [judge_law(law, probe) for law in LAWS[:2]]
     if not all(verdict.holds for verdict in first if verdict):
         return [verdict for verdict in first if verdict]  # the others would fail for this reason
     capacity = find_capacity(probe) if capacity is None else capacity
-    subject = make_subject(policy, capacity, cached_tokens, scores_chunks)
+    subject = make_subject(policy, capacity, cached_tokens)
     verdicts = (judge_law(law, subject) for law in LAWS)
     return [verdict for verdict in verdicts if verdict]
 
@@ -86,11 +84,10 @@ def make_subject(
     policy: Policy,
     capacity: int,
     cached_tokens: CachedTokens | None = None,
-    scores_chunks: bool = False,
 ) -> Subject:
     """The policy with tokens past three times its capacity."""
     tokens, sizes = draw_tokens(SPEC, 3 * capacity + 5), (1, 5, max(6, 2 * capacity + 1))
-    return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens, scores_chunks)
+    return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens)
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

@@ -92,7 +92,7 @@ def padding_changes_nothing(subject: Subject) -> Checks:
     if subject.finishes:
         return  # the prompt of a padded sequence is shorter
     without = compact(subject.tokens)
-    size = 1 if subject.scores_chunks else subject.sizes[1]  # padding shifts the chunks
+    size = subject.sizes[1]
     one, other = subject.read(size), subject.read_tokens(without, size)
     yield "padding is cached", close(one.states[-1], other.states[-1])
     found = one.outs[subject.tokens.valid], other.outs[without.valid]
@@ -129,15 +129,12 @@ def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
     few = take_rows(cut(subject.tokens, 0, subject.capacity), [0])
     wanted = dense(subject.spec, few)[0]
     for size in (1, subject.sizes[-1]):
-        if size == 1 or not subject.scores_chunks:
-            found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
-            right = close(found, wanted, subject.tolerance)
-            yield f"in chunks of {size} it is not full attention", right
+        found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
+        right = close(found, wanted, subject.tolerance)
+        yield f"in chunks of {size} it is not full attention", right
 
 
 def chunking_changes_nothing(subject: Subject) -> Checks:
-    if subject.scores_chunks:
-        return
     one = subject.read(1)
     for size in subject.sizes[1:]:
         other = subject.read(size)

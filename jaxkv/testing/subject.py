@@ -46,9 +46,8 @@ class Subject:
     """A policy and the tokens of its laws.
 
     capacity: the policy evicts none of its first `capacity` tokens. tokens: four sequences, see
-    `draw_tokens`. sizes: of the chunks, the first of them 1. scores_chunks: a chunk is scored as a
-    whole before anything is evicted. tolerance: of outputs. real_widths: chunks are
-    compiled at their size; else at two widths, 1 and the largest size, with padding.
+    `draw_tokens`. sizes: of the chunks, the first of them 1. tolerance: of outputs. real_widths:
+    chunks are compiled at their size; else at two widths, 1 and the largest size, with padding.
     """
 
     policy: Policy
@@ -57,7 +56,6 @@ class Subject:
     sizes: tuple[int, ...]
     spec: Spec = SPEC
     cached_tokens: CachedTokens | None = None
-    scores_chunks: bool = False
     tolerance: float = 1e-5
     real_widths: bool = False
     runs: dict[int, Run] = field(default_factory=dict, compare=False)

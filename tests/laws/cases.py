@@ -44,8 +44,8 @@ class Case(NamedTuple):
     (tests/oracle.py). exact: how many first tokens are never evicted. chunks: sizes of chunks, the
     first of them 1; () for the usual five. relative: positions count inside the cache.
     longest: tokens of a sequence. unbiased: the estimate is called unbiased, and law 12 asks after
-    so many tokens. drawn: the positions of tokens decide its draws. scored: the queries of a chunk
-    decide what stays. whole: `finish_prefill` evicts no token.
+    so many tokens. drawn: the positions of tokens decide its draws. whole: `finish_prefill` evicts
+    no token.
     """
 
     name: str
@@ -63,7 +63,6 @@ class Case(NamedTuple):
     longest: int = 0
     unbiased: tuple[int, ...] = ()
     drawn: bool = False
-    scored: bool = False
     whole: bool = False
 
     @property
@@ -170,8 +169,7 @@ CASES = [
          oracle.compressed(1, 2, 2, published(2, 8)), 1, FEW, longest=40),
     Case("uniform", Uniform(1, 3, 2, start=16), 7,
          oracle.compressed(1, 3, 2, oracle.at_random(2)), 1, FEW, longest=40, unbiased=(17,)),
-    Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40,
-         scored=True),
+    Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40),
     Case("snapkv", SnapKV(9, 3, 3, start=16), 9,
          oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
          longest=36),
@@ -244,7 +242,7 @@ def subject(case: Case) -> Subject:
     """The case for the laws of jaxkv.testing, with its runs, which the laws share."""
     return Subject(
         case.policy, case.capacity, stream(case), case.sizes, case.spec,
-        scores_chunks=case.scored, tolerance=case.tolerance, real_widths=case.name in REAL_WIDTHS,
+        tolerance=case.tolerance, real_widths=case.name in REAL_WIDTHS,
     )  # fmt: skip
 
 

@@ -86,28 +86,6 @@ def end_of_prompt(case):
     return run.states[run.counts.index(subject(case).prompt)]
 
 
-@some(lambda case: case.scored)
-def test_law_5_up_to_capacity_a_scored_chunk_equals_its_tokens(case):
-    tokens = stream(case, count=case.capacity)
-    together, whole = subject(case).step(subject(case).init(), tokens)
-    apart, outs = subject(case).init(), []
-    for at in range(case.capacity):
-        partial, apart = subject(case).step(apart, cut(tokens, at, at + 1))
-        outs.append(partial.out)
-    assert close(together.out, np.concatenate(outs, axis=1), case.tolerance)
-    assert close(by_position(whole), by_position(apart))
-
-
-def by_position(state):
-    """Tokens and scores by their positions: a chunk leaves them in another order of slots."""
-    filled = np.arange(state.score.shape[2]) < np.asarray(state.count)[:, None, None]
-    positions = np.where(filled, np.asarray(state.sample.positions, np.int64), 2**32)
-    order = np.argsort(positions, axis=2)
-    take = lambda leaf: np.take_along_axis(np.where(filled, leaf, 0), order, 2)  # noqa: E731
-    k, v = (np.moveaxis(leaf, 3, 0) for leaf in state.sample[:2])
-    return [take(leaf) for leaf in (*k, *v, positions, state.score)], state.count
-
-
 @pytest.mark.parametrize(
     ("case", "length"), [param(c, n, name=str(n)) for c in CASES for n in c.unbiased]
 )
@@ -181,8 +159,6 @@ def test_law_14_finish_prefill_keeps_the_sinks(case):
 def test_law_15_the_oracle_agrees(case):
     wanted, _ = expected(case)
     for size in case.sizes:
-        if case.scored and size > 1:  # a larger chunk shows more keys
-            continue
         outs = subject(case).read(size).outs
         assert close(outs.astype(np.float64), wanted, case.tolerance), f"in chunks of {size}"
 
@@ -191,7 +167,7 @@ def test_law_15_the_oracle_agrees(case):
 def test_law_15_the_oracle_caches_the_same_tokens(case):
     _, wanted = expected(case)
     valid = stream(case).valid
-    for size in case.sizes[: 1 if case.scored else 2]:
+    for size in case.sizes[:2]:
         run = subject(case).read(size)
         for state, seen in zip(run.states, run.counts, strict=True):
             kept = cached(case.policy, case.spec, state)

@@ -139,6 +139,23 @@ def test_the_loss_of_a_passage(smollm2, reference, shared):
     assert losses.mean() == pytest.approx(passage["mean_loss"], abs=1e-4)
 
 
+@pytest.mark.real_model
+def test_a_window_without_sinks_collapses(smollm2, shared):
+    """StreamingLLM's central claim, on 1,500 tokens with caches of 256."""
+    book = shared / "text" / "books" / "test" / "Doyle_Hound_1902.txt"
+    ids = smollm2.tokenizer.encode(book.read_text("utf-8"))[:1501]
+
+    def loss(policy: str) -> float:
+        """The mean loss where the cache is full."""
+        return float(np.concatenate(list(models.losses(smollm2, ids, policy)))[256:].mean())
+
+    window, one, four = (
+        loss(f"streaming:sinks={sinks},window={256 - sinks}") for sinks in (0, 1, 4)
+    )
+    assert window > four + 0.3
+    assert abs(one - four) < 0.05
+
+
 PARTS = (
     "the", " The", "Zoë", " naïve", "東京", "Привет", "שלום", "don't", "I'LL", "'s", " x", "_y",
     "0", "7", "42", "1984", "3.14159", "1,000,000", "٣٤٥", "१२३", "²", "½", "Ⅷ", "④", "１２",
