@@ -22,7 +22,8 @@ from jaxkv.evals.training.claims import TRAINING
 PAGE = ROOT / "evals" / "CLAIMS.md"
 MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
     "agreement": "correctness.agreement",
-    **{name: f"streaming.{name}" for name in ("endless", "sinks", "attention_maps")},
+    **{name: "streaming.endless" for name in ("endless_135m", "endless")},
+    **{name: f"streaming.{name}" for name in ("sinks", "attention_maps")},
     **{name: f"speed.{name}" for name in ("latency", "startup")},
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu")},
     "backcopy": "training.backcopy",

@@ -383,6 +383,7 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
 
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
     "endless": ("endless", endless),
+    "endless_135m": ("endless_135m", endless),
     "sinks": ("sinks", sinks),
     "attention_maps": ("attention_maps", attention_maps),
     "first_token": ("attention_maps", first_token),

@@ -24,17 +24,19 @@ class Parts:
         """count: the number of parts that the run needs, for its progress."""
         self.folder: Path = TRIALS / f"{record.file.stem}.parts"
         self.commit = record.about["commit"] + ("+" if record.about["dirty"] else "")
-        self.count, self.done, self.seconds = count, 0, 0.0
+        self.count, self.done = count, 0
+        self.seconds, self.computed = 0.0, 0
         self.commits: Counter[str] = Counter()
 
-    def part(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    def part(self, name: str, compute: Callable[[], np.ndarray], again: bool = False) -> np.ndarray:
         """The part of that name, read from its file or computed now.
 
-        name: unique within the record; it must name everything that the part depends on.
+        name: unique within the record; it must name everything that the part depends on. again:
+        compute it even if there is a file.
         """
         file = self.folder / f"{name.replace('/', '_')}.npz"
         self.done += 1
-        if file.exists():
+        if file.exists() and not again:
             with np.load(file) as kept:
                 self.commits[str(kept["commit"])] += 1
                 return kept["value"]
@@ -46,5 +48,8 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write({file: out.getvalue()})
         self.commits[self.commit] += 1
-        print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s", flush=True)
+        self.seconds, self.computed = self.seconds + seconds, self.computed + 1
+        left = (self.count - self.done) * self.seconds / self.computed
+        print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s, at most {left:,.0f} s "
+              "left", flush=True)  # fmt: skip
         return value

@@ -3,7 +3,8 @@
 The paper's Figure 5 shows a flat perplexity up to four million tokens. Books differ in difficulty,
 so a flat curve alone shows little. Here each block of the long stream is compared with the same
 tokens streamed from position 0 with a new cache. A second stream starts just before 2^32, where
-positions wrap.
+positions wrap. Every block is kept under out/ with the cache after it, so that an interrupted run
+continues.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import jax
 import numpy as np
 
 from jaxkv import models
+from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, resident
 from jaxkv.models.llm import Llm
+from jaxkv.state import batch
 
 POLICY = "streaming:sinks=4,window=252"
 BEFORE_WRAP = 2**32 - 50_000
@@ -37,40 +40,48 @@ def main() -> None:
     ask.add_argument("--block", type=int, default=100_000, help="tokens in one loss")
     ask.add_argument("--chunk", type=int, default=200, help="tokens read at a time")
     ask.add_argument("--policy", default=POLICY)
+    ask.add_argument("--splits", nargs="+", default=["train"], help="of the manifest's books")
+    ask.add_argument("--name", default="endless", help="name of the record")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
     if given.block % given.chunk or given.tokens % given.block:
         ask.error("blocks must be whole numbers of chunks, and tokens of blocks: one shape")
 
     llm = models.load(given.model)
-    ids, files = tokens_of(llm, given.texts, given.tokens + 1)
+    ids, files = tokens_of(llm, given.texts, given.tokens + 1, given.splits)
     if len(ids) <= given.tokens:
         ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
-    record = Record("endless", [*llm.files, *files], quick=given.quick)
-    results = run(llm, ids, given.policy, given.chunk, given.block)
+    record = Record(given.name, [*llm.files, *files], quick=given.quick)
+    parts = Parts(record, 3 * given.tokens // given.block)
+    results = run(llm, ids, given.policy, given.chunk, given.block, parts)
     print(json.dumps(plain(results["summary"]), indent=1))
     print("wrote", record.save(results))
     if not given.quick:
         from jaxkv.evals.lib.figures import draw
 
-        draw("endless")
+        draw(given.name)
 
 
-def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> dict[str, Any]:
+def run(
+    llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, parts: Parts
+) -> dict[str, Any]:
     """Score one text three times: endless, across the wrap, and with a new cache per block."""
     compiled = compilations()
-    endless = read(llm, ids, policy, chunk, block, 0, "from 0")
+    endless = read(llm, ids, policy, chunk, block, 0, "from 0", parts)
     after_one = Counter(compiled)
-    wrapped = read(llm, ids, policy, chunk, block, BEFORE_WRAP, "across 2^32")
+    wrapped = read(llm, ids, policy, chunk, block, BEFORE_WRAP, "across 2^32", parts)
+    bos = ids[:1] if llm.tokenizer.adds_bos else ()
     fresh = [
-        block_of
+        line
         for at in range(0, len(ids) - 1, block)
-        for block_of in read(
-            # The BOS token in front, as at the beginning of a text.
-            llm, [ids[0], *ids[at + 1 : at + block + 1]], policy, chunk, block, 0, f"fresh {at:,}"
+        for line in read(
+            # With the BOS in front, as at the beginning of a text.
+            llm, [*bos, *ids[at + len(bos) : at + block + 1]], policy, chunk, block, 0,
+            f"fresh {at}", parts,
         )
     ]  # fmt: skip
     return {
+        "model": llm.name,
         "policy": policy,
         "tokens": len(ids) - 1,
         "block": block,
@@ -78,6 +89,7 @@ def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> di
         "start_before_wrap": BEFORE_WRAP,
         "compilations": dict(after_one),
         "compilations_later": dict(compiled - after_one),
+        "commits_of_parts": parts.commits,
         "summary": summary(endless, wrapped, fresh),
         "endless": endless,
         "wrapped": wrapped,
@@ -85,35 +97,42 @@ def run(llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int) -> di
     }
 
 
+FIELDS = ("loss", "standard_error", "not_finite", "seconds", "state_bytes", "resident_bytes")
+
+
 def read(
-    llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, start: int, name: str
-) -> list[dict[str, Any]]:
+    llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, start: int, name: str,
+    parts: Parts,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Score one text with one cache, from position `start`; one result per block."""
     stream = models.Stream(llm, policy, tokens=len(ids), start=start)
-    lines = []
-    for at in range(0, len(ids) - 1, block):
+    key = f"{llm.name}, {policy}, {name}, chunks of {chunk}, {block}"
+    saved = parts.folder / f"{key}.state.npz"
+    if saved.exists():
+        stream.decoding = batch.to_device(batch.load(saved, stream.decoding, key))
+    done, lines = int(stream.decoding.position[0] - np.uint32(start)), []
+
+    def score(at: int) -> np.ndarray:
         begun = time.perf_counter()
         part = models.losses(llm, ids[at : at + block + 1], chunk=chunk, stream=stream)
         loss = np.concatenate(list(part)).astype(np.float64)
-        seconds = time.perf_counter() - begun
-        line = {
-            "tokens": at + len(loss),
-            "position": int(stream.decoding.position[0]),
-            "loss": loss.mean(),
-            "standard_error": loss.std() / len(loss) ** 0.5,
-            "not_finite": int(np.sum(~np.isfinite(loss))),
-            "seconds": seconds,
-            "state_bytes": stream.state_bytes,
-            "resident_bytes": resident(),
-        }
-        lines.append(line)
-        left = (len(ids) - 1 - line["tokens"]) * seconds / len(loss)
-        print(
-            f"{name}: {line['tokens']:,} tokens, loss {line['loss']:.4f}, "
-            f"{len(loss) / seconds:,.0f} tokens/s, {line['resident_bytes'] >> 20} MiB, "
-            f"{left:.0f} s left",
-            flush=True,
-        )
+        not_finite, seconds = np.sum(~np.isfinite(loss)), time.perf_counter() - begun
+        spread = loss.std() / len(loss) ** 0.5
+        return np.array([loss.mean(), spread, not_finite, seconds, stream.state_bytes, resident()])
+
+    several = len(ids) - 1 > block
+    for at in range(0, len(ids) - 1, block):
+        tokens = min(at + block, len(ids) - 1)
+        later = several and at >= done
+        found = parts.part(f"{key}, {at}", lambda at=at: score(at), again=later)
+        if later:
+            batch.save(saved, stream.decoding, key)
+        line: dict[str, Any] = dict(zip(FIELDS, found.tolist(), strict=True))
+        line |= {name: int(line[name]) for name in FIELDS[2:] if name != "seconds"}
+        position = (start + tokens) % 2**32
+        lines.append({"tokens": tokens, "position": position, **line})
+        print(f"{name}: {tokens:,} tokens, loss {line['loss']:.4f}, "
+              f"{line['resident_bytes'] / 2**20:.0f} MiB", flush=True)  # fmt: skip
     return lines
 
 
