@@ -9,41 +9,38 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "Alibi": "jaxkv.rotary",
-    "Balance": "jaxkv.policies",
-    "BalanceStream": "jaxkv.policies",
-    "Chunk": "jaxkv.contract",
-    "Full": "jaxkv.policies",
-    "H2O": "jaxkv.policies",
     "Cached": "jaxkv.contract",
+    "Chunk": "jaxkv.contract",
     "Leaf": "jaxkv.contract",
     "NoPosition": "jaxkv.rotary",
     "POLICIES": "jaxkv.policies",
     "Partial": "jaxkv.contract",
     "Policy": "jaxkv.contract",
-    "PyramidKV": "jaxkv.policies",
-    "Reservoir": "jaxkv.policies",
     "Rotary": "jaxkv.rotary",
-    "SnapKV": "jaxkv.policies",
     "Spec": "jaxkv.contract",
-    "Stratified": "jaxkv.policies",
-    "Streaming": "jaxkv.policies",
-    "Uniform": "jaxkv.policies",
     "UserError": "jaxkv.errors",
-    "Window": "jaxkv.policies",
     "by_layer": "jaxkv.policy_spec",
     "describe": "jaxkv.policy_spec",
+    "format_policy": "jaxkv.policy_spec",
     "local_attention": "jaxkv.attention",
     "merge": "jaxkv.attention",
     "policy": "jaxkv.policy_spec",
     "sink_logit": "jaxkv.attention",
     "slot_attention": "jaxkv.attention",
-    "format_policy": "jaxkv.policy_spec",
     "state_bytes": "jaxkv.policy_spec",
     "step": "jaxkv.driver",
 }
+# A test compares these names with jaxkv.policies.POLICIES.
+_HOME |= dict.fromkeys(
+    (
+        *("Balance", "BalanceStream", "Full", "H2O", "MagicPIG", "Oracle", "PyramidKV", "Quest"),
+        *("Reservoir", "SnapKV", "Stratified", "Streaming", "TopK", "TopP", "Uniform"),
+        *("VAttention", "Window"),
+    ),
+    "jaxkv.policies",
+)
 
-# What needs more than jax and numpy: `jaxkv.models.load` works without importing it first.
-_PACKAGES = ("engine", "models", "testing")
+_PACKAGES = ("engine", "models", "testing")  # `jaxkv.models.load` works without importing it first
 
 __all__ = sorted(_HOME)
 
@@ -58,4 +55,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_PACKAGES, "__version__"]

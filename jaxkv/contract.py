@@ -244,6 +244,14 @@ def check_is_policy(policy: object) -> None:
     raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
 
 
+def check_prefill(finished: bool) -> None:
+    """Raise UserError where prefill is finished already: a second end would lose tokens."""
+    if finished:
+        raise UserError(
+            "this state's prefill is finished already; call finish_prefill once per state"
+        )
+
+
 def with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
     """The same leaves in another memory."""
     return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)

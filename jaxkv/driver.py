@@ -54,6 +54,12 @@ def check(
             f"{spec.kv_heads}, got {q.shape}"
         )
     batch, tokens, heads = q.shape[:3]
+    group = heads // spec.kv_heads
+    if spec.group not in (None, group):
+        raise UserError(
+            f"the spec's group must be N/K={group} beside q {q.shape}, got {spec.group}; give "
+            f"Spec(group={group})"
+        )
     sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
     given = [("q", "BTNH", q), ("k", "BTKH", k), ("v", "BTKH", v), ("positions", "BT", positions),
              ("valid", "BT", valid)]  # fmt: skip
@@ -65,13 +71,14 @@ def check(
         if array.dtype != kind:
             raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
     remedy = f"begin with policy.init(spec, batch={batch}, rng=...)"
+    of_state = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
     wanted, got = type(policy.leaves).__name__, type(state).__name__
     if type(state) is not type(policy.leaves):
         raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
     for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):
         for size, letter in zip(array.shape, leaf.letters, strict=True):
-            if array.size and size != sizes.get(letter, size):
+            if array.size and size != of_state.get(letter, size):
                 raise UserError(
-                    f"a state of this spec and batch has {letter}={sizes[letter]}, got "
+                    f"a state of this spec and batch has {letter}={of_state[letter]}, got "
                     f"{letter}={size}; {remedy}"
                 )

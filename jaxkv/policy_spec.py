@@ -32,8 +32,13 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
     """
     if not isinstance(text, str):
         raise UserError(f"a policy is written as a string like streaming:sinks=4, got {text!r}")
-    if "=" not in text.split(":")[0]:
+    name, equals, _ = text.split(":")[0].partition("=")
+    if not equals:
         return _parse_one(text)
+    if not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
+        raise UserError(
+            f"fields follow the name and a colon, as in streaming:sinks=4,window=252, got {text!r}"
+        )
     named: dict[str, Policy] = {}
     for part in filter(None, text.split(";")):
         layer, equals, rest = part.partition("=")

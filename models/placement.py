@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -20,6 +21,20 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + ALIGN, np.uint8)
     first = -raw.ctypes.data % ALIGN
     return raw[first : first + size].view(dtype).reshape(shape)
+
+
+def fill(stream: BinaryIO, array: np.ndarray) -> bool:
+    """Read until `array` is full, since one read of a raw file may return less.
+
+    False where the file ends before.
+    """
+    rest = memoryview(array.view(np.uint8))
+    while len(rest):
+        got = stream.readinto(rest)
+        if not got:
+            return False
+        rest = rest[got:]
+    return True
 
 
 def place_all(

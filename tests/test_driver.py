@@ -65,6 +65,10 @@ def arguments(batch=1, tokens=3, heads=4):
 BAD = {
     "a policy as text": ({"policy": "window"}, r"a policy is a value .* got 'window'"),
     "heads that do not divide": ({"q": jnp.ones((1, 3, 3, 8))}, r"multiple .*kv_heads=2.*3, 3, 8"),
+    "another group": (
+        {"spec": replace(SPEC, group=4)},
+        r"group must be N/K=2 beside q .*, got 4; give Spec\(group=2\)",
+    ),
     "no tokens": ({"q": jnp.ones((1, 0, 4, 8))}, "T at least 1"),
     "another head dim": ({"q": jnp.ones((1, 3, 4, 6))}, r"q must be \(1, 3, 4, 8\)"),
     "other tokens": (

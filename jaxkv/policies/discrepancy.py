@@ -83,7 +83,6 @@ def halve(
     scale: of the model's logits. uniforms: draws in [0, 1), one per token; pairs use every second.
     count: the number of tokens of a block, even, at its front; None: all.
     """
-    keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no gradient
     tokens = keys.shape[-2]
     if tokens % 2:
         raise UserError(f"a block must be even to be halved, got {tokens} tokens; give one more")
@@ -121,6 +120,7 @@ def _walk(
     how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, there: Array
 ) -> tuple[Array, Array]:
     """A walk over steps of P tokens; keys and values [...,P,b,*]."""
+    keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no gradient
     real = there[..., None, :, None]
     keys, values = (jnp.where(real, a, 0).astype(jnp.float32) for a in (keys, values))
     # A softmax ignores a shift common to all keys, so keys are centred to shorten the vectors.

@@ -61,9 +61,17 @@ def put(state: State, indices: Indices, other: State) -> State:
 
 
 def reset(state: State, indices: Indices, fresh: State) -> State:
-    """The state with empty sequences at these indices; fresh: as many, or one for all of them."""
+    """The state with empty sequences at these indices.
+
+    fresh: a state of as many sequences, or of one, which is copied with its random seeds; give one
+    per sequence where draws must be independent.
+    Raises UserError for another number of fresh sequences.
+    """
     indices = _checked(indices, state)
     size = len(indices)
+    found = jax.tree.leaves(fresh)[0].shape[0]
+    if found not in (1, size):
+        raise UserError(f"fresh must have 1 or {size} sequences, got {found}; give as many")
     return put(
         state,
         indices,

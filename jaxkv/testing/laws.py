@@ -338,6 +338,24 @@ def gradients_exist(subject: Subject) -> Checks:
         yield f"padding of {name} has a gradient", not leaf[BATCH - 1].any()
 
 
+def gradients_pass_the_end_of_prefill(subject: Subject) -> Checks:
+    if not subject.finishes:
+        return
+    policy, spec, count = subject.policy, subject.spec, subject.prompt
+    tokens, after = cut(subject.tokens, 0, count), cut(subject.tokens, count, count + 1)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        state = policy.reserve(spec, policy.init(spec, BATCH, jax.random.key(0)), count)
+        _, state = policy.update(spec, state, tokens._replace(q=q, k=k, v=v))
+        state = policy.reserve(spec, policy.finish_prefill(spec, state), 1)
+        return jnp.sum(policy.update(spec, state, after)[0].out)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
+    found = gradient(*map(jnp.asarray, tokens[:3]))
+    finite = all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in found)
+    yield "the gradient through finish_prefill is not finite", finite
+
+
 def any_leaf(subject: Subject, wanted: Callable[[Leaf], bool]) -> bool:
     return any(map(wanted, jax.tree.leaves(subject.policy.leaves)))
 
@@ -361,4 +379,5 @@ LAWS: tuple[tuple[int, str, Law], ...] = (
     (14, "finish_prefill changes each sequence by itself", finish_prefill_is_per_sequence),
     (15, "the cache has the tokens that it should", it_caches_what_it_means),
     (16, "gradients exist", gradients_exist),
+    (16, "gradients pass the end of prefill", gradients_pass_the_end_of_prefill),
 )

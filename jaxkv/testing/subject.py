@@ -184,7 +184,8 @@ def find_capacity(subject: Subject) -> int:
         there = np.sort(np.where(np.asarray(found.log_weight) > -np.inf, positions, 2**32))
         if there.shape[2] < count or (there[:, :, :count] != np.arange(count)).any():
             return max(1, count - 1)
-    return 64 if policy.grows else MAX_CAPACITY
+    # Long enough that `finish_prefill` compresses the prompt of the laws, which is twice as long.
+    return max(64, policy.min_prompt or 0) if policy.grows else MAX_CAPACITY
 
 
 def cut(tokens: Chunk, begin: int, end: int) -> Chunk:

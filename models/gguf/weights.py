@@ -18,7 +18,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.gguf.header import Header, Tensor, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
-from jaxkv.models.placement import Progress, Sharding, aligned, place_all
+from jaxkv.models.placement import Progress, Sharding, aligned, fill, place_all
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
 
@@ -70,7 +70,7 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
         for first in range(0, rows, step):
             last = min(first + step, rows)
             raw = window[: (last - first) * row_bytes]
-            if stream.readinto(raw) != len(raw):
+            if not fill(stream, raw):
                 raise corrupt(tensor.file, f"it ended within {tensor.name}")
             # One long row: the package takes time per row, and blocks do not depend on rows.
             values = dequantize(raw[None], kind)

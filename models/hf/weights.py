@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
-from jaxkv.models.placement import Progress, Sharding, aligned, place_all
+from jaxkv.models.placement import Progress, Sharding, aligned, fill, place_all
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -119,24 +118,16 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.start)
         if stored == dtype:
-            _fill(stream, host, tensor)
+            whole = fill(stream, host)
         else:
-            window = np.empty(min(count, PIECE // stored.itemsize), stored)
+            whole, window = True, np.empty(min(count, PIECE // stored.itemsize), stored)
             for at in range(0, count, max(len(window), 1)):
                 piece = window[: min(len(window), count - at)]
-                _fill(stream, piece, tensor)
+                whole = whole and fill(stream, piece)
                 host[at : at + len(piece)] = piece
+    if not whole:
+        raise _corrupt(tensor.file, f"it ended within {tensor.name}")
     return host.reshape(tensor.shape)
-
-
-def _fill(stream: BinaryIO, array: np.ndarray, tensor: Tensor) -> None:
-    """Read until `array` is full (one read of a raw file may return less)."""
-    rest = memoryview(array.view(np.uint8))
-    while len(rest):
-        got = stream.readinto(rest)
-        if not got:
-            raise _corrupt(tensor.file, f"it ended within {tensor.name}")
-        rest = rest[got:]
 
 
 def _files(folder: Path) -> list[Path]:

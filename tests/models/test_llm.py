@@ -27,7 +27,8 @@ def folder(tiny_folder, tmp_path) -> Path:
 
 
 def test_the_fields_of_a_loaded_model(tiny, tiny_folder):
-    assert tiny.folder == tiny_folder and tiny.mesh is None
+    assert tiny.path == tiny_folder and tiny.mesh is None
+    assert tiny.name == tiny_folder.name and tiny.files == (tiny_folder / "model.safetensors",)
     assert tiny.eos == (1, 7), "ids of the config, then of the tokenizer, without repeats"
     assert tiny.tokenizer.decode(tiny.tokenizer.encode("Hello, 東京")) == "Hello, 東京"
     assert tiny.spec == jaxkv.Spec(
@@ -88,7 +89,7 @@ def test_progress(tiny_folder):
 
 def test_a_folder_may_be_a_string(tiny, tiny_folder):
     llm = models.load(str(tiny_folder))
-    assert llm.path == tiny.folder and llm.config == tiny.config
+    assert llm.path == tiny.path and llm.config == tiny.config
 
 
 def corrupt_weights(folder: Path) -> None:

@@ -55,6 +55,8 @@ def test_reset_takes_one_empty_sequence_or_one_per_index(rng):
     same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
     one = batch.take(fresh, [0])
     same(batch.take(batch.reset(state, [2, 0], one), [2, 0]), batch.take(fresh, [0, 0]))
+    with pytest.raises(UserError, match="fresh must have 1 or 3 sequences, got 2; give as many"):
+        batch.reset(state, [0, 1, 2], fresh)
 
 
 def test_sequences_of_another_shape_are_refused(rng):

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.ring import OVERFULL, Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Spec, with_memory
+from jaxkv.contract import Cached, Chunk, Leaf, Spec, check_prefill, with_memory
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
@@ -131,10 +131,7 @@ def finish_prefill(state: IndexState, settings: IndexSettings) -> IndexState:
 
     Raises UserError for a state whose prefill is finished: its tables would be lost.
     """
-    if prefill_finished(state):
-        raise UserError(
-            "this state's prefill is finished already; call finish_prefill once per state"
-        )
+    check_prefill(prefill_finished(state))
     ends = settings.ends
     size = max(ends + 1, state.dense.positions.shape[1])
     prompt = ring.grow(state.dense, size)

@@ -17,7 +17,7 @@ from jaxkv.attention import merge
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.per_head import Sample
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
@@ -161,7 +161,11 @@ def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> Compress
 def finish_prefill(
     spec: Spec, state: CompressedState, ends: Ends, choose: Choose
 ) -> CompressedState:
-    """Compress the prompt: the tokens between its ends become the sample that `choose` returns."""
+    """Compress the prompt: the tokens between its ends become the sample that `choose` returns.
+
+    Raises UserError for a state whose prefill is finished.
+    """
+    check_prefill(prefill_finished(state))
     prompt = state.dense
     batch, kv_heads, size, _ = prompt.k.shape
     count = jnp.maximum(0, jnp.minimum(prompt.count, size) - ends.sinks - ends.window)

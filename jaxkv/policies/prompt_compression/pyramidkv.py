@@ -17,15 +17,16 @@ from jaxkv.policies.prompt_compression.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(Policy):
-    """SnapKV with a budget that falls from layer to layer, `capacity` tokens on average.
+    """SnapKV with a budget that falls from layer to layer, about `capacity` tokens on average.
 
     Lower layers spread their attention widely and higher layers concentrate it on few tokens
     (section 3), so lower layers need more of the same total budget.
 
     beta: the last layer has 1/beta of the mean budget, beside the window. window, kernel, pool,
-    start: as in snapkv. Here a budget does not depend on the prompt. The published code keeps a
-    prompt of fewer tokens than `capacity` whole, gives all layers the same budget up to twice as
-    many, and never gives the first layers more than the prompt has.
+    start: as in snapkv. The step from layer to layer is rounded down, as in the published code, so
+    the mean is up to 5 % above `capacity`. Here a budget does not depend on the prompt. The
+    published code keeps a prompt of fewer tokens than `capacity` whole, gives all layers the same
+    budget up to twice as many, and never gives the first layers more than the prompt has.
     """
 
     capacity: int = 1024

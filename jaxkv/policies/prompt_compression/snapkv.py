@@ -78,7 +78,8 @@ class SnapKV(Policy):
         return base.nbytes(spec, self.start, tokens, self.window)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        attention = base.attention_of_last_queries(spec, state)
+        # A choice has no gradient.
+        attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
 
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]

@@ -19,7 +19,7 @@ from jaxkv.attention import blend, scores
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base as prompt_compression
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
@@ -112,7 +112,11 @@ def reserve(spec: Spec, state: SparseState, tokens: int) -> SparseState:
 
 
 def finish_prefill(spec: Spec, state: SparseState) -> SparseState:
-    """From now on queries select; every token stays cached."""
+    """From now on queries select; every token stays cached.
+
+    Raises UserError for a state whose prefill is finished.
+    """
+    check_prefill(state.finished.shape[1] > 0)
     slots = state.dense.positions.shape
     return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
 
