@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -188,8 +188,7 @@ class Policy:
         super().__init_subclass__(**arguments)
         old = [name for name in RENAMED if name in vars(cls)]
         if old and cls.update is Policy.update:
-            renames = ", ".join(f"{name} to {RENAMED[name]}" for name in old)
-            raise UserError(f"{cls.__name__} has members of an older contract: rename {renames}")
+            raise UserError(f"{cls.__name__} has members of an older contract: {_replace(old)}")
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""
@@ -231,10 +230,9 @@ def check_is_policy(policy: object) -> None:
     if isinstance(policy, Policy):
         return
     if old and not isinstance(policy, type):
-        renames = ", ".join(f"{name} to {RENAMED[name]}" for name in old)
         raise UserError(
-            f"{type(policy).__name__} follows an older contract: subclass jaxkv.Policy and rename "
-            f"{renames}"
+            f"{type(policy).__name__} follows an older contract: subclass jaxkv.Policy and "
+            f"{_replace(old)}"
         )
     if "update" in dir(policy) and not isinstance(policy, type):
         raise UserError(
@@ -242,6 +240,18 @@ def check_is_policy(policy: object) -> None:
             f"class {type(policy).__name__}(jaxkv.Policy)"
         )
     raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
+
+
+def _replace(old: Sequence[str]) -> str:
+    """What to write in place of old members, to complete a message."""
+    by_new: dict[str, list[str]] = {}
+    for name in old:
+        by_new.setdefault(RENAMED[name], []).append(name)
+    return ", ".join(
+        f"replace {' and '.join(names)} by "
+        + ("one update(spec, state, chunk) -> (Partial, state)" if new == "update" else new)
+        for new, names in by_new.items()
+    )
 
 
 def check_prefill(finished: bool) -> None:

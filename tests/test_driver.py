@@ -97,8 +97,9 @@ BAD = {
     "the class of an older policy": ({"policy": OfOldContract}, "a policy is a value"),
     "a policy of the old contract": (
         {"policy": OfOldContract()},
-        "OfOldContract follows an older contract: subclass jaxkv.Policy and rename attend to "
-        "update, extend to update, kept to cached, axes to leaves, formula to bytes_per_sequence",
+        r"OfOldContract follows an older contract: subclass jaxkv.Policy and replace attend and "
+        r"extend by one update\(spec, state, chunk\) -> \(Partial, state\), replace kept by "
+        "cached, replace axes by leaves, replace formula by bytes_per_sequence",
     ),
     "a policy without the base class": (
         {"policy": WithoutBase()},
@@ -124,7 +125,7 @@ def test_bad_arguments_are_refused(name):
 
 
 def test_a_subclass_with_old_members_is_refused_at_its_definition():
-    with pytest.raises(jaxkv.UserError, match="rename attend to update, kept to cached"):
+    with pytest.raises(jaxkv.UserError, match=r"attend by one update.*, replace kept by cached"):
 
         class Old(jaxkv.Policy):
             def attend(self, spec, state, chunk):

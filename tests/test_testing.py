@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import ring
+from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
 from jaxkv.testing import LawError, check_policy, judge_law, judge_laws, make_subject, table
@@ -114,6 +116,18 @@ class NoGradient(Broken):
         return super().update(spec, state, jax.lax.stop_gradient(chunk))
 
 
+class WrongPositions(Broken):
+    """`cached` gives positions that are one too large."""
+
+    def cached(self, spec, state):
+        found = super().cached(spec, state)
+        return found._replace(positions=found.positions + 1)
+
+
+class QueryLetter(Broken):
+    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B N S H"))
+
+
 class Unshared(Broken):
     """The keys are declared equal in all layers."""
 
@@ -151,6 +165,8 @@ class OtherStructure(Broken):
     (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
     (TooFewBytes(), 10,
      r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
+    (WrongPositions(), 4, r"after 1 tokens `cached` must give positions \[0\], got \[1\]"),
+    (QueryLetter(), 11, "leaf .k: T and N are axes of queries"),
     (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
     (NoGradient(), 16, "no finite gradient"),
 ])  # fmt: skip
@@ -176,16 +192,52 @@ def test_a_broken_policy_raises_with_the_law_and_the_leaf():
         check_policy(WrongLetter())
 
 
-class Idle(jaxkv.Policy):
-    """A policy without `update`."""
+@pytest.mark.parametrize(
+    "name", ["init", "update", "cached", "leaves", "bytes_per_sequence", "frozen dataclass"]
+)
+def test_a_policy_without_a_member_breaks_law_1(name):
+    members = ("init", "update", "cached", "leaves", "bytes_per_sequence")
+    kept = {member: getattr(jaxkv.Window, member) for member in members if member != name}
+    policy = type("Idle", (jaxkv.Policy,), kept | {"window": 6})
+    if name in members:
+        policy = dataclasses.dataclass(frozen=True)(policy)
+    what = f"it lacks `{name}`" if name in members else "it is not a frozen dataclass"
+    with pytest.raises(LawError, match=rf"law 1 .*{what}"):
+        check_policy(policy())
 
-    init, leaves = Broken.init, ring.LEAVES
-    sinks, window = 2, 6
+
+@dataclasses.dataclass(frozen=True)
+class AttendsFirst(jaxkv.Policy):
+    """A window whose queries also see the token that their own token evicts."""
+
+    window: int = 6
+    leaves: ClassVar = ring.LEAVES
+
+    def init(self, spec, batch, rng):
+        return ring.init(spec, batch, self.window)
+
+    def update(self, spec, state, chunk):
+        return chunked_scan(partial(self.update_one, spec), state, chunk, 1)
+
+    def update_one(self, spec, state, chunk):
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        stored = ring.cached(state).log_weight
+        bias = jnp.where(chunk.valid[..., None], stored, -jnp.inf)[:, :, None, None]
+        before = jaxkv.slot_attention(q, state.k, state.v, bias, spec.scale, spec.softcap)
+        out = jaxkv.merge(before, jaxkv.local_attention(spec, chunk))
+        return out, ring.write(spec, state, chunk, 0)
+
+    def cached(self, spec, state):
+        return ring.cached(state)
+
+    def bytes_per_sequence(self, spec, tokens=0):
+        return ring.nbytes(spec, self.window)
 
 
-def test_a_policy_without_update_breaks_law_1():
-    with pytest.raises(LawError, match=r"law 1 .*it lacks `update`"):
-        check_policy(Idle())
+@pytest.mark.parametrize("size, holds", [(6, True), (5, False), (7, False)])
+def test_a_policy_may_attend_before_it_evicts(size, holds):
+    verdicts = judge_laws(AttendsFirst(6), 6, newest(size))
+    assert {v.number: v.holds for v in verdicts if v.number in (5, 15)} == {5: True, 15: holds}
 
 
 class Old:
@@ -197,9 +249,9 @@ class Old:
 
 
 def test_a_policy_of_the_old_contract_is_refused(unchecked):
-    with pytest.raises(UserError, match="rename attend to update, extend to update"):
+    with pytest.raises(UserError, match=r"replace attend and extend by one update\("):
         check_policy(Old())
-    with pytest.raises(UserError, match="rename attend to update, extend to update"):
+    with pytest.raises(UserError, match=r"replace attend and extend by one update\("):
         type("Older", (jaxkv.Policy,), {"attend": Old.attend, "extend": Old.extend})
 
 

@@ -71,7 +71,7 @@ def judge_laws(
 ) -> list[Verdict]:
     """The verdicts of `check_policy`, also where laws are broken."""
     probe = make_subject(policy, 1, cached_tokens)
-    first = [judge_law(law, probe) for law in LAWS[:2]]
+    first = [judge_law(law, probe) for law in LAWS[:3]]
     if not all(verdict.holds for verdict in first if verdict):
         return [verdict for verdict in first if verdict]  # the others would fail for this reason
     capacity = find_capacity(probe) if capacity is None else capacity

@@ -20,6 +20,7 @@ from jaxkv.testing.subject import (
     COMPILED,
     QUICK,
     Subject,
+    cached,
     close,
     compact,
     cut,
@@ -39,9 +40,16 @@ Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check pass
 ORDER = (2, 0, 1, 3)  # another order of the four sequences
 
 
+def the_members_exist(subject: Subject) -> Checks:
+    kind = type(subject.policy)
+    for name in ("init", "update", "cached", "leaves", "bytes_per_sequence"):
+        yield f"it lacks `{name}`", getattr(kind, name) is not getattr(Policy, name)
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    yield "it is not a frozen dataclass", frozen
+
+
 def update_keeps_the_state(subject: Subject) -> Checks:
     policy, spec = subject.policy, subject.spec
-    yield "it lacks `update`", type(policy).update is not Policy.update
     for begin in (subject.init, subject.half):  # `half` runs `update`, so it comes second
         state = policy.reserve(spec, begin(), subject.count)
         for size in (1, 3):
@@ -71,8 +79,16 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
     sizes = {"B": count, "K": spec.kv_heads, "H": spec.head_dim}
     for name, leaf, array in named_leaves(policy, state):
         letters = leaf.letters
-        yield f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes", len(letters) == array.ndim
+        yield (
+            f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes; separate letters by spaces",
+            len(letters) == array.ndim,
+        )
         yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[0] == "B"
+        yield (
+            f"leaf {name}: T and N are axes of queries, not of a state, got {leaf.axes!r}; write K "
+            "for KV heads, and another letter for others",
+            not {"T", "N"} & set(letters),
+        )
         for letter, size in zip(letters, array.shape, strict=True):
             wanted = sizes.get(letter, size)
             yield f"leaf {name}: axis {letter} must be {wanted}, got {size}", size in (wanted, 0)
@@ -132,6 +148,18 @@ def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
         found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
         right = close(found, wanted, subject.tolerance)
         yield f"in chunks of {size} it is not full attention", right
+    run, tokens = subject.read(1), subject.tokens
+    for count, state in zip(run.counts, run.states, strict=True):
+        if count > subject.capacity:
+            break
+        found = cached(subject.policy, subject.spec, state)
+        filled = np.asarray(found.log_weight) > -np.inf
+        for index in range(BATCH):
+            kept = np.sort(tokens.positions[index, :count][tokens.valid[index, :count]])
+            for head in range(subject.spec.kv_heads):
+                there = np.sort(np.asarray(found.positions)[index, head][filled[index, head]])
+                what = f"after {count} tokens `cached` must give positions {kept}, got {there}"
+                yield what, np.array_equal(there, kept)
 
 
 def chunking_changes_nothing(subject: Subject) -> Checks:
@@ -313,9 +341,12 @@ def it_caches_what_it_means(subject: Subject) -> Checks:
         wanted = means[at]
         what = f"after token {at} the cache must have {[*wanted]}, got {[*map(list, found)]}"
         yield what, found == [wanted] * subject.spec.kv_heads
-    whole = take_rows(subject.tokens, [0])
-    right = close(run.outs[:1].astype(np.float64), dense(subject.spec, whole, seen), 1e-5)
-    yield "the output is not attention to those tokens", right
+    # A policy may attend before it evicts: then a query sees the tokens before it, and its own.
+    before = np.eye(count, dtype=bool)
+    before[1:] |= seen[:-1]
+    whole, found = take_rows(subject.tokens, [0]), run.outs[:1].astype(np.float64)
+    right = any(close(found, dense(subject.spec, whole, one), 1e-5) for one in (seen, before))
+    yield "the output is not attention to the cached tokens, nor to those cached before", right
 
 
 def gradients_exist(subject: Subject) -> Checks:
@@ -362,6 +393,7 @@ def any_leaf(subject: Subject, wanted: Callable[[Leaf], bool]) -> bool:
 
 Law = Callable[[Subject], Checks]
 LAWS: tuple[tuple[int, str, Law], ...] = (
+    (1, "it has the members of the contract", the_members_exist),
     (11, "leaves describe every array", leaves_describe_the_state),
     (1, "update returns a state like the one before", update_keeps_the_state),
     (2, "padding changes no bit", padding_changes_nothing),
