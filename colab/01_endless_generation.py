@@ -3,11 +3,11 @@
 #
 # # Unbounded generation in constant memory
 #
-# This notebook lets a model that was trained on 512 tokens at a time generate 20,000. With a
-# StreamingLLM cache, every token costs the same time and memory, however long the text is. You
-# first see how the usual cache fails and why a plain sliding window can fail too, then how a few
-# attention sinks fix it, and finally what each token costs. The third cell lists the devices on
-# which this notebook has run and its run time on each.
+# The model of this notebook was trained on 512 tokens at a time. Here it generates 20,000 tokens.
+# With a StreamingLLM cache, time per token and memory do not depend on the length of the text. You
+# first see how a full cache fails and why a plain sliding window can fail too. Then you see how a
+# few attention sinks prevent the failure, and what each token costs. The third cell lists the
+# devices on which this notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -19,8 +19,8 @@ runtime.begin("01_endless_generation")
 
 # %% [markdown]
 # The default model comes with the package. It is small and was trained on old novels. To use
-# another model, put the Hub id of any Llama-family model into the field below. Statements about
-# generated text and about numbers hold for the default model.
+# another model, put the Hub id of any Llama-family model into the field below. The statements about
+# generated text and about numbers apply to the default model.
 
 # %%
 from jaxkv import models
@@ -33,9 +33,10 @@ print(f"{llm.name}: {llm.config.layers} layers, trained on {context:,} tokens at
 # %% [markdown]
 # ## How full attention fails
 #
-# The usual KV cache stores every token. Once the text is longer than the trained context, queries
-# attend over relative distances that never occurred in training, and the output degenerates. The
-# cell below generates three times the trained context (at most 6,000 tokens) and prints the end:
+# A full KV cache stores every token. If the text is longer than the trained context, queries attend
+# over relative distances that never occurred in training, and the output degenerates. The next cell
+# generates three times as many tokens as the trained context has (at most 6,000) and prints the end
+# of the text:
 
 # %%
 LENGTH = min(runtime.size(3, 2) * context, runtime.size(6_000, 1_200))
@@ -48,16 +49,16 @@ print("...", full.text[-400:])
 # ## Why a plain window can fail
 #
 # A *sliding window* caches only the newest tokens, which bounds both memory and distances. But
-# attention weights sum to one. A head that finds nothing relevant must still put its weight
+# attention weights sum to one. A head that needs no other token must still put its weight
 # somewhere, and many models learn to put it on the first tokens of the text. These tokens are
-# called *attention sinks*. A window evicts them, and at that position the model fails.
+# called *attention sinks*. When a window evicts them, the model fails.
 # [StreamingLLM](https://arxiv.org/abs/2309.17453) observed this in models with billions of weights:
 # with a plain window, Llama-2-13B has a perplexity of 5158 instead of 5.40 (Table 1).
 #
-# The effect is visible in a model with a single layer. The next cell trains one with a learnable
-# sink token in front of every sample. Its data are letters. After some of them (the triggers), the
-# next letter is a copy of the letter before the trigger. At all other letters, the copying head has
-# nothing to do.
+# A model with a single layer shows the effect. The next cell trains one with a learnable sink token
+# in front of every sample. The training data are letters. Some letters are triggers: the letter
+# after a trigger is a copy of the letter before it. At all other letters, the copying head needs no
+# other letter.
 
 # %%
 import tempfile
@@ -82,20 +83,20 @@ loss_by_position.draw(
 )
 
 # %% [markdown]
-# **What to see.** The window (orange) fails exactly where it evicts the sink token. Full attention
-# (grey) fails a little beyond the trained context. The streaming cache (blue) has the same size as
-# the window, but one of its slots holds the sink, and its loss stays level. How much a window costs
-# depends on the training run: of [three models that differ only in the
-# seed](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.png) (`token`, 0+24), this
-# one loses most.
+# **What to see.** The loss under the window (orange) jumps at the position where the window evicts
+# the sink token. Under full attention (grey), the loss rises shortly after the end of the trained
+# context. The streaming cache (blue) has the size of the window, but one of its slots stores the sink,
+# and its loss stays level. The size of the jump depends on the training run: of [three models that
+# differ only in the seed](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.png)
+# (`token`, 0+24), this model has the largest.
 #
 # ## The fix: cache the sinks
 #
-# A *streaming* cache stores the first tokens and the newest tokens, and numbers them by their
-# position within the cache. So no distance exceeds the cache size, and the sinks are never evicted.
-# Most models were trained without a dedicated sink token and use several of the first tokens, so
-# four are cached by default. Below, the default model generates the same number of tokens with a
-# cache of 256 tokens:
+# A *streaming* cache stores the first tokens and the newest tokens. It never evicts the first
+# tokens. Positions are those within the cache, so no distance exceeds the cache size. Most models
+# were trained without a dedicated sink token and use several of the first tokens, so four tokens are
+# cached as sinks by default. In the next cell, the default model generates as many tokens as before,
+# with a cache of 256 tokens:
 
 # %%
 STREAMING = "streaming:sinks=4,window=252"
@@ -104,10 +105,10 @@ print("...", streaming.text[-400:])
 
 # %% [markdown]
 # Next, the model scores a text that it has not seen: the beginning of *The Hound of the
-# Baskervilles*. The table and the plot show the loss, where lower is better. Look for the position
-# where full attention leaves its trained context. The default model is small and has learnt no
-# attention sink, so for this model a plain window is as good as streaming. You cannot tell from
-# outside whether a model needs its sinks, and four extra tokens cost almost nothing.
+# Baskervilles*. The table and the plot show the loss; lower is better. Under full attention, the
+# loss rises beyond the trained context. The default model is small and has learnt no attention sink,
+# so its loss with a plain window is as low as with a streaming cache. You do not know in advance
+# whether a model needs its sinks, and four more tokens cost almost nothing.
 
 # %%
 from jaxkv.models import compare
@@ -125,10 +126,10 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 # %% [markdown]
 # ## What a token costs
 #
-# With a full cache, every new token reads more keys, and memory grows with the text. With a bounded
-# cache, both stay constant. A full cache doubles its capacity when it is full and also reads its
-# empty slots, so its curves rise in steps. On a GPU, which reads such a small cache at once, the
-# times may hardly differ.
+# With a full cache, each new token reads more keys than the one before, and memory grows with the
+# text. With a bounded cache, both are constant. A full cache doubles its slots when they are full.
+# It also reads its empty slots, so its curves rise in steps. On a GPU the times may hardly differ,
+# because a GPU reads a cache of this size in parallel.
 
 # %%
 from jaxkv.colab import cost_by_length
@@ -141,8 +142,8 @@ cost_by_length.draw(costs, f"one sequence, {runtime.device()}; median of three r
 # %% [markdown]
 # ## Unbounded generation
 #
-# `models.stream` yields text as it is generated, until you stop reading. Here it stops after 20,000
-# tokens.
+# `models.stream` yields text while it is generated, until you stop the iteration. The next cell
+# stops after 20,000 tokens.
 
 # %%
 tokens = runtime.size(20_000, 600)
@@ -155,10 +156,10 @@ print(f"{len(story.split()):,} words; the end:\n\n...{story[-400:]}")
 # %% [markdown]
 # ## What a streaming cache does not do
 #
-# A streaming cache does not extend what the model can attend to. At token 1,000 and at token 20,000
-# alike, the model sees the first four tokens and the newest 252. It cannot answer a question about
-# evicted text. [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb) shows caches that also
-# store a sample of the evicted tokens.
+# A streaming cache does not extend the context of the model. Both at token 1,000 and at token
+# 20,000, the model attends to the first 4 tokens and the newest 252. It cannot answer a question
+# about evicted text. [02_what_each_cache_keeps](02_what_each_cache_keeps.ipynb) shows caches that
+# also store a sample of the evicted tokens.
 #
 # The next cell checks these results and fails if one of them does not hold.
 

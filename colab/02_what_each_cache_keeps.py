@@ -3,9 +3,9 @@
 #
 # # Which tokens each cache stores
 #
-# Every cache policy reads the same text. This notebook shows which tokens each policy still has in
-# memory afterwards, token by token: the model can only answer from these. The third cell lists the
-# devices on which this notebook has run and its run time on each.
+# Every cache policy reads the same text. This notebook shows which tokens are cached afterwards. The
+# model can use only these tokens for an answer. The third cell lists the devices on which this
+# notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -31,13 +31,13 @@ print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 # %% [markdown]
 # ## Caches of equal size
 #
-# All policies except `full` have settings with which they cache the same number of tokens after
-# this text. The table counts them. There are two families:
+# The settings of all policies except `full` are chosen such that they cache the same number of
+# tokens after this text. The table counts these tokens. There are two families:
 #
-# - **Streaming policies** (`window` to `balance-stream`) evict tokens while they read. Except for
-#   `h2o`, they number tokens by their position within the cache, so a text may have any length.
-#   `h2o` uses absolute positions. Beyond the trained context, [it
-#   degrades](https://github.com/jaxkv/jaxkv/blob/main/docs/policies.md) as `full` does.
+# - **Streaming policies** (`window` to `balance-stream`) evict tokens while they read. All except
+#   `h2o` use positions within the cache, so a text may have any length. `h2o` uses absolute
+#   positions. Beyond the trained context, [it
+#   fails](https://github.com/jaxkv/jaxkv/blob/main/docs/policies.md), like `full`.
 # - **Prompt compression** (`balance` to `pyramidkv`) caches the whole prompt during prefill and
 #   compresses it once, at the end of prefill.
 
@@ -53,13 +53,13 @@ cached_tokens.size_table(found, settings)
 
 # %% [markdown]
 # At other text lengths, `stratified` and `balance-stream` cache slightly fewer tokens, because they
-# halve their samples whenever the slots are full. `pyramidkv` matches the budget on average over
-# its layers.
+# halve their samples whenever the slots are full. `pyramidkv` meets the budget on average over its
+# layers.
 #
 # In the plot below, each strip is the text from start (left) to end (right). White tokens are
-# evicted. Blue tokens are cached; the colour is the weight, averaged over all layers and KV heads.
-# A token is pale if few heads cache it. It is dark if it has a weight above one, because some
-# policies let a cached token stand for evicted ones.
+# evicted and blue tokens are cached. The colour shows the weight of a token, averaged over all
+# layers and KV heads. A token is pale if few heads cache it. It is dark if its weight is above one:
+# with some policies, a cached token counts for several evicted tokens.
 
 # %% tags=["picture"]
 cached_tokens.draw_strips(found)
@@ -68,19 +68,18 @@ cached_tokens.draw_strips(found)
 # **What to see.**
 #
 # - `window` caches only the end, and `streaming` also the first four tokens.
-# - `reservoir` spends half of its window on tokens drawn at random from all evicted tokens,
-#   separately in each head. `stratified` draws one token from each run of four. `balance-stream`
-#   halves blocks such that the remaining tokens represent the dropped ones; it caches more of the
-#   recent text.
+# - `reservoir` uses half of its slots for tokens drawn at random from all evicted tokens, separately
+#   for each KV head. `stratified` draws one token of every four. `balance-stream` halves blocks such
+#   that the remaining tokens represent the dropped ones. It caches more of the recent text.
 # - `h2o`, `snapkv` and `pyramidkv` select tokens by attention score, per head. `h2o` sums the
 #   attention of all queries so far. `snapkv` and `pyramidkv` use the attention of the prompt's last
 #   queries. `pyramidkv` gives more slots to early layers.
-# - `uniform` and `balance` cache a quarter of the tokens between the first and the last ones. Each
-#   of these counts for four.
+# - `uniform` and `balance` cache the first and the last tokens and a quarter of those between. Each
+#   of this quarter counts for four.
 #
-# ## The same, in the text
+# ## The cached tokens in the text
 #
-# Below is the first half of the text. The darker the background, the higher the weight.
+# The next cell shows the first half of the text. A darker background means a higher weight.
 
 # %%
 cached_tokens.highlight(
@@ -88,13 +87,13 @@ cached_tokens.highlight(
 )
 
 # %% [markdown]
-# From this half, `streaming` caches only the first four tokens. The very first one is the
-# begin-of-text token and has no letters.
+# Of this half, `streaming` caches only the first four tokens. The first of them is the
+# begin-of-text token, which has no letters.
 #
 # ## Can the model still see the answer?
 #
-# The passage names a stick and quotes the engraving on it. After the whole passage is read, in what
-# fraction of the heads are these words still cached?
+# The passage names a stick and quotes the engraving on it. The next cell shows in which fraction of
+# the heads these words are still cached after the whole passage.
 
 # %%
 places = cached_tokens.locate_phrases(
@@ -106,19 +105,19 @@ cached_tokens.share_table(found, places)
 # %% [markdown]
 # Every policy caches the last ten tokens in all heads. With the default model, `window` and
 # `streaming` have evicted both phrases. Policies with a sample of the whole text (`reservoir` to
-# `uniform`) still cache parts of them in some heads. A cached token is not yet a used token. A
-# token in few heads may be of no use to them, and a model this small makes little use of distant
-# tokens. [How often a distant fact is
+# `uniform`) still cache parts of the phrases in some heads. A cached token need not be used: the few
+# heads that cache it may not attend to it, and a model this small attends little to distant tokens.
+# [How often a distant fact is
 # recalled](https://github.com/jaxkv/jaxkv/blob/main/evals/results/recall.png) was measured with
 # models trained for that task.
 #
-# ## Caches that store everything
+# ## Caches that store every token
 #
-# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` are sparse attention: they evict
-# nothing and select the keys to read for each query. They save reads, not memory; see
-# [04_sampling_beats_topk](04_sampling_beats_topk.ipynb). The last five need as much memory as
-# `full`. `magicpig` also stores hash tables, so it needs more: with the default model and a prompt
-# this short, several times as much.
+# `magicpig`, `topk`, `topp`, `oracle`, `quest` and `vattention` are sparse attention: they evict no
+# token and select keys for each query ([04_sampling_beats_topk](04_sampling_beats_topk.ipynb)).
+# `magicpig` finds keys through hash tables. The other five are oracle baselines, which read every
+# key to select some. They need as much memory as `full`. `magicpig` also stores its tables. With the
+# default model and a prompt this short, it needs several times as much memory as `full`.
 
 # %%
 some = SPARSE[: runtime.size(6, 2)]

@@ -4,9 +4,9 @@
 # # Compressing a prompt: balanced or random samples?
 #
 # Prompt compression reads a prompt once and then caches only a half, a quarter or an eighth of its
-# tokens. [BalanceKV](https://arxiv.org/abs/2502.07861) selects them such that attention to the
-# cached tokens resembles attention to the dropped ones. This notebook shows for which keys that is
-# better than a random sample, and for which it is not. The third cell lists the devices on which
+# tokens. [BalanceKV](https://arxiv.org/abs/2502.07861) selects these tokens such that attention to
+# them resembles attention to the dropped tokens. This notebook shows for which keys this selection
+# is better than a random sample, and for which it is not. The third cell lists the devices on which
 # this notebook has run and its run time on each.
 
 # %% tags=["install"]
@@ -20,16 +20,16 @@ runtime.begin("03_balance_or_chance")
 # %% [markdown]
 # ## What halving does
 #
-# To halve a set of tokens, give each one a random sign and keep those with a plus. Fair coins work,
-# but they may keep 13 of 20 tokens of one kind and 7 of 20 of another. The *self-balancing walk*
-# looks at the signs given so far: a token that resembles many kept tokens is more likely to be
-# dropped. Every token is still kept with probability one half, and kept tokens count twice, so the
-# estimates of attention's sums are unbiased.
+# To halve a set of tokens, give each token a random sign and keep the tokens with a plus sign. With
+# fair coins, this may keep 13 of 20 tokens of one kind and 7 of 20 of another. The *self-balancing
+# walk* uses the signs given so far: a token that resembles many kept tokens is more likely to be
+# dropped. Each token is still kept with probability one half, and kept tokens count twice. So the
+# estimates of the sums in attention are unbiased.
 #
-# Two tokens resemble each other if attention treats them alike. The walk represents each token by a
-# vector with inner products `exp(<k, k'>) <v, v'>`, and keeps the signed sum of these vectors
-# short. The longer this sum, the larger the error of attention to the kept tokens can be. The plots
-# below show it for keys in a plane, with equal values:
+# Two tokens resemble each other if they have similar keys and values. The walk represents each token
+# by a vector. The inner products of these vectors are `exp(<k, k'>) <v, v'>`. The walk keeps the
+# signed sum of the vectors short. The longer this sum, the larger the error of attention to the kept
+# tokens can be. The plots below show the sum for keys in a plane, with equal values:
 
 # %%
 from jaxkv.colab import balance_or_chance as compression
@@ -42,10 +42,10 @@ caption = (
 compression.draw_halves(points, caption)
 
 # %% [markdown]
-# **What to see.** The two left panels compare coins with the walk; the numbers count kept and
-# dropped keys per cluster. On the right, the signed sum of the coins grows as the square root of
-# the number of tokens, while that of the walk hardly grows. So the more tokens are compressed
-# together, the more balancing can gain.
+# **What to see.** The two left panels compare coins with the walk. The numbers count kept and
+# dropped keys per cluster. On the right, the signed sum of the coins grows as the square root of the
+# number of tokens; that of the walk hardly grows. So the advantage of balancing grows with the
+# number of tokens that are compressed together.
 #
 # ## Layers of a model
 #
@@ -64,11 +64,11 @@ stretches = [ids[i * length : (i + 1) * length] for i in range(count)]
 print(f"{llm.name}: {llm.config.layers} layers; {count} stretches of {length} tokens")
 
 # %% [markdown]
-# The model reads several stretches of text, and the queries, keys and values of each layer are
-# recorded. The last 64 tokens of a stretch are the queries, and all tokens before them are the
+# The model reads several stretches of text. The next cell records the queries, keys and values of
+# each layer. The last 64 tokens of a stretch are the queries, and all tokens before them are the
 # prompt. The first 64 and the last 64 tokens of the prompt stay; the tokens between are compressed.
-# The relative error is the distance between the attention output with the compressed prompt and
-# with the full prompt, divided by the norm of the latter.
+# The relative error is the distance between the attention outputs with the compressed prompt and
+# with the full prompt, divided by the norm of the output with the full prompt.
 #
 # - **balance, walk**: one sign per token, as in the paper. **balance, pairs**: one sign per pair of
 #   neighbours, of which one stays. This is the default of the policy `balance`.
@@ -76,8 +76,8 @@ print(f"{llm.name}: {llm.config.layers} layers; {count} stretches of {length} to
 # - **uniform, weighted**: a random sample in which each token counts for all tokens that it
 #   represents. **uniform**: the same sample with each token counted once.
 # - **snapkv**: no sample. It keeps the tokens with the highest attention from the prompt's last 32
-#   queries ([SnapKV](https://arxiv.org/abs/2404.14469)). This experiment favours it, because the
-#   test queries follow right after the prompt.
+#   queries ([SnapKV](https://arxiv.org/abs/2404.14469)). This experiment favours `snapkv`, because
+#   the test queries follow immediately after the prompt.
 # - **ends alone**: no token between the two ends.
 
 # %%
@@ -94,25 +94,26 @@ compression.draw_errors(found, caption)
 # **What to see.** Two results stand out for the default model.
 #
 # - In the first layer, balance has a far lower error than any random sample if a half or a quarter
-#   is kept. In the other layers it gains little or nothing.
-# - The fewer tokens are kept, the less the weights help. At an eighth, the uniform sample is better
-#   without weights. If only a few terms of a sum matter, an estimate with few samples that count
-#   for eight each has a large variance. Balance uses the same weights and loses its advantage
-#   there. In layers that attend to few keys, an eighth of the tokens may be no better than none of
-#   them.
+#   is kept. In the other layers its advantage is small or absent.
+# - The fewer tokens are kept, the less the weights help. At an eighth, the uniform sample has a
+#   lower error without weights. If only few terms of a sum are large, an estimate from few samples
+#   that count for eight each has a large variance. Balance uses the same weights, so it has no
+#   advantage there. In layers that attend to few keys, an eighth of the tokens may be no better than
+#   none of them.
 #
-# Why is the first layer different? The table below, for a quarter kept, shows how concentrated
-# attention is: the share of the attention between the ends that its heaviest tenth of the keys
-# receives. The other columns are ratios of errors. Below 1, balance has the lower error.
+# The first layer differs from the others in the concentration of attention. The next table shows it
+# for a kept quarter: of the attention to keys between the ends, the share that the heaviest tenth of
+# these keys receives. The other columns are ratios of errors. If a ratio is below 1, balance has the
+# lower error.
 
 # %%
 runtime.Text(compression.error_table(found, rounds=2))
 
 # %% [markdown]
-# For the default model, balance wins where attention is spread over many keys. Where a few keys
-# receive most of the attention, selection by attention score wins. (The policy scales the inner
-# products of keys by `temperature=0.1`. At 1, as in the theorem, real keys are dissimilar to all
-# others, and little is left to balance.)
+# For the default model, balance has the lowest error where attention is spread over many keys. Where
+# few keys receive most of the attention, selection by attention score has the lowest error. The
+# policy multiplies the inner products of keys by `temperature=0.1`. At 1, as in the theorem, each
+# real key is dissimilar to all others, so balancing has little effect.
 #
 # ## Which keys favour balance?
 #
@@ -123,7 +124,8 @@ runtime.Text(compression.error_table(found, rounds=2))
 # - **kinds, mixed**: each token belongs to one of 32 kinds, in random order. Tokens of one kind
 #   have similar keys and similar values.
 # - **nothing alike**: all keys and values are independent.
-# - **a few heavy keys**: the same, but all queries look for 8 of the keys.
+# - **a few heavy keys**: all keys and values are independent, and all queries attend mostly to 8 of
+#   the keys.
 
 # %% tags=["picture"]
 draws = runtime.size(10, 3)
@@ -138,16 +140,16 @@ compression.draw_synthetic(synthetic, caption)
 # **What to see.**
 #
 # - **neighbours alike**: one token of every four neighbours is enough. Stratified sampling has
-#   about the error of balance, without looking at the keys.
+#   about the same error as balance, and does not use the keys.
 # - **kinds, mixed**: similar tokens are spread over the prompt. Only balance finds them.
-# - **nothing alike**: there is nothing to balance. Every method has a large error, and that of
-#   balance is about that of a random sample.
-# - **a few heavy keys**: a quarter of the prompt, balanced or not, has lost three of every four
-#   heavy keys. The tokens must be selected by attention score. That works as long as later queries
-#   look for the same keys as the prompt's last ones.
+# - **nothing alike**: no tokens are similar, so balancing has no effect. Every method has a large
+#   error, and that of balance is about that of a random sample.
+# - **a few heavy keys**: a quarter of the prompt, balanced or not, lacks three of every four heavy
+#   keys. The tokens must be selected by attention score. This selection works as long as later
+#   queries attend to the same keys as the last queries of the prompt.
 #
 # The bound of the paper agrees: it grows exponentially with the norms of keys and queries. The next
-# cell takes the mixed kinds and increases the norm of the queries, so that attention concentrates
+# cell uses the mixed kinds and increases the norm of the queries, so that attention concentrates
 # on fewer keys.
 
 # %%
@@ -161,16 +163,16 @@ caption = (
 compression.draw_by_concentration(by_sharpness, caption)
 
 # %% [markdown]
-# **What to see.** Balance keeps its advantage while many keys share the attention, and loses it
-# gradually as attention concentrates. In this experiment every query looks for different keys. The
+# **What to see.** Balance has an advantage while many keys share the attention. The advantage
+# shrinks as attention concentrates. In this experiment, every query attends to other keys. The
 # attention of earlier queries then predicts nothing, so `snapkv` is no better than the other
 # methods.
 #
 # ## What compression costs
 #
-# A prompt is compressed once. A random sample needs a sort. Balance compares every token of a block
-# with every other and assigns the signs one after another, so it takes longer. Pairs need half as
-# many steps as single tokens.
+# A prompt is compressed once. A random sample needs a sort. Balance takes longer: it compares every
+# token of a block with every other token, and assigns the signs one after another. Pairs need half
+# as many steps as single tokens.
 
 # %%
 lengths = runtime.size([1_024, 4_096], [512])
@@ -187,22 +189,23 @@ runtime.Text("\n".join(lines))
 # %% [markdown]
 # ## Which method to use
 #
-# - **balance**: for keeping a half or a quarter of a prompt whose tokens share the attention and
-#   come in kinds, if the question is not known in advance.
+# - **balance**: to keep a half or a quarter of a prompt if the question is not known in advance,
+#   many tokens share the attention, and tokens come in kinds.
 # - **uniform**, or **stratified** where neighbours are similar: for the same case, if compression
-#   must cost nothing. Below a quarter, use it without weights (`uniform:weighted=false`).
-# - **snapkv**: for a prompt that ends in its question, or where a few tokens matter that the
-#   question looks for.
-# - **full**: for questions about single facts anywhere in the prompt. A sample has dropped most of
-#   them, balanced or not.
+#   must be fast. To keep less than a quarter, turn the weights off (`uniform:weighted=false`).
+# - **snapkv**: for a prompt that ends in its question, or if only few tokens matter and the end of
+#   the prompt attends to them.
+# - **full**: for questions about single facts anywhere in the prompt. A sample, balanced or not,
+#   lacks most of these facts.
 #
-# A lower attention error is not yet a better answer. In this repository's records, balance has a
-# lower error than random samples at a half or a quarter, averaged over layers. Yet it answers
-# questions about single facts in a prompt no better: averaged over distances, `snapkv` is ahead of
-# both, and so is `streaming`, which caches only the sinks and the newest tokens. The paper's
-# comparison on LongBench with a model of 8 billion weights has not been repeated here. The records
-# and their commands are in [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md)
-# and [NEGATIVE.md](https://github.com/jaxkv/jaxkv/blob/main/evals/NEGATIVE.md).
+# A lower attention error does not imply better answers. In this repository's records, balance has a
+# lower error than random samples at a half or a quarter, averaged over layers. Yet it does not
+# answer more questions about single facts in a prompt. Averaged over distances, `snapkv` answers
+# more than both, and so does `streaming`, which caches only the sinks and the newest tokens. The
+# paper's comparison on LongBench with a model of 8 billion weights has not been repeated here. The
+# records and their commands are in
+# [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) and
+# [NEGATIVE.md](https://github.com/jaxkv/jaxkv/blob/main/evals/NEGATIVE.md).
 #
 # The next cell checks these results and fails if one of them does not hold.
 

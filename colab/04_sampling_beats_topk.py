@@ -3,11 +3,11 @@
 #
 # # When sampling beats top-k
 #
-# A query need not read every key. Should it read the keys with the largest attention weights, or a
-# random sample drawn by weight? [MagicPIG](https://arxiv.org/abs/2410.16179) argues for sampling
-# where attention has a long tail. This notebook shows where that holds, where it does not, and how
-# hash tables find such a sample. The third cell lists the devices on which this notebook has run
-# and its run time on each.
+# A query need not attend to every key. Should it attend to the keys with the largest attention
+# weights, or to a random sample drawn by weight? [MagicPIG](https://arxiv.org/abs/2410.16179) argues
+# for a sample if attention has a long tail. This notebook shows where the sample has the lower
+# error and how hash tables find such a sample. The third cell lists the devices on which this
+# notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -18,10 +18,9 @@ from jaxkv.colab import runtime
 runtime.begin("04_sampling_beats_topk")
 
 # %% [markdown]
-# Queries, keys and values come from a model that reads a novel. The default model comes with the
-# package and is small. To use another model, put the Hub id of any Llama-family model into the
-# field below. The last 64 tokens of each stretch are the queries. They attend to all tokens before
-# them.
+# Queries, keys and values come from a model that reads stretches of a novel. The default model is
+# small. To use another model, put the Hub id of any Llama-family model into the field below. The
+# last 64 tokens of each stretch are the queries. They attend to all tokens before them.
 
 # %%
 from jaxkv import models
@@ -40,9 +39,9 @@ print(f"{llm.name}: {len(layers)} of {llm.config.layers} layers are measured")
 # ## The long tail
 #
 # Sort the keys of a query by attention weight and add the weights up, heaviest first. Each curve
-# below is one head. If a curve rises steeply, a few keys carry all the weight. If it is a straight
-# line, all keys weigh the same. In between lies the *long tail*: few keys with much weight, and
-# many keys with little weight each, which together matter.
+# below is one head. If a curve rises steeply, a few keys have all the weight. If it is a straight
+# line, all keys have the same weight. Between them is the *long tail*: few keys with much weight,
+# and many keys with little weight each but much in total.
 
 # %%
 tails = {n: long_tail.cumulative_weights(spec, layer) for n, layer in layers.items()}
@@ -51,11 +50,11 @@ figures.draw_tails(tails)
 # %% [markdown]
 # ## Top-k or a sample?
 #
-# Compare three ways to read one key in twenty:
+# The next cell compares three ways to attend to one key in twenty:
 #
-# - **topk** reads the keys with the largest weights and ignores the others.
-# - **oracle** draws keys by weight and averages their values. The estimate is unbiased, but drawing
-#   by weight requires reading every key first. MagicPIG approximates it.
+# - **topk** takes the keys with the largest weights and ignores the others.
+# - **oracle** draws keys by weight and averages their values. The estimate is unbiased, but a draw
+#   by weight needs the weights of all keys. MagicPIG approximates this sample.
 # - **uniform** draws keys uniformly and weights each by its attention.
 #
 # The relative error is the distance from the exact attention output, divided by the norm of that
@@ -68,15 +67,14 @@ runtime.Text(long_tail.heads_table(spec, layers, by_head))
 
 # %% [markdown]
 # **What to see.** In the default model, top-k has the lowest error in most heads, and in every head
-# where a fifth of the keys has more than nine tenths of the weight. In the first layer it has the
-# highest error of the three: attention is flat there, and the keys with the largest weights
-# represent only themselves. A sample is better, but it need not be drawn by weight; a uniform
-# sample is about as good.
+# where a fifth of the keys has more than nine tenths of the weight. In the first layer, top-k has
+# the highest error of the three. Attention is flat there, and top-k ignores all keys except the
+# heaviest. A uniform sample has about the same error as a sample by weight.
 #
-# In a few heads of the later layers, sampling by weight has the lowest error. Their tails are long:
-# too much weight lies in the tail for top-k, and too little for a uniform sample. The plot below
-# shows three heads by budget: the flattest, the one where sampling by weight gains most over the
-# better of the other two, and the most peaked.
+# In a few heads of the later layers, sampling by weight has the lowest error. These heads have long
+# tails: the tail has too much weight for top-k, and too little for a uniform sample. The plot below
+# shows three heads by budget: the flattest, the one with the largest advantage of sampling by
+# weight, and the most peaked.
 
 # %%
 budgets = runtime.size((0.01, 0.02, 0.05, 0.1, 0.2, 0.4), (0.02, 0.05))
@@ -90,11 +88,11 @@ figures.draw_budgets(of_head, budgets)
 # %% [markdown]
 # ## Why sampling wins or loses
 #
-# Synthetic keys make the cause explicit. The logits are normally distributed: the larger their
-# standard deviation, the shorter the tail. The values correlate with the logits, so heavy keys have
-# different values from light ones. In the right panel, each curve goes from a flat tail to a short
-# one. In the left panel, each head of the model is one dot per method. Below the blue line, a
-# sample has a lower error than top-k.
+# Synthetic keys make the cause explicit. Their logits are normally distributed: the larger the
+# standard deviation, the shorter the tail. The values correlate with the logits, so the values of
+# heavy keys differ from those of light keys. In the right panel, each curve goes from a flat tail to
+# a short one. In the left panel, each head of the model is one dot per method. Below the blue line,
+# a sample has a lower error than top-k.
 
 # %% tags=["picture"]
 few, many, sigmas = runtime.size((512, 4_096, long_tail.SIGMAS), (256, 2_048, (0.25, 1.5, 3.0)))
@@ -112,46 +110,46 @@ caption = (
 figures.draw_error_ratio(by_head, synthetic, share, caption)
 
 # %% [markdown]
-# **What to see.** Sampling by weight wins under three conditions.
+# **What to see.** Sampling by weight has the lower error under three conditions.
 #
-# - **The tail is long.** At an equal number of keys, top-k improves as the tail gets shorter. With
-#   few keys, it wins in the end.
-# - **Heavy keys have different values from light ones.** Where values do not follow the weight
-#   (dotted), the heaviest keys represent the others well. Top-k is then as good as a sample or
-#   better.
-# - **There are many keys.** One in twenty of eight times as many keys is eight times as many draws.
-#   The error of a random sample averages out; that of top-k does not.
+# - **The tail is long.** At an equal number of keys, the error of top-k falls as the tail gets
+#   shorter. With few keys and a short tail, top-k has the lower error.
+# - **Heavy keys have other values than light keys.** If values do not correlate with the weight
+#   (dotted), the heaviest keys represent the others well. The error of top-k is then about that of a
+#   sample or lower.
+# - **There are many keys.** One in twenty keys is then a large number of draws. The error of a
+#   random sample falls with the number of draws; that of top-k does not.
 #
-# The third condition explains the difference to the paper: its models read 16 thousand tokens and
-# more, while this one reads hundreds. `magicpig` draws as many keys through hash tables, with a
-# probability that follows the weight only roughly. With many keys and a long tail, its error is far
-# below that of top-k.
+# The third condition explains the difference from the paper, whose models read at least 16 thousand
+# tokens; this model reads hundreds. `magicpig` draws as many keys through hash tables, with a
+# probability that depends on the weight only roughly. With many keys and a long tail, its error is
+# far below that of top-k.
 #
 # So neither method is best everywhere. [vAttention](https://arxiv.org/abs/2510.05688) combines
-# them: it reads the heaviest keys and a sample of the rest (policy `vattention`).
+# them: it attends to the heaviest keys and to a sample of the others (policy `vattention`).
 #
 # ## How hash tables draw a sample
 #
 # MagicPIG hashes every key L times, each time by the signs of K random projections. A query attends
-# to the keys that share its code in at least two of the L tables. The probability of that follows
-# from the angle between query and key. Each selected key is weighted by one over this probability,
-# so the estimates of attention's sums are unbiased.
+# to the keys that share its code in at least two of the L tables. The probability of this event
+# follows from the angle between query and key. Each selected key is weighted by one over this
+# probability, so the estimates of the sums in attention are unbiased.
 
 # %%
 figures.draw_inclusion(spec, layers[0], long_tail.PAIRS[:3])
 
 # %% [markdown]
-# **What to see.** In the first layer of the default model (above), most keys are closer to a right
-# angle with the query than to its direction. Few keys are found there, and similar keys are found
-# more often. The mean key is subtracted before hashing; here that moves the keys slightly towards
-# the query.
+# **What to see.** In the first layer of the default model, the angle between most keys and the query
+# is nearer to 90 degrees than to 0. Few of them are found; keys with smaller angles are found more
+# often. The mean key is subtracted before hashing. Here this moves the keys slightly towards the
+# query.
 #
 # ## The sink, and centring
 #
 # Two properties of the paper's models make sampling hard. First, all keys lie in a cone and queries
-# point away from it, so no key would be found. Second, the first token, the *sink*, lies in the
-# direction of the queries. It receives most of the weight, while its value carries little
-# information. According to the table above, the default model has no sink. So the next cell uses
+# point away from it, so no key would be found. Second, the key of the first token, the *sink*, has
+# the direction of the queries. It receives most of the weight, while its value has little
+# information. The default model has no sink, as the table above shows. So the next cell uses
 # synthetic keys: a cone opposite to the query, and a sink with half of the weight.
 
 # %%
@@ -161,20 +159,20 @@ runtime.Text(long_tail.sink_table(with_sink))
 # %% [markdown]
 # **What to see.**
 #
-# - A sample by weight spends half of its draws on the sink, which is a single key. If the sink is
-#   always read in addition to the sample, all draws go to other keys.
-# - A uniform sample almost always misses the sink, and with it half of the weight.
-# - Hash tables find the sink without help, because it is close to the query. `magicpig` reads it
-#   always.
-# - Without centring, the tables find almost nothing. With the mean subtracted, keys are
-#   distinguished by their differences. The mean does not affect the softmax, because it adds the
-#   same amount to all logits of a query.
+# - In a sample by weight, half of the draws are the sink. If the query always attends to the sink
+#   besides the sample, all draws are other keys.
+# - A uniform sample usually lacks the sink, which has half of the weight.
+# - Hash tables find the sink, because its direction is close to that of the query. In any case, the
+#   policy `magicpig` attends to the first tokens exactly.
+# - Without centring, the tables find almost no keys. If the mean is subtracted, the hash depends on
+#   the differences between keys. The mean does not affect the softmax, because it adds the same
+#   amount to all logits of a query.
 #
 # ## Choosing K and L
 #
-# More bits K make codes rarer; more tables L give each key more chances. Together they set how many
-# keys are read. Each table takes two bytes per key, or four if there are more than 65,535 keys. The
-# table below averages the first layer and one in the middle.
+# With more bits K, fewer keys are found; with more tables L, more keys are found. Each hash table
+# takes two bytes per key, or four if there are more than 65,535 keys. The next cell shows averages
+# over the first layer and one layer in the middle.
 
 # %%
 pairs = runtime.size(long_tail.PAIRS, long_tail.PAIRS[2:])
@@ -183,14 +181,14 @@ read = long_tail.measure_tables(spec, two, pairs, runtime.size(2, 1))
 runtime.Text(long_tail.lsh_table(read))
 
 # %% [markdown]
-# Read as many keys as the allowed error requires, with the smallest L that achieves it. For your
-# own model and text, `python -m jaxkv.evals.magicpig.tune_lsh --text book.txt` finds K and L.
+# Choose the smallest L whose error is acceptable. For your own model and text,
+# `python -m jaxkv.evals.magicpig.tune_lsh --text book.txt` finds K and L.
 #
 # ## As policies
 #
-# The prompt is three quarters of a stretch; the rest of the stretch is scored. Every policy reads
-# the first 4 tokens, the newest 16 and about a tenth of the keys between. `ends alone` reads none
-# of the keys between.
+# The prompt is three quarters of a stretch; the rest of the stretch is scored. Under every policy,
+# queries attend to the first 4 tokens, the newest 16 and about a tenth of the keys between; under
+# `ends alone`, to none of these keys.
 
 # %%
 policies = long_tail.policies_at_share(0.1, (8, 75))
@@ -200,15 +198,15 @@ after_prompt = long_tail.measure_losses(llm, ids, count, scored)
 runtime.Text(long_tail.loss_table(after_prompt, part))
 
 # %% [markdown]
-# **What to see.** The keys between the ends matter for the loss of the default model, and a uniform
-# sample recovers part of it. Each of the other policies loses less than half of what the uniform
-# sample loses. `oracle` reads fewer keys, because repeated draws of one key read it once.
+# **What to see.** Without the keys between the ends, the loss of the default model rises. A uniform
+# sample of these keys avoids a part of the rise. With each of the other four policies, the rise is
+# less than half of that with the uniform sample. `oracle` draws some keys several times, so it
+# attends to fewer keys.
 #
-# Of those four policies, only `magicpig` need not look at every key in order to choose, so only it
-# can save time. In return, it also attends to keys that collide by chance. On a CPU it is faster
-# after prompts of tens of thousands of tokens
+# Of these four policies, only `magicpig` selects keys without reading every key, so only `magicpig`
+# can save time. On a CPU it is faster than full attention after tens of thousands of tokens
 # ([measurements](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)). For short
-# prompts, read all keys.
+# prompts, use full attention.
 #
 # The next cell checks these results and fails if one of them does not hold.
 

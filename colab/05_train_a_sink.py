@@ -3,10 +3,11 @@
 #
 # # Train a sink
 #
-# This notebook trains two kinds of small models that differ in one thing: a learnable sink token in
-# front of every training sample ([StreamingLLM](https://arxiv.org/abs/2309.17453), section 3.3). It
-# compares how well they learn, what their heads attend to, and which tokens a cache must store for
-# each. The third cell lists the devices on which this notebook has run and its run time on each.
+# This notebook trains small models in two variants. They differ only in a learnable sink token in
+# front of every training sample ([StreamingLLM](https://arxiv.org/abs/2309.17453), section 3.3). The
+# notebook compares the losses of the variants, the attention of their heads, and the tokens that a
+# cache must store for each. The third cell lists the devices on which this notebook has run and its
+# run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -17,12 +18,12 @@ from jaxkv.colab import runtime
 runtime.begin("05_train_a_sink")
 
 # %% [markdown]
-# ## A head with nothing to do
+# ## An idle head
 #
-# The training data are letters, as in [Guo et al.](https://arxiv.org/abs/2410.13835). Each letter
-# follows the one before it at random, except after twenty *triggers*: the letter after a trigger is
-# a copy of the letter before it. One attention head can learn to copy. At every letter that is no
-# trigger, this head is idle. In the sample below, a dot marks each trigger:
+# The training data are letters, as in [Guo et al.](https://arxiv.org/abs/2410.13835). Twenty letters
+# are *triggers*: the letter after a trigger is a copy of the letter before the trigger. Every other
+# letter depends at random on the letter before it. One attention head can learn to copy. At every
+# letter that is no trigger, this head is idle. In the sample below, a dot marks each trigger:
 
 # %%
 from jaxkv.evals.training import backcopy
@@ -34,10 +35,10 @@ print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i i
 # %% [markdown]
 # ## Two variants
 #
-# `none` is plain softmax. `token` has one extra token in front of every sample, with a learnt
-# embedding like any other token. It carries no information, so an idle head can attend to it
-# without effect. `jaxkv pretrain` trains both variants with the same recipe: here one layer, one
-# head and samples of 48 letters, from several seeds.
+# `none` is plain softmax. `token` has one additional token in front of every sample, with a learnt
+# embedding like any other token. This token has no information, so an idle head can attend to it
+# without effect. `jaxkv pretrain` trains both variants with the same recipe, here with one layer, one
+# head, samples of 48 letters and several seeds.
 
 # %%
 import tempfile
@@ -64,10 +65,10 @@ on_first = of_each(sink_variants.first_token_attention)
 sink_variants.draw_learning(by_position, on_first, floor)
 
 # %% [markdown]
-# **What to see.** The left panel shows the loss by position in a sample. The sink token takes the
-# position of the first letter. So this variant must predict the next letter without context, and
-# the one after it too if it copies the missing letter. From the third position on, both variants
-# have the same task:
+# **What to see.** The left panel shows the loss by position in a sample. The sink token replaces the
+# first letter of a sample. So this variant must predict the second letter without context. It must
+# also predict the third letter without context if that is a copy of the missing letter. From the
+# third position on, both variants have the same task:
 
 # %%
 same = sink_variants.COMPARABLE_FROM
@@ -78,19 +79,19 @@ for seed, loss in zip(SEEDS, late, strict=True):
 # %% [markdown]
 # From there on, the losses of the two variants differ by less than 0.02 nats, which
 # [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) counts as no difference. So
-# as long as a sample fits the context, the sink token brings no gain and costs one position.
+# within the trained context, the sink token does not lower the loss, and it takes one position.
 #
-# The right panel shows the mean attention that each idle letter gives to the first token. With
-# plain softmax it is almost zero. With a sink token, some letters give it much. The number of such
-# letters varies with the seed, but every seed has some.
+# The right panel shows the mean attention of each idle letter to the first token. With plain
+# softmax it is almost zero. With a sink token, some letters give much attention to it. The number of
+# these letters varies with the seed, but with every seed there are some.
 #
 # ## What the heads attend to
 #
-# In the attention maps below, each row is a query letter and each column a key. The models are
+# In the attention maps below, each row is a query letter and each column is a key. The models are
 # those of the first seed. Of many stretches of text, the maps show the one in which the sink gets
-# most attention. The letter after a trigger is known, so a trigger (with a dot) attends to the
-# letter before it. An idle letter attends to itself, which adds no information, or to the sink if
-# the model has one.
+# most attention. A trigger (with a dot) attends to the letter before it, because the next letter is
+# a copy of that letter. An idle letter attends to itself, which adds no information, or to the sink
+# if the model has one.
 
 # %% tags=["picture"]
 start = sink_variants.find_idle_stretch(trained[0]["token"], letters, 15)
@@ -99,8 +100,8 @@ sink_variants.draw_maps(trained[0], letters, 15, start)
 # %% [markdown]
 # ## Streaming with one sink
 #
-# All models now read a text much longer than a sample, with caches of 24 tokens: the newest tokens
-# alone, or one, two or four of the first tokens and correspondingly fewer of the newest.
+# All models now read a text that is much longer than a sample, with caches of 24 tokens. The caches
+# store the newest tokens only, or one, two or four of the first tokens and fewer of the newest.
 
 # %%
 CACHES = {"0 + 24": "window:window=24"}
@@ -122,17 +123,18 @@ sink_variants.draw_losses(found, floor)
 
 # %% [markdown]
 # **What to see.** A model trained with a sink token needs it in the cache, and one sink is enough:
-# more first tokens do not lower the loss. The model with plain softmax has learnt no sink, so no
-# cache hurts it. A plain window is safe for such a model, but you cannot tell from outside whether
-# a model is one. So cache the first tokens.
+# more first tokens do not lower the loss. The model with plain softmax has learnt no sink, so its
+# loss is the same with every cache. A plain window is safe for such a model. But you do not know in
+# advance whether a model has sinks, so cache the first tokens.
+#
 # [backcopy.json](https://github.com/jaxkv/jaxkv/blob/main/evals/results/backcopy.json) has more
-# variants, and attempts to make plain softmax learn a sink.
-# [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) compares them with the
+# variants, and attempts to train a sink with plain softmax.
+# [CLAIMS.md](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md) compares the results with the
 # paper.
 #
 # ## A larger model
 #
-# To train on text, run in a terminal:
+# To train on text, run these commands in a terminal:
 #
 # ```bash
 # jaxkv data --text books/train --valid books/valid --vocab-size 4096 --out tokens
@@ -140,8 +142,8 @@ sink_variants.draw_losses(found, floor)
 # jaxkv generate "Once upon a time" --model run/hf --policy streaming:sinks=1,window=255
 # ```
 #
-# `--preset default` is the default model of jaxkv. `--preset 160m` has the size of the paper's
-# models and needs a GPU.
+# `--preset default` is the recipe of jaxkv's default model. `--preset 160m` has the size of the
+# paper's models and needs a GPU.
 #
 # The next cell checks these results and fails if one of them does not hold.
 

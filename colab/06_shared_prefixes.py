@@ -4,9 +4,9 @@
 # # Shared prefixes
 #
 # A chat client sends the whole conversation again with every turn. Prefix caching computes the
-# common beginning of prompts once and reuses it. It works for growing caches and also for evicting
-# caches, where the result is bit-identical to recomputing. The third cell lists the devices on
-# which this notebook has run and its run time on each.
+# common beginning of prompts once and reuses it. It works for growing caches and for evicting
+# caches. The result is bit-identical to recomputing. The third cell lists the devices on which this
+# notebook has run and its run time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -29,9 +29,9 @@ llm = models.load(MODEL) if MODEL else models.load()
 # %% [markdown]
 # ## How a prefix is identified
 #
-# A prompt is cut into blocks. The hash of a block covers the hash of the block before it and its
-# own tokens. So equal hashes mean that everything before is equal too, and one look-up per block
-# finds the longest common prefix of two prompts. The two prompts below differ from their third
+# A prompt is cut into blocks. The hash of a block is computed from its tokens and the hash of the
+# block before it. So blocks with equal hashes have equal tokens before them too, and one look-up per
+# block finds the longest cached prefix of a prompt. The two prompts below differ from their third
 # block on:
 
 # %%
@@ -45,13 +45,16 @@ for prompt in (ids, other):
 # %% [markdown]
 # ## A block that is only partly full
 #
-# The hit rate depends on how the last, incomplete block of a prompt is handled. The report that
-# this library follows sent one prompt of 15 tokens again and again and measured 8 hits in 100. It
-# explained the misses by answers that differ. The actual cause is the hash. A prompt shorter than a
-# block loses its hash when the first generated token is written into the block (`rekey`). Only
-# requests that are admitted together can then share it, and a formula predicts this hit rate. If
-# the block keeps a second hash for the prompt (`alias`), almost every request hits. If only full
-# blocks count (`full`), none does, because such a prompt fills no block.
+# The hit rate depends on the last block of a prompt, which is usually incomplete. The report that
+# this library follows sent one prompt of 15 tokens many times and measured 8 hits in 100 requests.
+# It explained the misses by differing answers. The actual cause is the hash. The next cell measures
+# three ways to handle a prompt that is shorter than a block:
+#
+# - `rekey`: the hash of the block changes when the first generated token is written into the block.
+#   Only requests that are admitted together can then share the block. A formula predicts this hit
+#   rate.
+# - `alias`: the block keeps a second hash for the prompt. Almost every request hits.
+# - `full`: only full blocks have hashes. No request hits, because the prompt fills no block.
 
 # %%
 slots = (4, 16, 64)
@@ -65,10 +68,10 @@ conversations.draw_hit_rates(hits, slots)
 # instructions, and each turn sends all earlier turns and answers again. The engine processes
 # prompts in chunks of 64 tokens and decodes four sequences at a time.
 #
-# A growing cache shares *pages*: the keys and values of one chunk serve every prompt with the same
-# beginning. An evicting cache has already dropped tokens at the end of a prefix, so pages are not
-# enough. The engine stores its whole *state* at a few positions and restores it there. In both
-# cases, the generated tokens must equal those without prefix caching.
+# A growing cache shares *pages*: all prompts with the same beginning use one copy of the keys and
+# values of a chunk. An evicting cache has already evicted tokens at the end of a prefix, so pages
+# are not enough. The engine stores the whole *state* of such a cache at a few positions and restores
+# it from there. In both cases, the generated tokens must equal those without prefix caching.
 
 # %%
 from functools import partial
@@ -96,16 +99,16 @@ conversations.draw_first_token_by_turn(served, turns, caption)
 
 # %% [markdown]
 # **What to see.** Without prefix caching, time to first token grows with the conversation. With
-# prefix caching it depends only on the new tokens, as long as the prefixes fit in memory. At equal
-# memory, the growing cache runs out of pages in the last turn, and its time jumps. The state of an
-# evicting cache has constant size.
+# prefix caching it depends only on the number of new tokens, as long as the prefixes fit in memory.
+# Both caches have equal memory. In the last turn, the growing cache has too few pages, and its time
+# to first token jumps. The state of an evicting cache has constant size.
 #
 # ## Recorded requests
 #
-# Real conversations are less regular. The next cell loads the first requests of one hour of a chat
-# service ([Mooncake](https://github.com/kvcache-ai/Mooncake), published under Apache-2.0). The
-# trace has no texts. It has one id per 512 tokens, and two ids are equal if all text up to there is
-# equal.
+# Real conversations are less regular. The next cell loads a trace: the first requests of one hour of
+# a chat service ([Mooncake](https://github.com/kvcache-ai/Mooncake), published under Apache-2.0).
+# The trace has no texts. It has one id per 512 tokens. Two ids are equal if the texts are equal up to
+# the end of these 512 tokens.
 
 # %%
 from jaxkv.evals.prefix_caching import engine, traces
@@ -117,8 +120,8 @@ print(
 )
 
 # %% [markdown]
-# How many blocks does an index find if it has room for a part of them and evicts the least recently
-# used?
+# The next cell counts the blocks that an index finds if it has room for a part of them and evicts
+# the least recently used block.
 
 # %%
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -128,11 +131,13 @@ conversations.draw_capacity(
 )
 
 # %% [markdown]
-# **What to see.** Most prompts are new. Even with room for all blocks, few are found so early in
-# the hour. (Over [the whole
-# hour](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md#hash-table-prefix-caching-lin-2024)
-# a third of them is found.) The next cell sends the requests through the engine. Their texts are
-# generated from the ids, and all lengths are divided by sixteen because the model is small:
+# **What to see.** Most prompts are new. Even with room for all blocks, few blocks are found so early
+# in the hour. Over [the whole
+# hour](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md#hash-table-prefix-caching-lin-2024),
+# more than a third of the blocks are found.
+#
+# The next cell sends the requests through the engine. Their texts are generated from the ids. All
+# lengths are divided by sixteen, because the model is small:
 
 # %%
 load = engine.mooncake(llm, conversations.TRACE, runtime.size(400, 40), divide=16)
@@ -149,11 +154,11 @@ caption = f"from a free slot to the first token, one dot per request; {runtime.d
 conversations.draw_first_token_by_length(recorded, caption)
 
 # %% [markdown]
-# **What to see.** The time of a request depends on its new tokens and on the work of the other
-# three slots at that moment. The few requests with at least half of the prompt cached (blue) start
-# sooner on average. For most requests little is cached, so little is gained. Recorded agents send
-# all earlier steps with every step, so almost everything is cached. There, states of an evicting
-# cache save about as much as pages, in a small part of the memory:
+# **What to see.** The time to first token depends on the number of new tokens and on the other three
+# sequences at that moment. It is shorter on average for the few requests with at least half of the
+# prompt cached (blue). For most requests little is cached, so little time is saved. Agents send all
+# earlier steps with every step, so most of their prompt tokens are cached. There, the states of an
+# evicting cache save about as many tokens as pages do, in a small part of the memory:
 # [plot](https://github.com/jaxkv/jaxkv/blob/main/evals/results/agents.png).
 #
 # ## Serving

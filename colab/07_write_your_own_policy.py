@@ -3,10 +3,10 @@
 #
 # # Write your own policy
 #
-# A cache policy is one small class. This notebook writes a policy that the library does not have,
-# in about ten lines. It checks the policy against the laws that every policy must satisfy, compares
-# it with other policies, and uses it in a model of your own in plain JAX. The third cell lists the
-# devices on which this notebook has run and its run time on each.
+# A cache policy is one small class. This notebook defines a new policy in about ten lines. It checks
+# the laws that every policy must satisfy, compares the policy with others, and uses it in a separate
+# model in plain JAX. The third cell lists the devices on which this notebook has run and its run
+# time on each.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -19,11 +19,11 @@ runtime.begin("07_write_your_own_policy")
 # %% [markdown]
 # ## The idea
 #
-# Cache all near tokens, but only some of the far ones: one token of every four stays for long and
-# the other three briefly, like the strided heads of [Sparse
+# The policy caches all near tokens, but only one of every four far tokens. One token of every four
+# is cached for long and the other three briefly, as in the strided heads of [Sparse
 # Transformers](https://arxiv.org/abs/1904.10509). Far tokens then need a quarter of the slots, so
-# the same number of slots covers more text. The state is two ring buffers, and every token goes to
-# one of them.
+# the same number of slots covers more text. The state consists of two ring buffers. Every token goes
+# to one of them.
 #
 # A policy is a frozen dataclass that subclasses `jaxkv.Policy`, with `init`, `update` and `cached`.
 # It describes its state in `leaves`, one letter per axis, and its memory in `bytes_per_sequence`
@@ -82,10 +82,10 @@ class Strided(jaxkv.Policy):
 
 
 # %% [markdown]
-# One function is missing: attention to one ring. A query sees the tokens that the ring held before
-# this chunk, and the chunk's own tokens that belong to this ring. Each part is a `Partial`: an
-# attention output with its log-sum-exp. So `merge` gives exactly the attention over all these
-# tokens at once.
+# One function is missing: attention to one ring. A query sees the tokens that were in the ring before
+# this chunk, and the tokens of the chunk that belong to this ring. Each part is a `Partial`: an
+# attention output with its log-sum-exp. `merge` combines the parts into the exact attention over all
+# these tokens.
 
 
 # %%
@@ -99,9 +99,9 @@ def attend(spec, cache, share, chunk):
 # %% [markdown]
 # ## Does it satisfy the laws?
 #
-# A cache that is slightly wrong still generates fluent text, so `jaxkv.testing` checks the laws of
-# a policy. Law 15 compares the policy with its meaning in plain Python: which tokens are cached
-# when query number `n` attends.
+# A model generates fluent text even if its cache has a small bug, so `jaxkv.testing` checks the laws
+# of a policy. Law 15 compares the policy with its meaning in plain Python: a function that returns
+# the tokens that are cached when query number `n` attends.
 
 # %%
 from jaxkv.testing import judge_laws, table
@@ -118,11 +118,11 @@ verdicts = judge_laws(small, capacity, cached_tokens)
 runtime.Text(table(verdicts))
 
 # %% [markdown]
-# In your own tests, `check_policy(small)` raises if a law is broken. The remaining laws concern
-# features that this policy does not have: an estimate (12), protected slots (13), the end of
-# prefill (14).
+# In your own tests, call `check_policy(small)`, which raises an error if a law is broken. The laws
+# that the table does not show concern features that this policy does not have: an estimate (12),
+# protected slots (13), the end of prefill (14).
 #
-# What does a broken policy look like? The next one writes every token to both rings:
+# The next cell checks a broken policy, which writes every token to both rings:
 
 
 # %%
@@ -138,9 +138,9 @@ runtime.Text(table(broken))
 # %% [markdown]
 # ## Comparison with other policies
 #
-# The comparison has a `window` and a `streaming` cache with equally many slots, and a window of the
-# near part alone. The caches are small, because then the choice of tokens matters most. The model
-# has not seen the text.
+# The next cells compare the policy with a `window` and a `streaming` cache of equally many slots, and
+# with a window of the near part alone. The caches are small, because the choice of tokens then
+# matters most. The model has not seen the text.
 
 # %%
 from jaxkv import models
@@ -165,16 +165,16 @@ caption = "The Hound of the Baskervilles, mean of 500 tokens per point; full: se
 runtime.shrink(compare.draw(results[1:], llm.config.context, caption, dpi=80))
 
 # %% [markdown]
-# **What to see.** With the default model, the far tokens lower the loss clearly below that of the
-# near part alone. The same number of nearer tokens lowers it a little more: a plain window of equal
-# size has a lower loss. It is also faster, because it has one ring instead of two. Full attention
-# caches everything and fails beyond the trained context.
+# **What to see.** With the default model, the far tokens clearly lower the loss, compared with the
+# near part alone. A plain window with equally many slots caches nearer tokens instead. Its loss is a
+# little lower still, and it is faster, because it has one ring instead of two. Full attention caches
+# every token, and its loss rises beyond the trained context.
 #
 # ## In your own model
 #
-# `jaxkv.step` goes between the projections of any model. The next cells define a decoder in plain
-# JAX, with embedding, attention, MLP and logits. Its weights are random. It takes a function
-# `attend` and one state per layer.
+# Any model can call `jaxkv.step` between its projections. The next cells define a decoder in plain
+# JAX, with embedding, attention, MLP and logits. Its weights are random. Its arguments include a
+# function `attend` and one state per layer.
 
 # %%
 from jaxkv.rotary import rotary
@@ -217,8 +217,8 @@ def decode(attend, states, tokens, positions):
 
 
 # %% [markdown]
-# There are two ways to attend: `jaxkv.step` with our policy, and JAX's own attention, which caches
-# nothing and needs the whole text.
+# The next cell defines two functions `attend`: `jaxkv.step` with the new policy, and JAX's own
+# attention, which caches nothing and needs the whole text.
 
 # %%
 policy = Strided(near=8, far=40, stride=4)
@@ -236,8 +236,8 @@ def dense(state, q, k, v, positions):
 
 
 # %% [markdown]
-# Each token is sampled from the logits of the one before. The states travel through `jax.lax.scan`
-# like any other arrays.
+# Each token is sampled from the logits of the token before it. The states are ordinary arrays in the
+# carry of `jax.lax.scan`.
 
 # %%
 from jaxkv.state import batch
@@ -258,8 +258,8 @@ count = runtime.size(2_000, 500)
 print(f"{count:,} tokens; the cache has {batch.nbytes(states):,} bytes, {before:,} at the start")
 
 # %% [markdown]
-# As long as the near part caches every token, the logits must equal those of dense attention. After
-# that they differ, because tokens are evicted.
+# As long as no token is evicted, the logits must equal those of dense attention. After that they
+# differ.
 
 # %%
 most = policy.near * policy.stride
@@ -273,11 +273,12 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 # ## Next steps
 #
 # To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`
-# and `source` for `jaxkv policies`. Add one line to `jaxkv/policies/__init__.py`, so that `--policy
-# strided:near=16` finds it, and one line to `tests/laws/cases.py`. The tests then check all laws,
-# also in other dtypes, with other position encodings and sharded over several devices. A policy
-# that scores tokens by attention does so inside `update`. A growing policy overrides `reserve`. A
-# policy that compresses a finished prompt overrides `finish_prefill`.
+# and `source` for `jaxkv policies`. Add one line to `jaxkv/policies/__init__.py`, so that
+# `--policy strided:near=16` finds the policy, and one line each to `tests/laws/cases.py` and
+# `evals/lib/policy_tables.py`. The tests then check all laws, also in other dtypes, with other
+# position encodings and sharded over several devices. A policy that scores tokens by attention does
+# so inside `update`. A growing policy overrides `reserve`. A policy that compresses a finished prompt
+# overrides `finish_prefill`.
 #
 # The next cell checks these results and fails if one of them does not hold.
 

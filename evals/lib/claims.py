@@ -17,13 +17,14 @@ from jaxkv.evals.magicpig.claims import MAGICPIG
 from jaxkv.evals.prefix_caching.claims import PREFIXES
 from jaxkv.evals.reservoir.claims import RESERVOIR
 from jaxkv.evals.streaming.claims import STREAMING
+from jaxkv.evals.streaming.real_model_claims import REAL_MODEL
 from jaxkv.evals.training.claims import TRAINING
 
 PAGE = ROOT / "evals" / "CLAIMS.md"
 MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
     "agreement": "correctness.agreement",
     **{name: "streaming.endless" for name in ("endless_135m", "endless")},
-    **{name: f"streaming.{name}" for name in ("sinks", "attention_maps")},
+    **{name: f"streaming.{name}" for name in ("streaming_tables", "attention_maps", "sinks")},
     **{name: f"speed.{name}" for name in ("latency", "startup")},
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu")},
     "backcopy": "training.backcopy",
@@ -43,14 +44,18 @@ BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where th
 HEAD = """\
 # Claims
 
-The claims of the papers, and our measurements. `python -m jaxkv.evals.lib.claims` writes this page
-from `evals/results/*.json`, which hold commit, machine, versions, command, data and spread. Edit
-`evals/*/claims.py`, not this page. The models are small: stories260K (260 thousand weights, trained
-on TinyStories with a context of 512); a Llama of 110 million random weights, for times only; and
-models trained here, whose sizes are given with their results.
-`s+w` is a cache of s sinks and a window of w. After a perplexity in parentheses: the loss minus
-that of 4 sinks in a cache of the same size, in nats per token, with two standard errors.
-The commands of records use the current names of their modules.
+This page lists the claims of the papers and the measurements made here.
+`python -m jaxkv.evals.lib.claims` writes it from `evals/results/*.json`. These records contain
+commit, machine, versions, command, data and spread. Edit `evals/*/claims.py`, not this page.
+
+The models are small: stories260K (260 thousand weights, trained on TinyStories with a context of
+512 tokens); a Llama of 110 million random weights, for times only; and models trained here, whose
+sizes are given with their results.
+
+`s+w` is a cache of s sinks and a window of w tokens. In parentheses after a perplexity is the loss
+minus that of 4 sinks in a cache of the same size, in nats per token, with two standard errors. An
+error of attention is relative to the norm of exact attention. `over` means divided by. The last
+section shows the command of each record, with the current name of its module.
 """
 
 
@@ -60,14 +65,18 @@ COLUMNS = (
 )
 SECTIONS = (  # heading, introduction, claims
     ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)", "", STREAMING),
+    ("### On a real model, SmolLM2-135M-Instruct",
+     "`s+w` is as above. The novels may be part of what the model was trained on, and every case "
+     "reads the same ones.", REAL_MODEL),
     ("### Training with sinks",
-     "Variants: plain softmax (none), a zero sink, learned sink logits, one sink token or two, "
-     "trained alike. A difference below 0.02 nats per token counts as none.", TRAINING),
+     "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
+     "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
+     "as no difference.", TRAINING),
     ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
     ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
     ("## Hash-table prefix caching (Lin 2024)",
-     "The engine, model and block size of the report are not known; its experiment is repeated by "
+     "The report does not state its engine, model and block size. Its experiment is repeated with "
      "its protocol. Records of jaxkv's engine use the default model.", PREFIXES),
 )  # fmt: skip
 
@@ -81,17 +90,27 @@ def table(
     yield ""
 
 
+def measured(claims: Sequence[Claim], records: dict[str, Any]) -> bool:
+    """Whether a section has any record; one without is left out."""
+    return any(claim.record in records for claim in claims)
+
+
 def page(folder: Path = RESULTS) -> str:
     """The text of CLAIMS.md from the current records."""
     found = [name for name in MODULES if (folder / f"{name}.json").exists()]
     records = {name: read(name, folder) for name in found}
     lines = [
         HEAD,
-        *(line for section in SECTIONS for line in table(*section, records)),
+        *(
+            line
+            for section in SECTIONS
+            if measured(section[2], records)
+            for line in table(*section, records)
+        ),
         "## Bars for correctness and speed",
         "",
-        "Times are medians with the range over the rounds; the variants of a bar alternate in one "
-        "process.",
+        "A bar is a bound that a measurement should meet. Times are medians with the range over "
+        "the rounds. The variants of a bar alternate in one process.",
         "",
         "| bar | measured | asked | met | record |",
         "| --- | --- | --- | --- | --- |",

@@ -35,7 +35,7 @@ LEGENDS = {
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
-    "sinks": "upper right",
+    "streaming_tables": "upper right",
     "first_token": "upper left",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
@@ -119,7 +119,7 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
     axes.set_ylim(0, 1.1 * max(losses("fresh")))
 
 
-def sinks(axes: Any, results: dict[str, Any]) -> None:
+def streaming_tables(axes: Any, results: dict[str, Any]) -> None:
     """Loss by position, mean over novels. The first number is that of first tokens in the cache,
     the second that of newest tokens. The loss of re-computation is that of 4+252 plus the mean
     difference at the tokens that were re-computed."""
@@ -384,7 +384,7 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
     "endless": ("endless", endless),
     "endless_135m": ("endless_135m", endless),
-    "sinks": ("sinks", sinks),
+    "streaming_tables": ("streaming_tables", streaming_tables),
     "attention_maps": ("attention_maps", attention_maps),
     "first_token": ("attention_maps", first_token),
     "latency": ("latency", latency),

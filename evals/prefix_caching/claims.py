@@ -60,7 +60,7 @@ def one_prompt(r: Results) -> Finding:
     ), grade(there and why, there)
 
 
-@claim("prefix_engine", "More answers per second than without",
+@claim("prefix_engine", "Prefix caching raises the number of answers per second",
        "Figure 2: 459.22 against 416.92 of equal prompts")  # fmt: skip
 def faster(r: Results) -> Finding:
     """Figure 2, with jaxkv's engine and default model; the report has values for p = 1 only."""
@@ -76,7 +76,7 @@ def faster(r: Results) -> Finding:
     ), grade(all(felt), felt[max(range(len(felt)), key=lambda n: float(list(shares)[n]))])
 
 
-@claim("prefix_replay", "Block hashes may be chained", "section 4, no figure")
+@claim("prefix_replay", "Block hashes can be chained", "section 4, no figure")
 def chained(r: Results) -> Finding:
     took = r["speed"]["microseconds_of_4096_tokens"]
     return (
@@ -96,8 +96,8 @@ def evicting_caches(r: Results) -> Finding:
         near.append(point["of_full"] >= 0.9 and point["bytes"] < full["bytes"])
         shown.append(
             f"{policy.split(':')[0]} {point['of_full']:.1%} by {slots} states in "
-            f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} MiB without shared "
-            "pages"
+            f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} MiB with each "
+            "shared page counted once"
         )
     return (
         f"{r['turns']} recorded turns of {r['tokens']:,} tokens, chunks of {r['chunk']}; full "

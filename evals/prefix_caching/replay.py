@@ -235,7 +235,7 @@ def record(given: argparse.Namespace) -> None:
         mean = results["report"]["ten_seeds"][slots]["mean"]
         off = max(least - mean, mean - most, 0)
         results["bars"].append(
-            bar(f"report, {slots} slots: mean beyond ten seeds of the reference", off, "<=", 0)
+            bar(f"report, {slots} slots: distance of the mean from reference seeds", off, "<=", 0)
         )
     for capacity, wanted in traces.MOONCAKE.items():
         found = traces.replay(trace, capacity)
@@ -244,7 +244,7 @@ def record(given: argparse.Namespace) -> None:
         results["mooncake"][named(capacity)] = rates | {"reference": wanted}
         off = abs(rates["hit_rate_blocks"] - wanted)
         results["bars"].append(
-            bar(f"Mooncake, {named(capacity)} blocks: off the reference", off, "<=", 0.0005)
+            bar(f"Mooncake, {named(capacity)} blocks: error against reference", off, "<=", 0.0005)
         )
     for where, wanted in traces.SNAPSHOTS.items():
         shares = [traces.replay_snapshots(trace, where, slots) for slots in traces.SLOTS]
@@ -253,11 +253,11 @@ def record(given: argparse.Namespace) -> None:
             for slots, share, reference in zip(traces.SLOTS, shares, wanted, strict=True)
         }
         off = max(abs(share - reference) for share, reference in zip(shares, wanted, strict=True))
-        results["bars"].append(bar(f"snapshots, {where}: off the reference", off, "<=", 0.01))
+        results["bars"].append(bar(f"snapshots, {where}: error against reference", off, "<=", 0.01))
     results["speed"] = speed(trace)
     for keys in ("ids", "tokens"):
         slowest = min(results["speed"][keys].values(), key=lambda each: each["median"])
-        results["bars"].append(bar(f"block look-ups a second, by {keys}", slowest, ">=", FAST))
+        results["bars"].append(bar(f"block look-ups per second, by {keys}", slowest, ">=", FAST))
     if given.agents:
         results["agents"] = agents(Path(given.agents))
     for line in results["bars"]:

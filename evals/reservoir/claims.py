@@ -39,7 +39,7 @@ def equally_likely(r: Results) -> Finding:
         f"samples of {found['sample']} of {found['tokens']} tokens, {found['seeds']:,} seeds, "
         "chi-square with "
         f"{found['tokens'] - 1} degrees of freedom: the equations (`scheme=uniform`) "
-        f"{found['uniform']:.0f}, the listing as it runs (`scheme=geometric`) "
+        f"{found['uniform']:.0f}, the pseudocode as printed (`scheme=geometric`) "
         f"{found['geometric']:,.0f}"
     ), grade(fair and listing, fair)
 
@@ -72,7 +72,9 @@ def larger_is_better(r: Results) -> Finding:
     return f"{about(r)}; {', '.join(shown)}", by_all(rises["reservoir"])
 
 
-@claim("sampled", "The loss is lower than StreamingLLM's", "not claimed")
+@claim(
+    "sampled", "The loss of reservoir sampling is lower than that of StreamingLLM", "not claimed"
+)
 def loses_nothing(r: Results) -> Finding:
     over = pick(r, "worth/caches/*/over_streaming")
     del over["streaming"]
@@ -86,7 +88,8 @@ def loses_nothing(r: Results) -> Finding:
     ), grade(most < 0)
 
 
-@claim("sampled", "Efficiency does not decline", "section 7, no figure")
+@claim("sampled", "Reservoir sampling is as fast as StreamingLLM",
+       "section 7, no figure: efficiency does not decline")  # fmt: skip
 def as_fast(r: Results) -> Finding:
     ratio = {name: r["token"]["ratio"][name] for name in ("reservoir", "stratified")}
     rate = pick(r, "worth/caches/*/tokens_per_second")

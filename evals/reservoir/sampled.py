@@ -111,7 +111,7 @@ def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     ]  # fmt: skip
     every = found["caches"].values()
     found["bars"] += [
-        bar("losses that are no numbers, of all", sum(x["not_finite"] for x in every), "<=", 0),
+        bar("losses that are not finite", sum(x["not_finite"] for x in every), "<=", 0),
         bar("sizes of one state, the maximum over caches",
             max(len(x["state_bytes"]) for x in every), "<=", 1),
         bar("MiB by which the process grew after the first block, the maximum over caches",

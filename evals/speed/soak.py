@@ -226,12 +226,14 @@ def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
     """The bars: equal answers, and no growth."""
     first, last = found["rests"][min(2, len(found["rests"]) - 1)], found["rests"][-1]
     return [
-        bar(f"answers unlike those alone, {policy}", found["wrong"], "<=", 0),
-        bar(f"open files more than before, {policy}", last["files"] - first["files"], "<=", 0),
-        bar(f"memory over that after the first {2 * REST}, {policy}",
+        bar(f"answers that differ from those of single requests, {policy}", found["wrong"],
+            "<=", 0),
+        bar(f"growth of the number of open files, {policy}", last["files"] - first["files"],
+            "<=", 0),
+        bar(f"memory at the end over memory after {2 * REST:,} requests, {policy}",
             last["resident"] / first["resident"], "<=", GROWTH),
-        bar(f"prefixes in nobody's hands that are held, {policy}", last["held"], "<=", 0),
-        bar(f"programs compiled on the way, {policy}",
+        bar(f"prefixes in use while no request runs, {policy}", last["held"], "<=", 0),
+        bar(f"programs compiled during serving, {policy}",
             last["compilations"] - first["compilations"], "<=", 0),
     ]  # fmt: skip
 

@@ -176,7 +176,8 @@ def small_table(r: Results, *kinds: str) -> str:
     return f"one layer, one head, seeds: {seeds}; loss over that of 4+20: {joined(shown)}"
 
 
-@claim("backcopy", "The same with a head that is idle most of the time",
+@claim("backcopy", "A learnable sink token in training makes one sink enough, with a head that is "
+       "idle most of the time",
        "Table 3; the stream is that of Guo et al. 2024 (arXiv 2410.13835)")  # fmt: skip
 def small_one_enough(r: Results) -> Finding:
     """The token is needed and enough, and plain softmax needs more than one."""

@@ -17,11 +17,11 @@ from jaxkv.errors import UserError
 class Full(Policy):
     """Cache every token, in `start` slots that `reserve` doubles as they fill, up to `max`.
 
-    This is exact attention, the reference for every other policy. Memory and the cost of a token
-    grow with the text, and positions are absolute, so the text must fit the trained context.
+    This is exact attention, the reference for every other policy. Memory and the time of a token
+    grow with the text. Positions are absolute, so the text must fit the trained context.
 
-    The caller of `step` calls `reserve` between calls: inside one the slots cannot grow. More
-    tokens than slots raise UserError; in a compiled call, where nothing can be raised, the
+    The caller of `step` calls `reserve` between calls, because slots cannot grow inside a call. A
+    call with more tokens than slots raises UserError. A compiled call cannot raise, so there the
     sequence outputs NaN from then on.
     """
 

@@ -30,17 +30,17 @@ class H2OState(NamedTuple):
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """Cache the newest `window` tokens and, of all before them, the `heavy` most attended.
+    """Cache the newest `window` tokens and the `heavy` earlier tokens with the most attention.
 
     Attention weights are very unequal, and a token that received much attention so far tends to
     receive more (section 4). So a cache of the heavy hitters loses little of the softmax.
 
-    A token's score is the softmax weight that all queries so far gave it, without the model's sink
-    logits. A new token evicts the token of lowest score that is not among the newest; the published
-    code attends first and so sees one token more. Every query changes what the next one evicts, so
-    a chunk is processed token by token, which makes prefill slow. Positions are those in the text.
-    The defaults have as many slots as other policies here; the paper gives a tenth of the prompt to
-    each half.
+    The score of a token is the sum of the softmax weights that all queries so far gave it, without
+    the model's sink logits. A new token evicts the token with the lowest score that is not among
+    the newest. The published code attends before it evicts, so its queries see one more token.
+    Every query changes what the next one evicts, so a chunk is processed token by token, which
+    makes prefill slow. Positions are absolute. By default the cache has 256 slots, like other
+    policies here; the paper sizes each half as a tenth of the prompt.
     """
 
     heavy: int = 128

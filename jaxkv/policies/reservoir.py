@@ -38,14 +38,14 @@ class ReservoirState(NamedTuple):
 class Reservoir(Policy):
     """Cache the first `sinks` tokens, the newest `window`, and `sample` of the tokens between.
 
-    A window evicts everything before it. A reservoir keeps an unbiased random sample of the
-    evicted tokens in constant memory, so distant text stays represented (section 3).
+    A window evicts all older tokens. A reservoir is an unbiased random sample of the evicted tokens
+    in constant memory, so distant text stays represented (section 3).
 
-    scheme: `uniform` gives every evicted token the same inclusion probability, sample size over
-    number evicted (equations 1 and 2). `geometric` is the paper's listing as it runs: each evicted
-    token enters with probability sample / (sample + 1), so the sample is about `sample` tokens old.
-    weighted: a sampled token counts for all evicted tokens that it represents (Horvitz-Thompson);
-    only `uniform` knows that number. positions: as in streaming.
+    scheme: with `uniform`, every evicted token is in the sample with the same probability, the
+    sample size over the number of evicted tokens (equations 1 and 2). `geometric` is the paper's
+    pseudocode as printed: each evicted token enters with probability sample / (sample + 1), so
+    sampled tokens are about `sample` tokens old. weighted: a sampled token counts for all evicted
+    tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in streaming.
     """
 
     sinks: int = 4

@@ -17,13 +17,15 @@ from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 class Streaming(Policy):
     """Cache the first `sinks` tokens and the newest `window`, the query's own included.
 
-    A softmax must put its weight somewhere, and trained models put what they do not need on the
-    first tokens: these are attention sinks. Keeping a few of them beside the window keeps the
-    softmax as it was in training, so the loss stays flat on an endless text (section 3.1).
+    The weights of a softmax sum to one. Many models put the weight that they do not need on the
+    first tokens, which are called attention sinks. A cache that stores some sinks beside the window
+    leaves the softmax as it was in training, so the loss stays level on an endless text (section
+    3.1).
 
-    positions: `cache` numbers tokens by their position within the cache (section 3.2), so that no
-    distance exceeds the trained context; `absolute` by their position in the text, as some ports
-    do. The published code evicts after attending and so sees one key more.
+    positions: with `cache`, a token's position is its index within the cache (section 3.2), so no
+    distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
+    some other implementations. The published code attends before it evicts, so its queries see one
+    more key.
     """
 
     sinks: int = 4

@@ -16,10 +16,11 @@ from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 class Window(Policy):
     """Cache the newest `window` tokens, the query's own included.
 
-    Nearby tokens carry most of what a language model needs, and memory stays constant. But a model
-    trained without a window puts much of its attention on the first token. When the window evicts
-    it, the softmax loses its largest terms and the loss jumps (StreamingLLM, section 3.1). A
-    model's own sliding-window layers use this policy without harm: they were trained with it.
+    Nearby tokens have most of the information that a language model needs, and memory is constant.
+    But many models that were trained without a window put much of their attention on the first
+    tokens. When the window evicts these tokens, the softmax loses its largest terms and the loss
+    jumps (StreamingLLM, section 3.1). Layers that were trained with a sliding window use this
+    policy without loss.
     """
 
     window: int = 256

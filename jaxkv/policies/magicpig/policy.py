@@ -32,27 +32,28 @@ class MagicPIG(Policy):
     """Attend to a sample of the prompt's keys, drawn by hash collisions with the query.
 
     Attention is an expectation under the softmax, so a weighted sample of keys estimates it without
-    bias, where the largest logits alone do not (section 3). Keys and queries with a small angle
-    collide often under a random hash, so hash tables draw keys with a probability that rises with
-    their logit and is known, at a cost proportional to the keys found (section 4).
+    bias. The largest logits alone do not (section 3). Keys with a small angle to the query often
+    have its code under a random hash. So hash tables draw a key with a known probability that rises
+    with its logit, at a cost proportional to the number of keys found (section 4).
 
-    A prompt is read exactly. After it, a query sees the first `sinks` tokens and the newest
-    `window` exactly. Of the tokens between it sees the keys that share its code in at least
+    Attention within the prompt is exact. After it, a query sees the first `sinks` tokens and the
+    newest `window` exactly. Of the tokens between, it sees the keys that share its code in at least
     `min_tables` of `L` tables of `K` bits, weighted by one over the probability of that. Every
-    token stays cached. A question read after the end of prefill sees a sample too; read it with the
-    prompt to have it exact.
+    token stays cached. If a question is read after the end of prefill, its queries see a sample
+    too. For exact attention, read the question as a part of the prompt.
 
-    Each query head samples for itself, from tables that it shares with its KV head. center: hash
-    keys less their mean, without which few are found. budget: the most keys per query head; of
-    more, this many are drawn and count for the others. u_floor: added to the probability, 1e-4 in
-    the published code, which bounds the weight of rare keys, and 0 in the paper, which is unbiased.
-    hash_generated: generated tokens are sampled too once they leave the window; otherwise they stay
-    exact, as published. tail: generated tokens that are compared one by one before new tables are
-    built, later up to 8,192. hash: `simhash` takes one bit per direction; `crosspolytope` takes the
-    nearest of up to sixteen directions, which separates better and costs more. memory: `host` keeps
-    the tables and the indexed tokens in host memory and fetches the keys found. start: slots before
-    the prompt, doubled as they fill. Where keys have a distance penalty (ALiBi), found keys are
-    read twice: to weigh them and to attend.
+    Each query head draws its own sample, from the tables of its KV head. center: subtract the mean
+    key before hashing; otherwise few keys are found. budget: the maximum number of keys per query
+    head; if more are found, this many of them are drawn and count for the others. u_floor: added to
+    the probability. 1e-4, as in the published code, bounds the weight of rare keys; 0, as in the
+    paper, is unbiased. hash_generated: generated tokens are sampled too when they have left the
+    window; otherwise all of them are attended exactly, as in the published code. tail: number of
+    generated tokens, compared one by one, after which new tables are built; it grows to 8,192.
+    hash: `simhash` takes one bit per direction; `crosspolytope` takes the nearest of up to sixteen
+    directions, which separates keys better and costs more. memory: `host` stores the tables and the
+    indexed tokens in host memory and copies the found keys to the device. start: slots before the
+    prompt, doubled as they fill. With a distance penalty (ALiBi), found keys are read twice: to
+    weigh them and to attend to them.
     """
 
     K: int = 10
@@ -129,9 +130,10 @@ class MagicPIG(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 8 + 8 * K + 4 * K * H, doubling, until the end of
-        prefill; then each KV head also has, in each of L tables, 2 or 4 bytes per slot, an eighth
-        more to pad blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per slot
-        of the unindexed tail, which has room for the generated tokens twice"""
+        prefill; after it each KV head also has L tables, each with 2 or 4 bytes per slot, an eighth
+        more for the padding of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of
+        2 * L per slot of the unindexed tail, which has slots for up to twice the generated
+        tokens"""
         return index.nbytes(spec, self.start, tokens)
 
     def reserve(self, spec: Spec, state: IndexState, tokens: int) -> IndexState:

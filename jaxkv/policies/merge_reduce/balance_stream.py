@@ -20,15 +20,17 @@ from jaxkv.policies.merge_reduce.occupancy import Shape
 class BalanceStream(Policy):
     """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of the others.
 
-    Halving a block by a self-balancing walk keeps attention to the block almost unchanged, with an
-    error that falls faster than a random sample's (section 3). Merge and reduce applies the halving
-    level by level, so a stream of any length fits a constant memory (Algorithm 3).
+    If a self-balancing walk halves a block, attention to the block stays almost unchanged. The
+    error falls faster with the sample size than that of a random sample (section 3). Merge and
+    reduce applies the halving level by level, so the sample of a stream of any length fits in
+    constant memory (Algorithm 3).
 
-    levels, block: evicted tokens come in blocks of `block`, which are halved level by level; a
-    token that stays counts twice. When the last level is full, level 0 takes one token of two, then
-    of four: the memory never grows. The sample has block/2 x (levels + 1) slots, of which on
-    average half are filled with the defaults. mode, temperature, c: as in balance. weighted: a
-    token counts for all tokens that it represents, otherwise once. positions: as in streaming.
+    levels, block: level 0 collects blocks of `block` evicted tokens. A full block is halved, and
+    the tokens that stay move to the next level, where each represents twice as many. When the last
+    level is full, level 0 takes one of two evicted tokens, later one of four, so memory is
+    constant. The sample has block/2 x (levels + 1) slots; with the defaults about half of them are
+    filled on average. mode, temperature, c: as in balance. weighted: a token counts for all tokens
+    that it represents; otherwise it counts once. positions: as in streaming.
     """
 
     sinks: int = 4

@@ -20,12 +20,12 @@ from jaxkv.policies.merge_reduce.occupancy import Shape
 class Stratified(Policy):
     """Cache the first `sinks` tokens, the newest `window`, and one of every 2^r tokens between.
 
-    Drawing one token per stretch spreads the sample evenly over the text, which lowers the variance
-    of a uniform sample at no cost.
+    One random token of every stretch of 2^r tokens spreads the sample evenly over the text. Its
+    variance is lower than that of a uniform sample of the same size.
 
-    When `sample` stretches are full, a coin keeps one of two neighbours and r grows by one.
-    weighted: a sampled token counts for its whole stretch, otherwise once. positions: as in
-    streaming.
+    When the sample has `sample` tokens, a coin keeps one of every two neighbours, and r grows by
+    one. weighted: a sampled token counts for its whole stretch; otherwise it counts once.
+    positions: as in streaming.
     """
 
     sinks: int = 4

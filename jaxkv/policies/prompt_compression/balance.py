@@ -26,19 +26,19 @@ class Balance(Policy):
 
     A self-balancing walk splits a block of tokens into two halves that give almost the same
     attention output to every query, because it keeps the signed sum of their vectors small (section
-    3). One half, counted twice, then replaces the block with less error than a random sample.
+    3). One half, counted twice, then replaces the block with a lower error than a random sample.
 
-    Each KV head halves its own tokens. Generated tokens are cached exactly. block: tokens that are
-    balanced against each other; the tokens that a round keeps form the blocks of the next. mode:
-    `walk` gives each token a sign and keeps one sign, as in the paper; `pairs` gives a sign to each
-    pair of neighbours, of which one stays; `coin` keeps one of two neighbours at random.
-    temperature: multiplies the products of keys while balancing. c: how much of a sign is random;
-    at 0 only the first sign is.
+    Each KV head halves its own tokens. Generated tokens are cached exactly. block: number of tokens
+    that are balanced against each other; the tokens that a round keeps form the blocks of the next
+    round. mode: `walk` gives each token a sign and keeps the tokens of one sign, as in the paper;
+    `pairs` gives a sign to each pair of neighbours, which decides which of the two stays; `coin`
+    keeps one of two neighbours at random. temperature: multiplies the products of keys during
+    balancing. c: how random the signs are; with 0 only the first sign is random.
 
-    weights: `consistent` counts a kept token 2^rounds times in the softmax. `published` follows the
-    released code: it fills the halves with tokens that the walk did not reach, which count 2^rounds
-    times in the denominator and less in the numerator. start: slots before the prompt, doubled as
-    they fill.
+    weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
+    follows the released code: it fills a half with tokens that the walk did not reach. These count
+    2^rounds times in the denominator and fewer times in the numerator. start: slots before the
+    prompt, doubled as they fill.
     """
 
     sinks: int = 32
@@ -96,7 +96,7 @@ class Balance(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
-        a quarter of it at rounds=2, and all generated tokens"""
+        a quarter of that at rounds=2, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

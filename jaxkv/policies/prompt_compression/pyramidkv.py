@@ -22,11 +22,12 @@ class PyramidKV(Policy):
     Lower layers spread their attention widely and higher layers concentrate it on few tokens
     (section 3), so lower layers need more of the same total budget.
 
-    beta: the last layer has 1/beta of the mean budget, beside the window. window, kernel, pool,
+    beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
     start: as in snapkv. The step from layer to layer is rounded down, as in the published code, so
-    the mean is up to 5 % above `capacity`. Here a budget does not depend on the prompt. The
-    published code keeps a prompt of fewer tokens than `capacity` whole, gives all layers the same
-    budget up to twice as many, and never gives the first layers more than the prompt has.
+    the mean is up to 5 % above `capacity`. Here the budgets do not depend on the prompt. In the
+    published code they do: a prompt of fewer than `capacity` tokens stays whole, all layers have
+    the same budget up to twice as many tokens, and no layer has a budget above the length of the
+    prompt.
     """
 
     capacity: int = 1024

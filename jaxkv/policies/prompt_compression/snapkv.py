@@ -22,14 +22,14 @@ from jaxkv.typing import Array, Float32
 class SnapKV(Policy):
     """Keep a prompt's last `window` tokens and the tokens before them that these attend to most.
 
-    The tokens that the end of a prompt attends to are largely the tokens that the answer attends to
-    (section 3), so the last queries, an observation window, can choose what to keep.
+    The answer attends largely to the same tokens as the end of the prompt (section 3). So the
+    attention of the last queries, the observation window, selects the tokens to keep.
 
-    `capacity` tokens stay in all; generated tokens are cached exactly. Attention is summed over the
-    last `window` queries, pooled over `kernel` neighbours, and averaged over the heads that share a
-    KV head. pool: max or mean over the neighbours. The defaults are those of the published
-    LongBench runs. A prompt of fewer tokens than `capacity` stays whole. start: slots before the
-    prompt, doubled as they fill.
+    The compressed prompt has `capacity` tokens; generated tokens are cached exactly. Attention is
+    summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
+    query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
+    published LongBench runs. A prompt of at most `capacity` tokens is not compressed. start: slots
+    before the prompt, doubled as they fill.
     """
 
     capacity: int = 1024
@@ -74,7 +74,7 @@ class SnapKV(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + window * (4 * K * G * H + 4), doubling,
-        until the end of prefill; then capacity tokens, and all generated tokens"""
+        until the end of prefill; then `capacity` tokens, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, self.window)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

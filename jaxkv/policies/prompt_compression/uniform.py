@@ -22,8 +22,8 @@ from jaxkv.typing import Array, Float32
 class Uniform(Policy):
     """Keep a prompt's first `sinks` tokens, its last `window`, and one in 2^rounds of the others.
 
-    A uniform sample, weighted by the inverse of its probability, estimates the softmax without
-    bias. It ignores which tokens matter, so it is the baseline of methods that select.
+    A uniform sample, weighted by the inverse of its probability, estimates the sums of the softmax
+    without bias. It does not look at keys or queries, so it is the baseline of methods that select.
 
     Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
     weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots
@@ -64,7 +64,7 @@ class Uniform(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
-        a quarter of it at rounds=2, and all generated tokens"""
+        a quarter of that at rounds=2, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

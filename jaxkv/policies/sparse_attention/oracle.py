@@ -20,16 +20,16 @@ from jaxkv.typing import Array, Float32, Int32
 class Oracle(Policy):
     """Attend to the mean value of keys drawn by their own softmax weights.
 
-    Attention is an expectation of values under the softmax, so sampling by the softmax estimates it
-    without bias (section 3). MagicPIG samples by an approximate weight; this policy samples by the
-    exact one and is its oracle baseline.
+    Attention is an expectation of values under the softmax, so a sample by softmax weight estimates
+    it without bias (section 3). MagicPIG samples by an approximate weight. This policy samples by
+    the exact weight and is the oracle baseline of MagicPIG.
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and draws of the others with replacement: `share` of the number of
-    tokens between, rounded up. A key drawn twice counts twice (equation 5). Only the values are
-    sampled: together the draws weigh as much as all keys between, whose sum of weights is exact
-    here. A draw is a function of the query's position and head. The paper draws sinks and window
-    too. start: slots before the prompt, doubled as they fill.
+    Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
+    the newest `window`, and keys drawn from the others with replacement. The number of draws is
+    `share` of the number of the others, rounded up. A key that is drawn twice counts twice
+    (equation 5). Only the values are sampled: the draws together have the exact total weight of the
+    keys between sinks and window. A draw is a function of the position and the head of the query.
+    The paper also draws sinks and window. start: slots before the prompt, doubled as they fill.
     """
 
     share: float = 0.1

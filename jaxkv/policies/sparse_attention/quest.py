@@ -21,15 +21,16 @@ from jaxkv.typing import Array, Bool, Float32
 class Quest(Policy):
     """Attend to whole pages of keys, selected by an upper bound on their logits.
 
-    The smallest and the largest number of each channel bound the logit of any key in a page, so a
-    query can rank pages without reading their keys (section 3).
+    The minimum and the maximum of each channel bound the logit of every key in a page, so a query
+    can rank pages without their keys (section 3).
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of the others the `share` of pages with the largest bound,
-    rounded up, and at least `fewest`, as published. page: tokens per page, counted from the first
-    of the sequence; tokens of the ends do not count in their pages. The bound uses rotated keys,
-    and neither a distance penalty (ALiBi) nor a cap of the logits. Every token stays cached, and
-    the bounds are computed for every query. start: slots before the prompt, doubled as they fill.
+    Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
+    the newest `window`, and of the others the `share` of pages with the largest bounds, rounded up,
+    and at least `fewest` pages, as in the published code. page: tokens per page, counted from the
+    first token of the sequence; the bounds of a page do not include tokens of sinks and window. The
+    bounds use rotated keys, without a distance penalty (ALiBi) or a cap of the logits. Every token
+    stays cached, and the bounds are computed for every query. start: slots before the prompt,
+    doubled as they fill.
     """
 
     share: float = 0.1

@@ -18,9 +18,9 @@ class TopK(Policy):
     A softmax is dominated by its largest logits, so methods that search for them approximate this
     policy. It is their oracle baseline.
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of the others the `share` with the largest logits, rounded
-    up; of equal logits the older. Every token stays cached. The softmax is over the keys that a
+    Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
+    the newest `window`, and of the others the `share` with the largest logits, rounded up. Of equal
+    logits the older key is taken. Every token stays cached. The softmax is over the keys that a
     query sees. In MagicPIG's comparisons the share is of all positions, without sinks and window.
     start: slots before the prompt, doubled as they fill.
     """

@@ -22,10 +22,10 @@ class TopP(Policy):
     A fixed number of keys is too many for a peaked head and too few for a flat one. A fixed mass
     adapts to each head and query.
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of the others the fewest keys whose softmax weights reach `mass`
-    of their total weight. Every token stays cached. Published grids of `mass` go from 0.1 to 0.99.
-    start: slots before the prompt, doubled as they fill.
+    Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
+    the newest `window`, and of the others the fewest keys whose softmax weights reach the fraction
+    `mass` of the weight of the others. Every token stays cached. Published experiments use values
+    of `mass` from 0.1 to 0.99. start: slots before the prompt, doubled as they fill.
     """
 
     mass: float = 0.9

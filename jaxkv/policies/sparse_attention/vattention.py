@@ -21,22 +21,22 @@ from jaxkv.typing import Array, Bool, Float32, Int32
 class VAttention(Policy):
     """Attend to the largest logits and a random sample of the others, sized to meet an error bound.
 
-    The largest logits carry most of the softmax and the rest is many small weights, which a random
-    sample estimates well. A first sample shows how much the small weights vary, and so how large
-    the sample must be (section 4).
+    The largest logits have most of the softmax weight. The rest is many small weights, which a
+    random sample estimates well. A first sample measures how much the small weights vary, and so
+    how large the sample must be (section 4).
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of the others the `top` share of largest logits, and a sample of
-    the others that counts for all of them. Every token stays cached.
+    Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
+    the newest `window`, and of the others the share `top` with the largest logits. It also sees a
+    sample of the remaining keys, which counts for all of these. Every token stays cached.
 
-    base: the share of the others that is drawn first, at least two, to estimate the variance.
-    epsilon, delta: the sample then has as many draws as keep the relative error of the sum of
-    weights within `epsilon`, with a failure probability of `delta`. The first draws are part of it,
-    and none is drawn twice. The bound assumes that the sample mean is normal, so it fails more
-    often than `delta` where weights vary much (logits of standard deviation 3 and more). sides:
-    `two` uses the quantile of 1 - delta/2; `one` uses that of 1 - delta, as the public code does,
-    which fails more often. A draw is a function of the positions of query and key, and the head.
-    start: slots before the prompt, doubled as they fill.
+    base: the share of the remaining keys in the first sample, at least two keys; it estimates the
+    variance. epsilon, delta: the sample is as large as needed to keep the relative error of the sum
+    of weights within `epsilon` with a failure probability of `delta`. It includes the first sample,
+    and no key is drawn twice. The bound assumes a normal distribution of the sample mean, so it
+    fails more often than `delta` if weights vary much (logits with a standard deviation of 3 or
+    more). sides: `two` uses the quantile of 1 - delta/2. `one` uses that of 1 - delta, as the
+    public code does, and fails more often. A draw is a function of the positions of query and key,
+    and the head. start: slots before the prompt, doubled as they fill.
     """
 
     top: float = 0.05

@@ -5,7 +5,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib.claim import HOLDS, NOT
-from jaxkv.evals.streaming import claims, sinks
+from jaxkv.evals.streaming import real_model_claims as claims
+from jaxkv.evals.streaming import tables
 from tests.tiny import write_tiny
 
 
@@ -16,8 +17,8 @@ def llm(tmp_path_factory):
 
 def test_a_front_shifts_no_prediction(llm):
     ids = [int(x) for x in np.random.default_rng(0).integers(2, 250, 60)]
-    plain = sinks.losses_of(llm, ids, sinks.Case("full"))
-    front = sinks.losses_of(llm, ids, sinks.Case("full", front="a"))
+    plain = tables.losses_of(llm, ids, tables.Case("full"))
+    front = tables.losses_of(llm, ids, tables.Case("full", front="a"))
     assert plain.shape == front.shape == (59,)
     encoded = llm.tokenizer.encode("a")
     expected = np.concatenate(list(models.losses(llm, [*encoded, *ids], "full")))
@@ -29,7 +30,7 @@ def test_rows_compare_token_by_token_beyond_the_cache():
     base = [random.normal(size=40), random.normal(size=40)]
     short = [one[:30] + 0.5 for one in base]  # a case that read less of each text
     short[1][::2] = np.nan  # and predicted only some tokens
-    found = sinks.rows({"base": base, "case": short}, ["base", "case"], "base", skip=10)
+    found = tables.rows({"base": base, "case": short}, ["base", "case"], "base", skip=10)
     assert found["case"]["loss_over_base"] == pytest.approx(0.5)
     assert found["case"]["standard_error"] == pytest.approx(0)
     assert found["case"]["predictions"] == 30
@@ -37,18 +38,18 @@ def test_rows_compare_token_by_token_beyond_the_cache():
 
 
 def test_the_curve_of_few_predictions_follows_the_base():
-    random, size = np.random.default_rng(2), 4 * sinks.BIN
+    random, size = np.random.default_rng(2), 4 * tables.BIN
     base = random.normal(size=size)
-    losses = {name: [base + 0.1 * number] for number, name in enumerate(sinks.CURVES)}
-    number = sinks.CURVES.index("re-computation")
+    losses = {name: [base + 0.1 * number] for number, name in enumerate(tables.CURVES)}
+    number = tables.CURVES.index("re-computation")
     losses["re-computation"][0][np.arange(size) % 64 != 63] = np.nan
-    shift = 0.1 * sinks.CURVES.index(sinks.BASE)
-    losses[sinks.BASE] = [base]
-    found = sinks.curve(losses)
-    means = base.reshape(-1, sinks.BIN).mean(1)
+    shift = 0.1 * tables.CURVES.index(tables.BASE)
+    losses[tables.BASE] = [base]
+    found = tables.curve(losses)
+    means = base.reshape(-1, tables.BIN).mean(1)
     np.testing.assert_allclose(found["re-computation"], means + 0.1 * number)
-    np.testing.assert_allclose(found[sinks.BASE], means)
-    assert found["tokens"] == [sinks.BIN * n for n in (1, 2, 3, 4)] and shift > 0
+    np.testing.assert_allclose(found[tables.BASE], means)
+    assert found["tokens"] == [tables.BIN * n for n in (1, 2, 3, 4)] and shift > 0
 
 
 def row(gaps):
@@ -62,20 +63,20 @@ def row(gaps):
 
 def record(window=0.5, absolute=0.5, full=1.0, two=0.0):
     """A record with these losses over those of 4 sinks."""
-    tables = {
+    by_size = {
         str(size): {
             f"{n}+{size - n}": row([{0: window, 1: two, 2: two}.get(n, 0.0)] * 5)
-            for n in sinks.COUNTS
+            for n in tables.COUNTS
         }
-        for size in sinks.SIZES
+        for size in tables.SIZES
     }
-    others = {name: row([0.0] * 5) for name in (sinks.BASE, *sinks.OTHERS)}
+    others = {name: row([0.0] * 5) for name in (tables.BASE, *tables.OTHERS)}
     others[claims.ABSOLUTE] = row([absolute] * 5)
-    table_6 = {name: row([0.1 * -number] * 5) for number, name in enumerate(sinks.TABLE_6)}
+    table_6 = {name: row([0.1 * -number] * 5) for number, name in enumerate(tables.TABLE_6)}
     return {
         "model": "a model",
         "texts": dict.fromkeys("abcde"),
-        "tables": tables,
+        "tables": by_size,
         "others": others,
         "beyond_context": others | {"full": row([full] * 5)},
         "table_6": table_6,
@@ -92,11 +93,13 @@ def record(window=0.5, absolute=0.5, full=1.0, two=0.0):
     ],
 )
 def test_verdicts_follow_the_losses(says, holds, fails):
-    (claim,) = [claim for claim in claims.STREAMING if claim.says.startswith(says)]
+    (claim,) = [
+        c for c in claims.REAL_MODEL if c.record == "streaming_tables" and c.says.startswith(says)
+    ]
     assert claim.find(holds)[1] == HOLDS
     assert claim.find(fails)[1] == NOT
 
 
 def test_every_claim_finds_its_rows():
-    found = [c.find(record())[0] for c in claims.STREAMING if c.record == "sinks"]
+    found = [c.find(record())[0] for c in claims.REAL_MODEL if c.record == "streaming_tables"]
     assert len(found) >= 8 and all("a model, 5 novels" in text for text in found)
