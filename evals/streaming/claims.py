@@ -35,8 +35,9 @@ def stable(r: Results) -> Finding:
     return (
         f"{r.get('model', 'stories260K')}, {r['policy']}, {r['tokens']:,} tokens of novels: of "
         f"{len(r['endless'])} blocks of {r['block']:,}, the largest difference from the loss "
-        f"with a new cache is {s['worst_change']:.2%} ({s['worst_change_wrapped']:.2%} in a stream across "
-        f"position 2^32); {s['not_finite']} losses not finite; memory grew by {grown:.1f} MiB"
+        f"with a new cache is {s['worst_change']:.2%} ({s['worst_change_wrapped']:.2%} in a stream "
+        f"across position 2^32); {s['not_finite']} losses not finite; memory grew by "
+        f"{grown:.1f} MiB"
     ), grade(flat)
 
 
