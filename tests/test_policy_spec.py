@@ -217,3 +217,8 @@ def test_bytes_per_sequence():
     # 256 slots with the keys and values of two heads in two bytes each, the positions, the count.
     assert Streaming().bytes_per_sequence(spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
     assert Full(max=10, start=32).bytes_per_sequence(spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4
+
+
+def test_every_policy_has_a_name_at_the_top():
+    for kind in POLICIES.values():
+        assert getattr(jaxkv, kind.__name__) is kind and kind.__name__ in dir(jaxkv)
