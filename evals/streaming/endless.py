@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def run(
-    llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, parts: Parts
+    llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, parts: Parts | None = None
 ) -> dict[str, Any]:
     """Score one text three times: endless, across the wrap, and with a new cache per block."""
     compiled = compilations()
@@ -89,7 +89,7 @@ def run(
         "start_before_wrap": BEFORE_WRAP,
         "compilations": dict(after_one),
         "compilations_later": dict(compiled - after_one),
-        "commits_of_parts": parts.commits,
+        "commits_of_parts": parts.commits if parts else {},
         "summary": summary(endless, wrapped, fresh),
         "endless": endless,
         "wrapped": wrapped,
@@ -102,13 +102,16 @@ FIELDS = ("loss", "standard_error", "not_finite", "seconds", "state_bytes", "res
 
 def read(
     llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, start: int, name: str,
-    parts: Parts,
+    parts: Parts | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Score one text with one cache, from position `start`; one result per block."""
+    """Score one text with one cache, from position `start`; one result per block.
+
+    parts: where blocks are kept; None keeps none.
+    """
     stream = models.Stream(llm, policy, tokens=len(ids), start=start)
     key = f"{llm.name}, {policy}, {name}, chunks of {chunk}, {block}"
-    saved = parts.folder / f"{key}.state.npz"
-    if saved.exists():
+    saved = None if parts is None else parts.folder / f"{key}.state.npz"
+    if saved and saved.exists():
         stream.decoding = batch.to_device(batch.load(saved, stream.decoding, key))
     done, lines = int(stream.decoding.position[0] - np.uint32(start)), []
 
@@ -124,8 +127,11 @@ def read(
     for at in range(0, len(ids) - 1, block):
         tokens = min(at + block, len(ids) - 1)
         later = several and at >= done
-        found = parts.part(f"{key}, {at}", lambda at=at: score(at), again=later)
-        if later:
+        if parts is None:
+            found = score(at)
+        else:
+            found = parts.part(f"{key}, {at}", lambda at=at: score(at), again=later)
+        if saved and later:
             batch.save(saved, stream.decoding, key)
         line: dict[str, Any] = dict(zip(FIELDS, found.tolist(), strict=True))
         line |= {name: int(line[name]) for name in FIELDS[2:] if name != "seconds"}

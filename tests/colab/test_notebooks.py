@@ -101,7 +101,7 @@ def test_a_notebook_runs_with_another_model(shared):
     `.ci/run` runs every notebook with the default model.
     """
     model = str(shared / "models" / "stories260K")
-    notebooks.run("02_what_each_cache_keeps", smoke=True, model=model)
+    notebooks.run("03_balance_or_chance", smoke=True, model=model)
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_an_error_in_one_process_ends_both(start, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     for out, mesh, message in (
         (tmp_path, ("--mesh", "data=2"), "holds other files"),
-        (tmp_path / "run", (), "write --mesh data=2"),
+        (tmp_path / "run", (), "give --mesh data=2"),
     ):
         for process in two(start, out, mesh=mesh):
             _, err = process.communicate(timeout=100)

@@ -6,6 +6,7 @@ The paper's sizes, keys in a cone, empty and overfull samples, bytes, host memor
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,17 @@ def chunk(tokens, first=0, seed=0, batch=1):
     return Chunk(*map(jnp.asarray, (q, k, v, positions, np.ones((batch, tokens), bool))))
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def absorb(policy, spec, state, prompt):
+    """The state alone: attention within a long prompt would take most of the time."""
+    return policy.update(spec, state, prompt)[1]
+
+
 def after(policy, prompt, spec=SPEC):
     """The state after prefill, with a slot for one more token."""
     size, tokens = prompt.valid.shape
     state = policy.reserve(spec, policy.init(spec, size, jax.random.key(0)), tokens)
-    _, state = update(policy, spec, state, prompt)
+    state = absorb(policy, spec, state, prompt)
     finishes = policy.min_prompt is not None
     if finishes:
         state = finish_prefill(policy, spec, state)
