@@ -180,20 +180,3 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
     token = Sample(one(recent.k), one(recent.v), position)
     return Evicted(token, jnp.zeros_like(slot)[:, None], there[:, None])
-
-
-def after_reads(chunk: Chunk, *read: Float[Array, "B ..."]) -> Chunk:
-    """The same chunk, made to depend on arrays that were read from a cache.
-
-    The oldest token of a ring must be read before the chunk overwrites it. XLA:CPU drops
-    optimization barriers, and without a dependency it copies the whole ring. So the chunk passes
-    through a condition on the arrays that is always true, which XLA does not know. A test on the
-    compiled text guards it.
-    """
-    there = jnp.ones(chunk.valid.shape[0], bool)
-    for leaf in read:
-        first = leaf.reshape(leaf.shape[0], -1)[:, 0].astype(jnp.float32)
-        sign = jax.lax.bitcast_convert_type(first, jnp.uint32) >> np.uint32(31)
-        there &= sign <= np.uint32(1)
-    there = there[:, None, None, None]
-    return chunk._replace(k=jnp.where(there, chunk.k, 0), v=jnp.where(there, chunk.v, 0))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
@@ -191,10 +192,7 @@ def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "
         new_slots = jnp.where(written, new_slots.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old_slots, new_slots, at, axis)
 
-    # One sequence is written as [K,S,H]: XLA fuses a 4-D write twice and copies the whole cache.
-    if old.shape[0] == 1:
-        return one(old[0], fresh[0], start[0], hit[0])[None]
-    return jax.vmap(one)(old, fresh, start, hit)
+    return xla_cpu.map_sequences(one, old, fresh, start, hit)
 
 
 def _write_one(

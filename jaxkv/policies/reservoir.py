@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
@@ -168,7 +169,7 @@ class Reservoir(Policy):
         self, spec: Spec, state: ReservoirState, chunk: Chunk
     ) -> tuple[Partial, ReservoirState]:
         after = self._evict_one(state, chunk)
-        chunk = per_head.after_reads(chunk, after.sample.k, after.sample.v)
+        chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
         num_sampled = jnp.minimum(after.num_evicted, self.sample)[:, None]
         seen, recent = ring.decode(
             spec, state.recent, chunk, self.sinks, self.cache_relative, num_sampled=num_sampled

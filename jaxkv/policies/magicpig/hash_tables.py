@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.contract import Leaf
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
@@ -120,7 +121,7 @@ def tally(
     table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
     begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
-    upto = _running_sum(end - begin)
+    upto = xla_cpu.cumsum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
@@ -197,7 +198,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
     at equal distances from one random start.
     """
     ones = jax.lax.population_count(words).astype(jnp.int32)
-    upto = _running_sum(ones)
+    upto = xla_cpu.cumsum(ones)
     total = upto[-1]
     count = jnp.minimum(total, most)
     width = min(_SELECTED, most)
@@ -211,7 +212,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
         slot = first + jnp.arange(width, dtype=jnp.int32)
 
         def few() -> tuple[Array, Array]:
-            return before + _running_sum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
+            return before + xla_cpu.cumsum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
 
         def many() -> tuple[Array, Array]:
             rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
@@ -234,18 +235,6 @@ def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Arra
     begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
     rank = slot * (total // size) + begin // size
     return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)
-
-
-def _running_sum(ones: Int32[Array, " S"]) -> Int32[Array, " S"]:
-    """The inclusive running sum, by two products: XLA:CPU has no fast running sum."""
-    size = ones.shape[0]
-    wide = max(1, int(np.sqrt(size)))
-    table = jnp.pad(ones, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
-    exact = jax.lax.Precision.HIGHEST  # whole numbers below 2^24
-    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
-    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
-    before = jnp.dot(before, within[:, -1:], precision=exact)
-    return (within + before).reshape(-1)[:size].astype(jnp.int32)
 
 
 def _nth_bit(word: UInt32[Array, " M"], n: Int32[Array, " M"]) -> Int32[Array, " M"]:

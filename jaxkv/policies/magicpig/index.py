@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.ring import OVERFULL, Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, with_memory
@@ -328,10 +329,7 @@ def _write(old: Array, new: Array, at: Int32[Array, "B T"]) -> Array:
     def many(old: Array, new: Array, at: Array) -> Array:
         return old.at[..., jnp.where(at < 0, size, at)].set(new, mode="drop")
 
-    one = one_token if at.shape[1] == 1 else many
-    if old.shape[0] == 1:  # without a batch axis XLA writes in place
-        return one(old[0], new[0], at[0])[None]
-    return jax.vmap(one)(old, new, at)
+    return xla_cpu.map_sequences(one_token if at.shape[1] == 1 else many, old, new, at)
 
 
 def token_numbers(state: IndexState, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:

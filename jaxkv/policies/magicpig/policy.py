@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import local_attention, merge, slot_attention
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
@@ -146,7 +147,7 @@ class MagicPIG(Policy):
         numbers = index.token_numbers(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         seen = self.attend(spec, state, q, numbers, chunk.positions)
-        after = index.append(spec, state, per_head.after_reads(chunk, seen.out), self.settings)
+        after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         whole = merge(seen, local_attention(spec, chunk))
         return dense.refuse_overfull(whole, after.dense), after
 
@@ -314,4 +315,4 @@ def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:
     def one(slots: Array, at: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(slots, at, width, axis)
 
-    return one(leaf[0], begin[0])[None] if leaf.shape[0] == 1 else jax.vmap(one)(leaf, begin)
+    return xla_cpu.map_sequences(one, leaf, begin)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import merge, slot_attention
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
@@ -97,7 +98,7 @@ def _update_one(
     after = _absorb(settings, spec, state, evicted)
     num_evicted = after.num_evicted[:, None]
     num_sampled = _num_sampled(settings, num_evicted)
-    chunk = per_head.after_reads(chunk, after.sample.k, after.sample.v)
+    chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
     seen, recent = ring.decode(
         spec, state.recent, chunk, settings.sinks, settings.cache_relative, num_sampled=num_sampled
     )
