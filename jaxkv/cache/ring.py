@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
-from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
+from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -245,7 +245,7 @@ def attend(
             key_positions = jnp.broadcast_to(rank, first.positions.shape)
             query_positions = cache_relative_positions(ring, numbers, num_sampled)
         seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
-        bias = _bias(spec, seen, query_positions, key_positions, kv_heads)
+        bias = masked_bias(spec, seen, query_positions, key_positions, kv_heads)
         q = spec.encoding.rotate(chunk.q, query_positions)
         parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
     hidden = _first_sinks(numbers, sinks) if sinks else None
@@ -266,7 +266,7 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, sinks: int, window: int | 
         if window is not None:
             distance = (chunk.positions[:, :, None] - positions[:, None, :]).astype(jnp.int32)
             seen &= distance < window
-        return _bias(spec, seen, chunk.positions, positions, kv_heads)
+        return masked_bias(spec, seen, chunk.positions, positions, kv_heads)
 
     # A mask of moderate size is computed once for all layers, a larger one block by block.
     elements = jax.eval_shape(lambda: ring_bias(0, size)).size
@@ -319,29 +319,17 @@ def decode(
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
     seen = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
     q = spec.encoding.rotate(chunk.q, chunk.positions)
-    bias = _bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
+    bias = masked_bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if sinks and cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
         view = cache_relative_positions(ring, numbers, num_sampled)
         rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
-        bias = _bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
+        bias = masked_bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
         q = spec.encoding.rotate(chunk.q, view)
         first = scores(q, ring.k[:, :, :sinks], spec.scale, spec.softcap) + bias
         logits = jax.lax.dynamic_update_slice(logits, first, (0, 0, 0, 0, 0))
     return blend(logits, ring.v), ring
-
-
-def _bias(
-    spec: Spec,
-    seen: Bool[Array, "B T S"],
-    queries: UInt32[Array, "B T"],
-    keys: UInt32[Array, "B S"],
-    kv_heads: int,
-) -> Array:
-    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-    penalty = spec.encoding.bias(queries, keys, kv_heads)
-    return bias if penalty is None else bias + penalty
 
 
 def cached(ring: Ring) -> Cached:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
-from jaxkv.attention import local_attention, merge, slot_attention
+from jaxkv.attention import local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
@@ -190,9 +190,7 @@ class MagicPIG(Policy):
 
         def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
             seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
-            bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-            penalty = spec.encoding.bias(positions, keys, k.shape[1])
-            bias = bias if penalty is None else bias + penalty
+            bias = masked_bias(spec, seen, positions, keys, k.shape[1])
             return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
 
         if not self.hash_generated:  # every token that is not indexed
