@@ -358,7 +358,7 @@ LAWS: tuple[tuple[int, str, Law], ...] = (
     (11, "shared leaves are equal in all layers", shared_leaves_are_equal),
     (11, "append-only leaves stay", append_only_leaves_stay),
     (11, "pages change when they say", pages_change_when_they_say),
-    (14, "finish_prefill changes each sequence by itself", finish_prefill_is_per_sequence),
+    (14, "finish_prefill treats sequences independently", finish_prefill_is_per_sequence),
     (15, "the cache has the tokens that it should", it_caches_what_it_means),
     (16, "gradients exist", gradients_exist),
 )
