@@ -134,7 +134,9 @@ def generate(
     """
     single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
-    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Generation(
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+    )
     # Nothing is shown before the whole answer is complete, so use full blocks from the start.
     run.stream.limit = 1 if stop else BLOCK
     for _ in run.blocks():
@@ -162,9 +164,11 @@ def stream(
     arguments are those of `generate`.
     """
     prompts = encode(llm, [prompt])
-    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Generation(
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+    )
     run.outputs[0].keep = False
-    # `Run` has raised for bad arguments by now, before the first `next`.
+    # `Generation` has raised for bad arguments by now, before the first `next`.
     return (text for (text,) in run.blocks() if text)
 
 
@@ -209,7 +213,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return array.tolist()
 
 
-class Run:
+class Generation:
     """One call of `generate` or `stream`: its `blocks` of text as they come, then its `answers`."""
 
     def __init__(
@@ -289,7 +293,7 @@ class Run:
 class _Timed:
     """Adds seconds to one phase of a run, and the compile seconds among them to `compiled`."""
 
-    def __init__(self, run: Run, phase: str):
+    def __init__(self, run: Generation, phase: str):
         self.run, self.phase = run, phase
 
     def __enter__(self) -> None:

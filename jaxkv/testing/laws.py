@@ -30,7 +30,7 @@ from jaxkv.testing.subject import (
     of_head,
     same_bits,
     same_shapes,
-    take_rows,
+    take_sequences,
     update,
     widen,
 )
@@ -114,9 +114,9 @@ def sequences_are_independent(subject: Subject) -> Checks:
         )
         found = subject.read_tokens(mixed, size)
         same = np.array_equal(found.outs[index], straight.outs[index])
-        kept = (batch.take(run.states[-1], [index]) for run in (found, straight))
-        yield f"sequence {index} depends on the others", same and same_bits(*kept)
-    permuted = take_rows(tokens, ORDER), size, batch.take(subject.init(), ORDER)
+        last_states = (batch.take(run.states[-1], [index]) for run in (found, straight))
+        yield f"sequence {index} depends on the others", same and same_bits(*last_states)
+    permuted = take_sequences(tokens, ORDER), size, batch.take(subject.init(), ORDER)
     found = subject.read_tokens(*permuted)
     wanted = batch.take(straight.states[-1], ORDER), straight.outs[[*ORDER]]
     yield (
@@ -126,7 +126,7 @@ def sequences_are_independent(subject: Subject) -> Checks:
 
 
 def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
-    few = take_rows(cut(subject.tokens, 0, subject.capacity), [0])
+    few = take_sequences(cut(subject.tokens, 0, subject.capacity), [0])
     wanted = dense(subject.spec, few)[0]
     for size in (1, subject.sizes[-1]):
         found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
@@ -247,14 +247,14 @@ def append_only_leaves_stay(subject: Subject) -> Checks:
                 continue
             slots = leaf.letters.index("S")
             now, end = (np.moveaxis(np.asarray(a), slots, 1) for a in (array, latest))
-            for row, valid in enumerate(tokens.valid[:, :seen]):
+            for sequence, valid in enumerate(tokens.valid[:, :seen]):
                 count = valid.sum()
-                same = np.array_equal(now[row, :count], end[row, :count])
+                same = np.array_equal(now[sequence, :count], end[sequence, :count])
                 yield f"leaf {name} is append-only but changes", same
-                yield f"leaf {name}: an empty slot is not zero", not now[row, count:].any()
+                yield f"leaf {name}: an empty slot is not zero", not now[sequence, count:].any()
                 if leaf.axes == "B S":
-                    there = tokens.positions[row, :seen][valid]
-                    right = np.array_equal(now[row, :count], there)
+                    positions = tokens.positions[sequence, :seen][valid]
+                    right = np.array_equal(now[sequence, :count], positions)
                     yield f"leaf {name} must hold the positions", right
 
 
@@ -313,7 +313,7 @@ def it_caches_what_it_means(subject: Subject) -> Checks:
         wanted = means[at]
         what = f"after token {at} the cache must have {[*wanted]}, got {[*map(list, found)]}"
         yield what, found == [wanted] * subject.spec.kv_heads
-    whole = take_rows(subject.tokens, [0])
+    whole = take_sequences(subject.tokens, [0])
     right = close(run.outs[:1].astype(np.float64), dense(subject.spec, whole, seen), 1e-5)
     yield "the output is not attention to those tokens", right
 

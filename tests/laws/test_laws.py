@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
-from jaxkv.testing import judge_law
+from jaxkv.testing import check_law
 from jaxkv.testing.laws import (
     LAWS,
     below_capacity_it_is_full_attention,
@@ -22,7 +22,7 @@ from jaxkv.testing.laws import (
     it_caches_what_it_means,
     kv_heads_are_independent,
 )
-from jaxkv.testing.subject import QUICK, cached, close, cut, finish_prefill, take_rows, update
+from jaxkv.testing.subject import QUICK, cached, close, cut, finish_prefill, take_sequences, update
 from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import CASES, COMPARED, SELDOM, VARIANTS, expected, stream, subject
@@ -58,8 +58,8 @@ def test_every_policy_has_a_case():
     [param(c, law, name=law[2].__name__) for c in CASES for law in LAWS if applies(law[2], c)],
 )
 def test_law(case, law):
-    verdict = judge_law(law, subject(case))
-    assert verdict is None or verdict.holds, verdict.why
+    result = check_law(law, subject(case))
+    assert result is None or result.holds, result.reason
 
 
 @some(lambda case: True)
@@ -92,7 +92,7 @@ def end_of_prompt(case):
 def test_law_12_numerator_and_denominator_are_unbiased(case, length):
     # 4,000 sequences of one text, each with its own key: their mean must be full attention.
     many, finishes = 4000, subject(case).finishes
-    one = take_rows(stream(case, count=length), [0])
+    one = take_sequences(stream(case, count=length), [0])
     tokens = Chunk(*(np.broadcast_to(leaf, (many, *leaf.shape[1:])) for leaf in one))
     state = case.policy.reserve(case.spec, subject(case).init(many), length)
     # Without its output: XLA then drops the attention of the first tokens.
