@@ -34,12 +34,12 @@ class Sample(NamedTuple):
 class Evicted(NamedTuple):
     """The ring and the chunk, and which token each new token evicts.
 
-    at [B,T]: the place of the evicted token in `tokens`. there [B,T]: whether one is evicted.
+    index [B,T]: of the evicted token in `tokens`. valid [B,T]: whether a token is evicted.
     """
 
     tokens: Sample
-    at: Int32[Array, "B T"]
-    there: Bool[Array, "B T"]
+    index: Int32[Array, "B T"]
+    valid: Bool[Array, "B T"]
 
 
 LEAVES = Sample(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
@@ -171,7 +171,7 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
 def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     """The token that leaves the ring while a chunk of one token arrives."""
     slot = ring.next_slot(recent, sinks)
-    there = chunk.valid[:, 0] & (recent.count >= recent.positions.shape[1])
+    valid = chunk.valid[:, 0] & (recent.count >= recent.positions.shape[1])
 
     def one(leaf: Array) -> Array:
         return jax.vmap(lambda slots, at: jax.lax.dynamic_slice_in_dim(slots, at, 1, 1))(leaf, slot)
@@ -179,4 +179,4 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
     token = Sample(one(recent.k), one(recent.v), position)
-    return Evicted(token, jnp.zeros_like(slot)[:, None], there[:, None])
+    return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

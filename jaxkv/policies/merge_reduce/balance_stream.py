@@ -13,7 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import base
 from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
-from jaxkv.policies.merge_reduce.occupancy import Shape
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class BalanceStream(Policy):
     @property
     def _settings(self) -> TreeSettings:
         halving = Halving(self.mode, self.temperature, self.c)
-        shape = Shape(self.levels, self.block)
+        size = TreeSize(self.levels, self.block)
         cache_relative = self.positions == "cache"
-        return TreeSettings(self.sinks, self.window, shape, halving, self.weighted, cache_relative)
+        return TreeSettings(self.sinks, self.window, size, halving, self.weighted, cache_relative)
 
     @property
     def max_lookback(self) -> int | float:
