@@ -51,7 +51,6 @@ The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -243,8 +242,3 @@ def check_is_policy(policy: object) -> None:
             f"class {type(policy).__name__}(jaxkv.Policy)"
         )
     raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
-
-
-def with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
-    """The same leaves in another memory."""
-    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)

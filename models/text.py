@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
@@ -230,7 +230,7 @@ class Generation:
         chunk: int | None = None,
     ):
         if max_new_tokens is not None:
-            whole("max_new_tokens", max_new_tokens)
+            check_int("max_new_tokens", max_new_tokens)
         self.sampling = _sampling(sampling, knobs or {})
         self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens

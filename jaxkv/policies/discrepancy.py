@@ -57,17 +57,12 @@ class Halving:
 class Halved(NamedTuple):
     """chosen [...,b/2]: the places that stay, in order, then places without a token.
 
-    inner: the scaled inner product s at each step; `certain` says where no draw could change the
+    inner: the scaled inner product s at each step. Outside -1/2 to 1/2 no draw could change the
     sign.
     """
 
     chosen: Int32[Array, "... C"]
     inner: Float32[Array, "... W"]
-
-
-def certain(inner: Float32[Array, "..."]) -> Bool[Array, "..."]:
-    """Steps whose sign no draw could change; a NaN gives -1 for any draw."""
-    return ~(jnp.abs(inner) <= 0.5)
 
 
 def halve(

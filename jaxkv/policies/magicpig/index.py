@@ -13,6 +13,7 @@ host memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 from jaxkv import xla_cpu
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.ring import OVERFULL, Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Spec, with_memory
+from jaxkv.contract import Cached, Chunk, Leaf, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
@@ -33,7 +34,6 @@ from jaxkv.policies.magicpig.hash_tables import Tables
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, Integer, UInt32
 
-MAX_SLOTS = dense.MAX_SLOTS
 _MAX_STEP = 8192  # tokens for which room is made at a time, unless more are asked for
 _HASHED = 2048  # keys hashed at a time
 _TILE = 8  # a TPU kernel takes caches of whole tiles of this many slots
@@ -83,14 +83,14 @@ class IndexSettings(NamedTuple):
 
 
 def leaves(memory: Literal["device", "host"]) -> IndexState:
-    k, v = with_memory(ring.LEAVES[:2], memory)
+    k, v = _with_memory(ring.LEAVES[:2], memory)
     return IndexState(
         dense=dense.LEAVES,
         indexed=ring.LEAVES._replace(k=k, v=v),
         center=Leaf("B K H"),
         norms=Leaf("B K P"),
         planes=Leaf("B K H F"),
-        tables=with_memory(hash_tables.LEAVES, memory),
+        tables=_with_memory(hash_tables.LEAVES, memory),
         tail_codes=Leaf("B K L Z"),
         tail_norms=Leaf("B K Y"),
         finished=Leaf("B X 0"),
@@ -98,9 +98,13 @@ def leaves(memory: Literal["device", "host"]) -> IndexState:
     )
 
 
+def _with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
+    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)
+
+
 def nbytes(spec: Spec, start: int, tokens: int) -> int:
     """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    slots = dense.slots_for(tokens, start, MAX_SLOTS)
+    slots = dense.slots_for(tokens, start, dense.MAX_SLOTS)
     heads = spec.kv_heads
     return ring.nbytes(spec, slots) + ring.nbytes(spec, 0) + 4 * heads * spec.head_dim + 8 * heads
 
@@ -170,16 +174,16 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     If the unindexed tail is too short, it is indexed together with the prompt, and emptied.
     """
     if not prefill_finished(state):
-        return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
+        return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
     ends = settings.ends
     room = state.dense.positions.shape[1] - ends
     if tokens <= room:
         return state
     more = max(tokens - room, settings.tail, min(room, _MAX_STEP))
     prompt = state.finished.shape[1]
-    if ends + prompt + room + more > MAX_SLOTS:
+    if ends + prompt + room + more > dense.MAX_SLOTS:
         raise UserError(
-            f"a prompt and its generated tokens are at most {MAX_SLOTS} tokens, and "
+            f"a prompt and its generated tokens are at most {dense.MAX_SLOTS} tokens, and "
             f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
             "streaming:sinks=4,window=252"
         )

@@ -84,15 +84,15 @@ class MagicPIG(Policy):
             raise UserError(
                 f"memory must be device or host, got {self.memory!r}; try memory=device"
             )
-        if max(self.sinks, self.window) > index.MAX_SLOTS:
+        if max(self.sinks, self.window) > dense.MAX_SLOTS:
             raise UserError(
-                f"sinks and window must be at most {index.MAX_SLOTS}, got {self.sinks} and "
+                f"sinks and window must be at most {dense.MAX_SLOTS}, got {self.sinks} and "
                 f"{self.window}; try sinks=4,window=64"
             )
         for name, value, usual in (("start", self.start, 512), ("tail", self.tail, 1024)):
-            if not 1 <= value <= index.MAX_SLOTS:
+            if not 1 <= value <= dense.MAX_SLOTS:
                 raise UserError(
-                    f"{name} must be from 1 to {index.MAX_SLOTS}, got {value}; try {name}={usual}"
+                    f"{name} must be from 1 to {dense.MAX_SLOTS}, got {value}; try {name}={usual}"
                 )
 
     @property
