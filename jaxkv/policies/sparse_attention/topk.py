@@ -18,10 +18,9 @@ class TopK(Policy):
     A softmax is dominated by its largest logits, so methods that search for them approximate this
     policy. It is their oracle baseline.
 
-    A prompt is read exactly. After it, each query head sees the first `sinks` tokens, the newest
-    `window`, and of the others the `share` with the largest logits, rounded
-    up; of equal logits the older. Every token stays cached. The softmax is over the keys that a
-    query sees. In MagicPIG's comparisons the share is of all positions, without sinks and window.
+    share: after the prompt, of the keys outside `sinks` and `window` each query head selects this
+    share, rounded up; of equal logits the older key. The softmax is over these keys, the sinks and
+    the window. In MagicPIG's comparisons the share is of all positions, without sinks and window.
     start: slots before the prompt, doubled as they fill.
     """
 
@@ -30,7 +29,7 @@ class TopK(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends and the largest logits between"
+    summary: ClassVar[str] = "every token; a query attends to sinks, window and the largest logits"
     source: ClassVar[str] = "the TopK of MagicPIG, arXiv 2410.16179"
     leaves: ClassVar[SparseState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -48,6 +47,6 @@ class TopK(Policy):
     finish_prefill = staticmethod(base.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
-        count = base.share_of(self.share, candidates.between)
-        return base.unweighted(base.largest(candidates.logits, candidates.between, count))
+        """The log weight of each selectable key, -inf where it is not selected."""
+        count = base.share_of(self.share, candidates.selectable)
+        return base.unweighted(base.largest(candidates.logits, candidates.selectable, count))
