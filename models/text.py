@@ -71,7 +71,7 @@ class OutputText:
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """Add a token; the text that is certain now, empty after the end of the sequence."""
+        """Add a token. Returns the text that is certain now, empty after the sequence's end."""
         if self.reason or token < 0:
             return ""
         self.count += 1
@@ -82,7 +82,7 @@ class OutputText:
         return self._release(self._pieces.push(token))
 
     def end(self, reason: str) -> str:
-        """End the sequence; the text withheld as the possible start of a stop string."""
+        """End the sequence. Returns the text withheld as the possible start of a stop string."""
         if self.reason:
             return ""
         piece = self._release(self._pieces.end(), last=True)

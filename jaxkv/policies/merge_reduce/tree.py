@@ -158,7 +158,7 @@ def fill_level_0(
 
 
 def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]]:
-    """The n-th evicted token, as a place in evicted.tokens; and how many are evicted."""
+    """The place of the n-th evicted token in evicted.tokens, and the number of evicted tokens."""
     _, index, valid = evicted
     sequence = jnp.arange(valid.shape[0])[:, None]
     gone = jnp.cumsum(valid.astype(jnp.int32), axis=1)
