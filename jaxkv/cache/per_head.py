@@ -1,7 +1,7 @@
-"""Tokens sampled from a stream, each KV head its own: the storage of sampling policies.
+"""A sample of evicted tokens, drawn separately for each KV head: the storage of sampling policies.
 
-Reservoir sampling and BalanceKV keep such a sample beside sinks and window. Keys are stored rotated
-to their position in the text.
+`reservoir` stores keys rotated to their position in the text. The merge-and-reduce tree, with
+cache-relative positions, stores them rotated to their slot within a half.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
 
 class Sample(NamedTuple):
-    """S slots per sequence and KV head."""
+    """S slots per sequence and KV head; their order is up to the policy."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]

@@ -1,9 +1,12 @@
-"""A ring buffer with sinks: the storage of `window`, `streaming` and the sampling policies.
+"""Sinks and a ring buffer of keys and values [B,K,S,H]; with evict=False a dense cache.
 
-Token number n of a sequence goes to slot n while there is room. After that, new tokens overwrite
-the slots after the sinks in turn, oldest first. Keys are stored rotated to their final position, so
-no key is rotated twice. `count` [B] is the number of tokens written. It is reduced modulo the ring
-when it passes the number of slots, so it never overflows.
+Token number n of a sequence goes to slot n while there is room. After that, a new token overwrites
+the oldest one after the sinks. The sinks are never overwritten: a softmax puts the weight that it
+does not need on the first tokens (StreamingLLM, section 3.1). Keys are stored rotated to their
+final position, so no key is rotated twice.
+
+`count` [B] is the number of tokens written. A ring reduces it modulo its size, so it never
+overflows. A dense cache sets it to OVERFULL when a token is lost.
 """
 
 from __future__ import annotations

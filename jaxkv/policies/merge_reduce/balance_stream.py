@@ -41,7 +41,7 @@ class BalanceStream(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
-    summary: ClassVar[str] = "sinks, a window, and a balanced sample of the tokens between"
+    summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
 
     def __post_init__(self) -> None:

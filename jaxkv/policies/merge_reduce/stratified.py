@@ -34,7 +34,7 @@ class Stratified(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
-    summary: ClassVar[str] = "sinks, a window, and one token of every stretch between"
+    summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
 
     def __post_init__(self) -> None:
