@@ -65,15 +65,15 @@ class IndexState(NamedTuple):
 class IndexSettings(NamedTuple):
     """The settings of an index.
 
-    generated: whether generated tokens are hashed too. tail: generated tokens for which there is
-    room at least. memory: where the indexed tokens and the tables live.
+    hash_generated: whether generated tokens are hashed too. tail: generated tokens for which there
+    is room at least. memory: where the indexed tokens and the tables live.
     """
 
     hashing: Hashing
     sinks: int
     window: int
     center: bool
-    generated: bool
+    hash_generated: bool
     tail: int
     memory: Literal["device", "host"]
 
@@ -188,7 +188,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
             "streaming:sinks=4,window=252"
         )
     size = _whole_tiles(ends + room + more)
-    if not settings.generated:
+    if not settings.hash_generated:
         longer = size - settings.sinks - state.tail_codes.shape[3]
         tail_codes = jnp.pad(state.tail_codes, ((0, 0), (0, 0), (0, 0), (0, longer)))
         return state._replace(dense=ring.grow(state.dense, size), tail_codes=tail_codes)
@@ -261,7 +261,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
         indexed = pick(state.indexed.k).astype(jnp.float32) - center
         codes = _codes(indexed, planes, hashing)
         tables = hash_tables.build(codes, there[head // kv_heads], hashing.bits)
-        if not settings.generated:
+        if not settings.hash_generated:
             none = jnp.zeros((0, size - sinks), jnp.uint16)
             return tables, _norm(indexed), none, jnp.zeros(0, jnp.float32)
         keys = pick(state.dense.k).astype(jnp.float32) - center
@@ -303,7 +303,7 @@ def _codes(
 def append(spec: Spec, state: IndexState, chunk: Chunk, settings: IndexSettings) -> IndexState:
     """Append a chunk; after prefill its codes join the unindexed tail."""
     after = state._replace(dense=dense.append(spec, state.dense, chunk))
-    if not prefill_finished(state) or not settings.generated:
+    if not prefill_finished(state) or not settings.hash_generated:
         return after
     batch, tokens, kv_heads, head_dim = chunk.k.shape
     numbers = ring.token_numbers(state.dense, chunk.valid)

@@ -37,23 +37,37 @@ class MagicPIG(Policy):
     collide often under a random hash, so hash tables draw keys with a probability that rises with
     their logit and is known, at a cost proportional to the keys found (section 4).
 
-    A prompt is read exactly. After it, a query sees the first `sinks` tokens and the newest
-    `window` exactly. Of the tokens between it sees the keys that share its code in at least
-    `min_tables` of `L` tables of `K` bits, weighted by one over the probability of that. Every
-    token stays cached. A question read after the end of prefill sees a sample too; read it with the
-    prompt to have it exact.
+    A prompt is attended exactly. After it, a query attends exactly to the first `sinks` tokens and
+    the newest `window`. Of the other keys it attends to those that share its code in at least
+    `min_tables` of `L` tables of `K` bits, each weighted by the inverse of the probability of that.
+    Every token stays cached. Each query head samples for itself, from tables that it shares with
+    its KV head. A question that follows the end of prefill attends to a sample too; for exact
+    attention make it part of the prompt.
 
-    Each query head samples for itself, from tables that it shares with its KV head. center: hash
-    keys less their mean, without which few are found. budget: the most keys per query head; of
-    more, this many are drawn and count for the others. u_floor: added to the probability, 1e-4 in
-    the published code, which bounds the weight of rare keys, and 0 in the paper, which is unbiased.
-    hash_generated: generated tokens are sampled too once they leave the window; otherwise they stay
-    exact, as published. tail: generated tokens that are compared one by one before new tables are
-    built, later up to 8,192. hash: `simhash` takes one bit per direction; `crosspolytope` takes the
-    nearest of up to sixteen directions, which separates better and costs more. memory: `host` keeps
-    the tables and the indexed tokens in host memory and fetches the keys found. start: slots before
-    the prompt, doubled as they fill. Where keys have a distance penalty (ALiBi), found keys are
-    read twice: to weigh them and to attend.
+    center: subtract the mean key before hashing. In trained models keys point almost opposite to
+    queries, so without this few collide (Figures 2c and 8a).
+
+    budget: maximum number of sampled keys per query head. If more match, a systematic sample of
+    `budget` keys is taken, each weighted by matches / budget.
+
+    u_floor: added to the probability. 1e-4, as in the published code, bounds the weight of rare
+    keys; 0, as in the paper, is unbiased.
+
+    hash_generated: generated tokens are sampled too once they leave the window. Otherwise they stay
+    exact, as published.
+
+    tail: generated tokens that are compared one by one before new tables are built; later up to
+    8,192.
+
+    hash: `simhash` takes one bit per direction. `crosspolytope` takes the nearest of up to sixteen
+    directions, which separates better and costs more.
+
+    memory: `host` stores the tables and the indexed tokens in host memory and fetches the keys
+    found.
+
+    start: slots before the prompt, doubled as they fill.
+
+    With a distance penalty (ALiBi), found keys are read twice: for their weights and for attention.
     """
 
     K: int = 10
@@ -274,7 +288,7 @@ def find(
     own = index.slot_of(state, numbers)
     batch, heads, head_dim = q.shape
     kv_heads, tail = state.tail_codes.shape[1], 0
-    if settings.generated:
+    if settings.hash_generated:
         tail = state.tail_codes.shape[3]
     places, hashing = state.indexed.positions.shape[1], settings.hashing
     group, most = heads // kv_heads, min(budget, places + tail)
@@ -290,11 +304,11 @@ def find(
 
     def one(head: Array, code: Array, draw: Array) -> Found:
         kv_head = head // group
-        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.least)
-        if not settings.generated:
+        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
+        if not settings.hash_generated:
             return hash_tables.select(in_tables, most, draw)
         last = own[head // heads] - settings.window - settings.sinks
-        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.least)
+        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.min_tables)
         found = hash_tables.select(jnp.concatenate([in_tables, in_tail]), most, draw)
         # Words are whole, so bits of no place may stand between tables and tail.
         whole = in_tables.shape[0] * hash_tables.WORD
