@@ -204,9 +204,9 @@ def widen(chunk: Chunk, width: int) -> Chunk:
 def compact(tokens: Chunk) -> Chunk:
     """The same tokens with all padding moved to the end of each sequence, as zeros."""
     made = Chunk(*(np.zeros_like(leaf) for leaf in tokens))
-    for row, valid in enumerate(tokens.valid):
+    for sequence, valid in enumerate(tokens.valid):
         for old, new in zip(tokens, made, strict=True):
-            new[row, : valid.sum()] = old[row][valid]
+            new[sequence, : valid.sum()] = old[sequence][valid]
     return made
 
 

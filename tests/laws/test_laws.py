@@ -127,9 +127,9 @@ def test_law_13_protected_slots_survive_adversarial_keys(case):
     done = subject(case).read_tokens(hostile, size).states[-1]
     held = cached(case.policy, case.spec, done)
     positions, weight = np.asarray(held.positions), np.asarray(held.log_weight)
-    for row in (0, 1, 2):
+    for sequence in (0, 1, 2):
         for head in range(cases.KV_HEADS):
-            sure = set(positions[row, head][weight[row, head] == 0])
+            sure = set(positions[sequence, head][weight[sequence, head] == 0])
             assert sure >= set(range(length))
     # They are stored as they were without the adversarial keys.
     plain = subject(case).read(size).states[-1]
@@ -148,8 +148,9 @@ def test_law_14_finish_prefill_keeps_the_sinks(case):
     finished = finish_prefill(case.policy, case.spec, end_of_prompt(case))
     held = case.policy.cached(case.spec, finished)
     lengths = stream(case).valid[:, : subject(case).prompt].sum(axis=1)
-    for row, prompt in enumerate(lengths):
-        positions = np.asarray(held.positions)[row, 0][np.asarray(held.log_weight)[row, 0] == 0]
+    for sequence, prompt in enumerate(lengths):
+        positions, weight = (np.asarray(leaf)[sequence, 0] for leaf in held)
+        positions = positions[weight == 0]
         assert set(positions) >= set(range(min(case.exact, prompt)))
         kept = len(positions) == prompt if case.whole else len(positions) < prompt
         assert kept or prompt <= case.capacity
@@ -172,12 +173,12 @@ def test_law_15_the_oracle_caches_the_same_tokens(case):
         for state, seen in zip(run.states, run.counts, strict=True):
             kept = cached(case.policy, case.spec, state)
             positions, weight = np.asarray(kept.positions), np.asarray(kept.log_weight)
-            for row in range(4):
-                count = int(valid[row, :seen].sum())
+            for sequence in range(4):
+                count = int(valid[sequence, :seen].sum())
                 for head in range(cases.KV_HEADS):
-                    there = weight[row, head] > -np.inf
-                    found = np.stack([positions[row, head], weight[row, head]], axis=1)[there]
-                    want = wanted[row][count - 1][head] if count else []
+                    pairs = np.stack([positions[sequence, head], weight[sequence, head]], axis=1)
+                    found = pairs[pairs[:, 1] > -np.inf]
+                    want = wanted[sequence][count - 1][head] if count else []
                     np.testing.assert_allclose(
                         found[np.argsort(found[:, 0])], np.reshape(want, (-1, 2)), 1e-6, 1e-6
                     )
