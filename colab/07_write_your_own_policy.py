@@ -104,7 +104,7 @@ def attend(spec, cache, share, chunk):
 # the tokens that are cached when query number `n` attends.
 
 # %%
-from jaxkv.testing import judge_laws, table
+from jaxkv.testing import check_laws, table
 
 small = Strided(near=2, far=5, stride=4)
 
@@ -114,8 +114,8 @@ def cached_tokens(n):
 
 
 capacity = small.near * small.stride  # up to here, no token is evicted
-verdicts = judge_laws(small, capacity, cached_tokens)
-runtime.Text(table(verdicts))
+laws = check_laws(small, capacity, cached_tokens)
+runtime.Text(table(laws))
 
 # %% [markdown]
 # In your own tests, call `check_policy(small)`, which raises an error if a law is broken. The laws
@@ -132,7 +132,7 @@ class Twice(Strided):
         return partial, Rings(*(ring.write(spec, cache, chunk, sinks=0) for cache in state))
 
 
-broken = judge_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
+broken = check_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
 runtime.Text(table(broken))
 
 # %% [markdown]
@@ -285,7 +285,7 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 # %%
 import numpy as np
 
-failed = {verdict.number for verdict in broken if not verdict.holds}
+failed = {result.number for result in broken if not result.holds}
 loss = {row["policy"]: row["loss"] for row in results}
 size = {row["policy"]: row["state_bytes"] for row in results}
 rate = {row["policy"]: row["tokens_per_second"] for row in results}
@@ -293,8 +293,8 @@ runtime.verify(
     MODEL,
     always={
         "the policy satisfies every law that applies to it":
-            {v.number for v in verdicts if v.holds} == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16}
-            and all(v.holds for v in verdicts),
+            {law.number for law in laws if law.holds} == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16}
+            and all(law.holds for law in laws),
         "the broken policy fails laws 4, 15 and others": failed > {4, 15},
         "the window of equal size has as many bytes, within 1 %":
             abs(size["strided"] / size[window] - 1) < 0.01,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv import xla_cpu
 from jaxkv.contract import Chunk, Partial, Spec
-from jaxkv.typing import Array, Bool, Float, Float32
+from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None
 
@@ -88,6 +88,22 @@ def _attend(
         k, v = (jax.lax.dynamic_slice_in_dim(a, start, size, 2) for a in (k, v))
     logits = scores(q, k, scale, softcap)
     return blend(logits if bias is None else logits + bias, v)
+
+
+def masked_bias(
+    spec: Spec,
+    seen: Bool[Array, "B T S"],
+    queries: UInt32[Array, "B T"],
+    keys: UInt32[Array, "B S"],
+    kv_heads: int,
+) -> Float32[Array, "... T S"]:
+    """0 where a query sees a slot and -inf elsewhere, plus the encoding's distance penalty.
+
+    queries, keys: positions.
+    """
+    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+    penalty = spec.encoding.bias(queries, keys, kv_heads)
+    return bias if penalty is None else bias + penalty
 
 
 def scores(
@@ -201,9 +217,7 @@ def local_attention(
         seen = order[None] & shown[:, None, :keys] & asked[:, :, None] & (distance >= 0)
         if window is not None:
             seen &= distance < window
-        bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-        penalty = spec.encoding.bias(here, positions[:, :keys], k.shape[1])
-        bias = bias if penalty is None else bias + penalty
+        bias = masked_bias(spec, seen, here, positions[:, :keys], k.shape[1])
         queries = jax.lax.dynamic_slice_in_dim(q, start, size, 1)
         return slot_attention(
             queries, k[:, :, :keys], v[:, :, :keys], bias, spec.scale, spec.softcap

@@ -25,8 +25,9 @@ that exists only later starts with size 0. They run between compiled calls. `res
 since `init`, and after `finish_prefill` since that call. All sequences of a batch are reserved to
 one size before `finish_prefill`.
 
-Randomness lives in the state. A draw is a function of (rng, position), so it does not depend on
-chunking, on other sequences of the batch, or on devices.
+Randomness lives in the state. A draw is a function of the sequence's seed and of the token's
+position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
+on devices.
 
 The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on every policy here.
 
@@ -42,15 +43,14 @@ The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on 
 10 The bytes of the arrays equal `bytes_per_sequence`.
 11 `leaves` describes every array: axis letters, shared leaves, append-only leaves, pages.
 12 An estimate that is called unbiased is unbiased.
-13 Protected slots survive adversarial keys.
-14 `finish_prefill` changes each sequence by itself.
+13 Sinks and window tokens stay cached whatever the keys are.
+14 `finish_prefill` treats the sequences of a batch independently.
 15 A plain-numpy oracle agrees at one to three times the capacity.
-16 Gradients exist where documented.
+16 `update` has finite gradients in q, k and v; the choice of tokens has none.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -260,8 +260,3 @@ def check_prefill(finished: bool) -> None:
         raise UserError(
             "this state's prefill is finished already; call finish_prefill once per state"
         )
-
-
-def with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
-    """The same leaves in another memory."""
-    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)

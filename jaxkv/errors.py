@@ -25,17 +25,17 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise UserError unless value is an integer from `least` to `most`; None: no upper limit."""
+def check_int(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> None:
+    """Raise UserError unless value is an integer from `minimum` to `maximum` (None: unlimited)."""
     if not is_whole(value):
-        raise UserError(f"{name} must be a whole number, got {value!r}; give {least} or more")
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}; give {least} or more")
-    if most is not None and value > most:
-        raise UserError(f"{name} must be at most {most}, got {value}; give {most} or less")
+        raise UserError(f"{name} must be a whole number, got {value!r}; give {minimum} or more")
+    if value < minimum:
+        raise UserError(f"{name} must be at least {minimum}, got {value}; give {minimum} or more")
+    if maximum is not None and value > maximum:
+        raise UserError(f"{name} must be at most {maximum}, got {value}; give {maximum} or less")
 
 
-def one_of(name: str, value: object, known: Iterable[str]) -> None:
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
     """Raise UserError unless value is one of these names."""
     names = tuple(known)
     if not isinstance(value, str) or value not in names:

@@ -1,7 +1,8 @@
 """Policy specifications: policies as text, one policy per layer, and bytes before allocation.
 
 `name` or `name:field=value,...`; by layer `0=full;16=full;*=streaming:sinks=4,window=252`, where
-`*` is every layer not named. `parse_policy` and `format_policy` are inverse.
+`*` is every layer not named. `format_policy` writes a string that `parse_policy` reads back; a
+policy that is not in POLICIES is written as its repr.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def by_layer(
 
     chosen: one for all layers, or one per layer, each as a string or a value. windows: the model's
     own sliding window of each layer, None where it has none. Such a layer keeps its window, which
-    is all it was trained to see, unless the chosen policy looks back less or the string names
-    layers itself.
+    is all it was trained to see, unless the chosen policy looks back less, or the layers are named,
+    in the string or as a sequence.
     """
     if isinstance(chosen, str):
         chosen = parse_policy(chosen, layers)

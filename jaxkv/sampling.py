@@ -19,7 +19,9 @@ LARGEST = 1e38  # larger values overflow float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of sampling. Temperature 0 is greedy; the filters apply in the order given.
+    """The settings of sampling. Temperature 0 is greedy.
+
+    Order: repetition penalty, temperature, top-k, top-p, min-p.
 
     repetition_penalty: divides positive logits and multiplies negative logits of tokens that the
     sequence has already (Keskar et al. 2019). top_k: the k most likely tokens; 0 is off. top_p: the
@@ -57,12 +59,13 @@ class Sampling:
     @property
     def filters(self) -> Filters:
         """The parts that are compiled in; their values are arguments, so changing one is free."""
-        warm = self.temperature > 0
+        stochastic = self.temperature > 0
         return Filters(
-            warm=warm,
-            top_k=warm and self.top_k > 0,
-            top_p=warm and bool(self.knobs.top_p < 1),  # float32 may round it to 1, which is off
-            min_p=warm and self.min_p > 0,
+            stochastic=stochastic,
+            top_k=stochastic and self.top_k > 0,
+            # Compared as float32, which may round it to 1: off.
+            top_p=stochastic and bool(self.knobs.top_p < 1),
+            min_p=stochastic and self.min_p > 0,
             repetition=self.repetition_penalty != 1,
         )
 
@@ -81,9 +84,9 @@ class Sampling:
 
 
 class Filters(NamedTuple):
-    """The parts of sampling that are compiled in. warm: a temperature above 0."""
+    """The parts of sampling that are compiled in. stochastic: a temperature above 0."""
 
-    warm: bool
+    stochastic: bool
     top_k: bool
     top_p: bool
     min_p: bool
@@ -112,20 +115,20 @@ def draw(
 
     rng: PRNG key data, one key per sequence. A draw is a function of (rng, position).
     """
-    logits = shape(filters, knobs, logits, seen)
+    logits = filter_logits(filters, knobs, logits, seen)
 
     def noise(rng: Array, position: Array) -> Array:
         rng = jax.random.fold_in(jax.random.wrap_key_data(rng), position)
         return jax.random.gumbel(rng, logits.shape[-1:], jnp.float32)
 
-    if filters.warm:
+    if filters.stochastic:
         logits = logits + jax.vmap(noise)(rng, positions)
     return xla_cpu.argmax(logits)
 
 
-EVERY = Filters(warm=True, top_k=True, top_p=True, min_p=True, repetition=True)
-WARM = EVERY._replace(top_k=False, top_p=False)
-OFF = Knobs(np.float32(0), np.int32(2**31 - 1), np.float32(2), np.float32(0), np.float32(1))
+ALL_FILTERS = Filters(stochastic=True, top_k=True, top_p=True, min_p=True, repetition=True)
+MIN_P_ONLY = ALL_FILTERS._replace(top_k=False, top_p=False)
+NEUTRAL = Knobs(np.float32(0), np.int32(2**31 - 1), np.float32(2), np.float32(0), np.float32(1))
 
 
 def knobs_of_sequence(sampling: Sampling) -> Knobs:
@@ -133,8 +136,8 @@ def knobs_of_sequence(sampling: Sampling) -> Knobs:
     k = sampling.knobs
     return Knobs(
         np.float32(0) if sampling.temperature == 0 else k.temperature,
-        k.top_k if sampling.top_k else OFF.top_k,
-        k.top_p if k.top_p < 1 else OFF.top_p,
+        k.top_k if sampling.top_k else NEUTRAL.top_k,
+        k.top_p if k.top_p < 1 else NEUTRAL.top_p,
         k.min_p,
         k.repetition_penalty,
     )
@@ -152,43 +155,46 @@ def draw_each(
     A sequence's token does not depend on the knobs of others. A filter that no sequence uses is not
     computed.
     """
-    cold = knobs.temperature == 0
-    warm = knobs._replace(temperature=jnp.where(cold, np.float32(1), knobs.temperature))
-    punished = Filters(warm=False, top_k=False, top_p=False, min_p=False, repetition=True)
+    greedy = knobs.temperature == 0
+    # Greedy sequences do not use their temperature; 1 avoids a division by zero.
+    temperature = jnp.where(greedy, np.float32(1), knobs.temperature)
+    above_zero = knobs._replace(temperature=temperature)
+    penalty_only = Filters(stochastic=False, top_k=False, top_p=False, min_p=False, repetition=True)
 
-    def greedy() -> tuple[Array, Array]:
-        return draw(punished, warm, logits, seen, rng, positions)
+    def draw_greedy() -> tuple[Array, Array]:
+        return draw(penalty_only, above_zero, logits, seen, rng, positions)
 
-    def drawn(filters: Filters) -> tuple[Array, Array]:
-        found = draw(filters, warm, logits, seen, rng, positions)
-        return tuple(jnp.where(cold, a, b) for a, b in zip(greedy(), found, strict=True))
+    def draw_both(filters: Filters) -> tuple[Array, Array]:
+        found = draw(filters, above_zero, logits, seen, rng, positions)
+        return tuple(jnp.where(greedy, a, b) for a, b in zip(draw_greedy(), found, strict=True))
 
-    cut = jnp.any(~cold & ((knobs.top_k != OFF.top_k) | (knobs.top_p != OFF.top_p)))
-    branch = jnp.where(jnp.all(cold), 0, jnp.where(cut, 2, 1))
-    return jax.lax.switch(branch, [greedy, lambda: drawn(WARM), lambda: drawn(EVERY)])
+    cut = jnp.any(~greedy & ((knobs.top_k != NEUTRAL.top_k) | (knobs.top_p != NEUTRAL.top_p)))
+    branch = jnp.where(jnp.all(greedy), 0, jnp.where(cut, 2, 1))
+    branches = [draw_greedy, lambda: draw_both(MIN_P_ONLY), lambda: draw_both(ALL_FILTERS)]
+    return jax.lax.switch(branch, branches)
 
 
-def shape(
+def filter_logits(
     filters: Filters, knobs: Knobs, logits: Float32[Array, "B V"], seen: Bool[Array, "B V"]
 ) -> Float32[Array, "B V"]:
     """The logits to draw from, up to a constant per sequence; -inf where filtered out."""
     knobs = Knobs(*(jnp.reshape(knob, (-1, 1)) for knob in knobs))
     if filters.repetition:
         penalty = knobs.repetition_penalty
-        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, punished, logits)
-    if not filters.warm:
+        penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, penalized, logits)
+    if not filters.stochastic:
         return logits
-    # At most 0, so that at a low temperature only hopeless tokens overflow.
+    # At most 0, so that at a low temperature only tokens of negligible probability overflow.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
     if filters.top_k or filters.top_p:
-        logits = _cut(filters, knobs, logits)
+        logits = _top_k_top_p(filters, knobs, logits)
     if filters.min_p:
         logits = jnp.where(logits >= jnp.log(knobs.min_p), logits, -jnp.inf)
     return logits
 
 
-def _cut(filters: Filters, knobs: Knobs, logits: Array) -> Array:
+def _top_k_top_p(filters: Filters, knobs: Knobs, logits: Array) -> Array:
     """Top-k, then top-p of the remaining tokens; ties with the last of them stay."""
     ordered = -jnp.sort(-logits, axis=-1)
     if filters.top_k:

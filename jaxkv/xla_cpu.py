@@ -1,4 +1,4 @@
-"""Workarounds for XLA:CPU, the CPU backend of XLA, each with the measurement that justifies it.
+"""Workarounds for XLA:CPU. Each says what was measured, or that nothing was recorded.
 
 Each function computes what its plain form computes. Other platforms compile the plain form, except
 where the docstring says that the form is the same everywhere.
@@ -11,9 +11,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.contract import Partial
-from jaxkv.typing import Array, Float32, Int32
+from jaxkv.contract import Chunk, Partial
+from jaxkv.typing import Array, Float, Float32, Int32
 
 CACHED_LOGITS = 2**22  # of all heads; more exceed the processor's cache
 
@@ -66,9 +67,9 @@ def _attend_by_head(attend, q, k, v, bias, start, *, size) -> Partial:
 
 
 def argmax(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """The first index of each row's maximum, and the maximum; the same on all platforms.
+    """The first index of the maximum of each sequence, and the maximum; the same on all platforms.
 
-    A row with a NaN has the maximum NaN and the last index.
+    A sequence with a NaN has the maximum NaN and the last index.
     Two reductions take a fifth of the time of XLA:CPU's argmax, which was a tenth of a decode step
     of 64 sequences. The figures were not recorded.
     """
@@ -77,3 +78,46 @@ def argmax(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[A
     best, last = jnp.max(logits, axis=-1), logits.shape[-1] - 1
     place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.min(jnp.where(logits == best[:, None], place, last), axis=-1), best
+
+
+def order_after(chunk: Chunk, *read: Float[Array, "B ..."]) -> Chunk:
+    """The same chunk, made to depend on arrays that were read from a cache, on all platforms.
+
+    The oldest token of a ring must be read before the chunk overwrites it. XLA:CPU drops
+    optimization barriers, and without a dependency it copies the whole ring. So the chunk passes
+    through a condition on the arrays that is always true, which XLA does not know. A test on the
+    compiled text guards it. No recorded measurement.
+    """
+    always = jnp.ones(chunk.valid.shape[0], bool)
+    for leaf in read:
+        first = leaf.reshape(leaf.shape[0], -1)[:, 0].astype(jnp.float32)
+        sign = jax.lax.bitcast_convert_type(first, jnp.uint32) >> np.uint32(31)
+        always &= sign <= np.uint32(1)
+    always = always[:, None, None, None]
+    return chunk._replace(k=jnp.where(always, chunk.k, 0), v=jnp.where(always, chunk.v, 0))
+
+
+def map_sequences(one: Callable[..., Array], *arrays: Array) -> Array:
+    """`jax.vmap(one)(*arrays)`; a batch of one has no batch axis inside, on all platforms.
+
+    With a batch axis XLA:CPU fuses the write of a slot twice and copies the whole cache. A test on
+    the compiled text guards it. No recorded measurement.
+    """
+    if arrays[0].shape[0] == 1:
+        return one(*(array[0] for array in arrays))[None]
+    return jax.vmap(one)(*arrays)
+
+
+def cumsum(counts: Int32[Array, " S"]) -> Int32[Array, " S"]:
+    """`jnp.cumsum(counts)` for sums below 2^24, by two products, on all platforms.
+
+    XLA:CPU has no fast running sum. No recorded measurement.
+    """
+    size = counts.shape[0]
+    wide = max(1, int(np.sqrt(size)))
+    table = jnp.pad(counts, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST  # integers below 2^24
+    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
+    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
+    before = jnp.dot(before, within[:, -1:], precision=exact)
+    return (within + before).reshape(-1)[:size].astype(jnp.int32)

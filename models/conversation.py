@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy
-from jaxkv.errors import whole
+from jaxkv.errors import check_int
 from jaxkv.models.decoding import Decoding
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY, Stream
@@ -48,7 +48,7 @@ class Conversation:
         ignore_eos: bool = False,
     ) -> Iterator[str]:
         """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one."""
-        whole("max_new_tokens", max_new_tokens)
+        check_int("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
         self.output = OutputText(self.llm, eos, stop)
         return self._answer(self.output, text, sampling or Sampling(), max_new_tokens, eos)

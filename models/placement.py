@@ -1,9 +1,11 @@
-"""Host buffers for weights, and their way to the devices, one tensor at a time."""
+"""Tensors in files, host buffers for them, and their way to the devices, one tensor at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import BinaryIO
 
 import jax
@@ -13,6 +15,22 @@ ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of cop
 
 Progress = Callable[[int, int], None]
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The place of a tensor: its name in the file; `start` in bytes from the file's beginning.
+
+    type: the name of its safetensors dtype, or the number of its ggml type. shape: in row-major
+    order, so (out, in) for a matrix.
+    """
+
+    file: Path
+    name: str
+    type: str | int
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

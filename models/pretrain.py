@@ -61,7 +61,7 @@ def pretrain(
     stopped: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
 ) -> Path | None:
-    """Train a model, or resume training; the folder of the exported model.
+    """Train a model, or resume training. Returns the folder of the exported model.
 
     tokens: a data folder (models.data.read). out: a folder for this run alone. mesh: its axis
     `data` splits samples, weights and moments; every process makes the same call, and the first one

@@ -183,7 +183,7 @@ def score(
 def gather(
     parts: Iterable[np.ndarray], progress: Callable[[int], None] | None = None
 ) -> tuple[np.ndarray, float, float]:
-    """Concatenate the parts; also the seconds spent computing them, and those compiling."""
+    """Concatenate the parts. Returns the result and the seconds of computing and of compiling."""
     begun, compiled, found, done = time.perf_counter(), clock().seconds, [], 0
     for part in parts:
         found.append(part)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.errors import UserError
+from jaxkv.models import xla_cpu
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY
@@ -39,8 +39,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT
         decoder = Decoder(llm.config, weights, llm.mesh)
         hidden, states = decoder(tokens, positions, valid, policies, states)
         selected = jnp.take_along_axis(hidden, indices[None], axis=2)
-        # Without it XLA folds the transpose into the product, which fails in bfloat16 on a CPU.
-        logits = jax.lax.optimization_barrier(decoder.logits(selected))
+        logits = xla_cpu.keep_transpose_apart(decoder.logits(selected))
         return logits.transpose(1, 2, 0), states
 
     identity = f"{llm.name} {llm.config} {llm.dtype}"

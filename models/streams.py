@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, State
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import (
     BLOCK,
@@ -155,7 +155,7 @@ class Stream:
         attention would be masked out.
         """
         if chosen is not None:
-            whole("chunk", chosen)
+            check_int("chunk", chosen)
             return chosen
         farthest = min(max(map(max_lookback, self.policies)), CHUNK)
         return 1 << max(6, int(farthest).bit_length() - 1)

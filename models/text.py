@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
@@ -71,7 +71,7 @@ class OutputText:
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """Add a token; the text that is certain now, empty after the end of the sequence."""
+        """Add a token. Returns the text that is certain now, empty after the sequence's end."""
         if self.reason or token < 0:
             return ""
         self.count += 1
@@ -82,7 +82,7 @@ class OutputText:
         return self._release(self._pieces.push(token))
 
     def end(self, reason: str) -> str:
-        """End the sequence; the text withheld as the possible start of a stop string."""
+        """End the sequence. Returns the text withheld as the possible start of a stop string."""
         if self.reason:
             return ""
         piece = self._release(self._pieces.end(), last=True)
@@ -134,7 +134,9 @@ def generate(
     """
     single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
-    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Generation(
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+    )
     # Nothing is shown before the whole answer is complete, so use full blocks from the start.
     run.stream.limit = 1 if stop else BLOCK
     for _ in run.blocks():
@@ -162,9 +164,11 @@ def stream(
     arguments are those of `generate`.
     """
     prompts = encode(llm, [prompt])
-    run = Run(llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk)
+    run = Generation(
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+    )
     run.outputs[0].keep = False
-    # `Run` has raised for bad arguments by now, before the first `next`.
+    # `Generation` has raised for bad arguments by now, before the first `next`.
     return (text for (text,) in run.blocks() if text)
 
 
@@ -209,7 +213,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return array.tolist()
 
 
-class Run:
+class Generation:
     """One call of `generate` or `stream`: its `blocks` of text as they come, then its `answers`."""
 
     def __init__(
@@ -226,7 +230,7 @@ class Run:
         chunk: int | None = None,
     ):
         if max_new_tokens is not None:
-            whole("max_new_tokens", max_new_tokens)
+            check_int("max_new_tokens", max_new_tokens)
         self.sampling = _sampling(sampling, knobs or {})
         self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
@@ -289,7 +293,7 @@ class Run:
 class _Timed:
     """Adds seconds to one phase of a run, and the compile seconds among them to `compiled`."""
 
-    def __init__(self, run: Run, phase: str):
+    def __init__(self, run: Generation, phase: str):
         self.run, self.phase = run, phase
 
     def __enter__(self) -> None:

@@ -90,7 +90,7 @@ class Pieces:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, *ids: int) -> str:
-        """Add ids; the text that is complete now."""
+        """Add ids. Returns the text that is complete now."""
         size = len(self._table)
         # Embeddings are often padded beyond the vocabulary: such ids have no text.
         raw = b"".join(self._table[i] for i in ids if i < size and i not in self._silent)

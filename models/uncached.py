@@ -38,7 +38,7 @@ Implementation = Literal["xla", "cudnn"]
 def forward(
     config: Config, weights: Weights, inputs: Int32[Array, "B T"], run: Callable | None = None
 ) -> tuple[Decoder, Float[Array, "D B T"], tuple]:
-    """Run the decoder over whole samples; the decoder, hidden states, and per-layer results.
+    """Run the decoder over whole samples. Returns it, the hidden states, and per-layer results.
 
     run: `attend` (the default) or `attend_with_probabilities`, whose second result is returned for
     each layer.

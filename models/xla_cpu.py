@@ -1,4 +1,4 @@
-"""Workarounds for XLA:CPU, the CPU backend of XLA, each with the measurement that justifies it.
+"""Workarounds for XLA:CPU. Each says what was measured, or that nothing was recorded.
 
 Every function here computes what its plain form computes. Other platforms compile the plain form,
 except where the docstring says that the form is the same everywhere.

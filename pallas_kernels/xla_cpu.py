@@ -1,6 +1,7 @@
-"""Workarounds for XLA:CPU in the XLA forms of the kernels, each with its measurement.
+"""Workarounds for XLA:CPU in the XLA forms of the kernels.
 
-The compiled form is the same on all platforms.
+Each says what was measured, or that nothing was recorded. The compiled form is the same on all
+platforms.
 """
 
 from __future__ import annotations

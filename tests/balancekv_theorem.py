@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, check_int
+from jaxkv.evals.balancekv.single_layer import certain
 from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
-from jaxkv.policies.discrepancy import certain
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 
@@ -134,7 +134,7 @@ class BalanceKV:
 
     def __post_init__(self) -> None:
         for name in ("batch", "buckets"):
-            whole(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         if self.batch % 2 or self.rounds < 0 or self.batch << self.rounds > 2**30:
             raise UserError(
                 "batch must be even, rounds 0 or more, and batch x 2^rounds 2^30 at most, got "

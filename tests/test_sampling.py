@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.sampling import EVERY, Knobs, Sampling, draw, draw_each, knobs_of_sequence, shape
+from jaxkv.sampling import (
+    ALL_FILTERS,
+    Knobs,
+    Sampling,
+    draw,
+    draw_each,
+    filter_logits,
+    knobs_of_sequence,
+)
 
 V = 40
 SETTINGS = [
@@ -19,7 +27,7 @@ SETTINGS = [
         (0.3, 1.0, 2.5), (0, 1, 7), (0.4, 1.0), (0.0, 0.1), (0.5, 1.0, 1.7)
     )
 ]
-jitted_shape = jax.jit(shape, static_argnums=0)
+jitted_filter_logits = jax.jit(filter_logits, static_argnums=0)
 jitted_draw = jax.jit(lambda *args: draw(*args)[0], static_argnums=0)
 
 
@@ -44,7 +52,7 @@ def reference(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.nd
 
 
 def probabilities(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    shaped = jitted_shape(sampling.filters, sampling.knobs, logits.astype(np.float32), seen)
+    shaped = jitted_filter_logits(sampling.filters, sampling.knobs, logits.astype(np.float32), seen)
     return np.asarray(jax.nn.softmax(shaped, axis=-1))
 
 
@@ -72,7 +80,7 @@ def test_every_combination_equals_the_reference(rng):
         logits, seen = example(rng)
         agree(probabilities(sampling, logits, seen), reference(sampling, logits, seen), sampling)
     # There are 16 combinations of filters; the values are arguments.
-    assert jitted_shape._cache_size() <= 16
+    assert jitted_filter_logits._cache_size() <= 16
 
 
 @pytest.mark.slow
@@ -258,7 +266,7 @@ def test_tokens_stay_until_those_before_reach_top_p(each):
     logits, seen = np.log([[0.5, 0.25, 0.25]]).astype(np.float32), np.zeros((1, 3), bool)
     sampling = Sampling(temperature=1.0, top_p=0.5)
     knobs = knobs_of_sequence(sampling) if each else sampling.knobs
-    kept = jitted_shape(EVERY if each else sampling.filters, knobs, logits, seen)
+    kept = jitted_filter_logits(ALL_FILTERS if each else sampling.filters, knobs, logits, seen)
     assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
 
 
@@ -269,12 +277,12 @@ def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
     logits[:, 0] = 1.0  # otherwise all tokens tie
     sampling = Sampling(temperature=1.0, top_p=top_p)
-    assert "sort" not in str(jax.make_jaxpr(partial(shape, sampling.filters))(
+    assert "sort" not in str(jax.make_jaxpr(partial(filter_logits, sampling.filters))(
         sampling.knobs, logits, seen))  # fmt: skip
     one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
     knobs = Knobs(*map(np.stack, zip(*one, strict=True)))
-    kept = np.isfinite(np.asarray(jitted_shape(EVERY, knobs, logits, seen)))
+    kept = np.isfinite(np.asarray(jitted_filter_logits(ALL_FILTERS, knobs, logits, seen)))
     assert kept[0].all()
     assert np.isfinite(
-        np.asarray(jitted_shape(sampling.filters, sampling.knobs, logits, seen))
+        np.asarray(jitted_filter_logits(sampling.filters, sampling.knobs, logits, seen))
     ).all()

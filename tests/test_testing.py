@@ -16,7 +16,7 @@ from jaxkv.cache import ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
-from jaxkv.testing import LawError, check_policy, judge_law, judge_laws, make_subject, table
+from jaxkv.testing import LawError, check_law, check_laws, check_policy, make_subject, table
 from jaxkv.testing.laws import LAWS
 from tests.seldom import seldom
 
@@ -30,7 +30,7 @@ def newest(count):
     jaxkv.Streaming(2, 5), seldom(jaxkv.policy("balance:sinks=2,window=3,block=8,start=16")),
 ])  # fmt: skip
 def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
-    numbers = {verdict.number for verdict in check_policy(policy)}
+    numbers = {result.number for result in check_policy(policy)}
     assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16}
     assert (14 in numbers) == (policy.min_prompt is not None)
 
@@ -173,18 +173,18 @@ class OtherStructure(Broken):
 def test_each_law_finds_its_mistake(policy, number, why):
     laws = [law for law in LAWS if law[0] == number]
     subject = make_subject(policy, 8)
-    broken = [v for law in laws if (v := judge_law(law, subject)) and not v.holds]
+    broken = [v for law in laws if (v := check_law(law, subject)) and not v.holds]
     assert broken, f"law {number} does not find the mistake"
-    assert any(re.search(why, verdict.why) for verdict in broken), broken
+    assert any(re.search(why, result.reason) for result in broken), broken
     assert f"FAILS  {number:2}" in table(broken)
 
 
 @pytest.mark.parametrize("size, holds", [(6, True), (5, False)])
 def test_the_cached_tokens_of_a_policy_are_checked(size, holds):
-    verdicts = judge_laws(jaxkv.Window(6), 6, newest(size))
-    (verdict,) = [v for v in verdicts if v.number == 15]
-    assert verdict.holds == holds and bool(verdict.why) != holds
-    assert all(v.holds for v in verdicts if v.number != 15)
+    results = check_laws(jaxkv.Window(6), 6, newest(size))
+    (result,) = [v for v in results if v.number == 15]
+    assert result.holds == holds and bool(result.reason) != holds
+    assert all(v.holds for v in results if v.number != 15)
 
 
 def test_a_broken_policy_raises_with_the_law_and_the_leaf():
@@ -236,8 +236,8 @@ class AttendsFirst(jaxkv.Policy):
 
 @pytest.mark.parametrize("size, holds", [(6, True), (5, False), (7, False)])
 def test_a_policy_may_attend_before_it_evicts(size, holds):
-    verdicts = judge_laws(AttendsFirst(6), 6, newest(size))
-    assert {v.number: v.holds for v in verdicts if v.number in (5, 15)} == {5: True, 15: holds}
+    results = check_laws(AttendsFirst(6), 6, newest(size))
+    assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
 
 
 class Old:

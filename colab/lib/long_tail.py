@@ -74,7 +74,7 @@ def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     """By query head, the total weight of the 1, 2, ... heaviest keys; mean over queries."""
     queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
-        queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
+        queries.selectable | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
     )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -87,7 +87,7 @@ def sink_weight(spec: Spec, layer: Layer) -> float:
     """The weight of the first token; mean over heads and queries."""
     queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
-        queries.between | queries.always, np.asarray(queries.logits, np.float64), -np.inf
+        queries.selectable | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
     )
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
@@ -207,7 +207,9 @@ def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1])
         found = np.einsum("bqkgh,bkth->bkgqt", q, k)
-    between = np.broadcast_to(heads.last_queries(spec, layer, SINKS, WINDOW).between, found.shape)
+    between = np.broadcast_to(
+        heads.last_queries(spec, layer, SINKS, WINDOW).selectable, found.shape
+    )
     return np.asarray(found)[between].clip(-1, 1)
 
 

@@ -27,9 +27,9 @@ from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
-from jaxkv.policies.discrepancy import Halving, certain, halve
+from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policy_spec import parse_policy
-from jaxkv.typing import Float32
+from jaxkv.typing import Bool, Float32
 
 ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, test queries, tokens per prefill chunk
 BLOCK = 256  # tokens that `balance` halves together
@@ -210,6 +210,11 @@ def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) ->
     steps_of = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
            for s in seeds]  # fmt: skip
     return float(np.mean([certain(steps) for steps in steps_of]))
+
+
+def certain(inner: Float32[jax.Array, "..."]) -> Bool[jax.Array, "..."]:
+    """Steps whose sign no draw could change; a NaN gives -1 for any draw."""
+    return ~(jnp.abs(inner) <= 0.5)
 
 
 def relative_error(found: np.ndarray, exact: np.ndarray) -> float:

@@ -76,7 +76,7 @@ def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
     norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
     own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
     distance = 0.5 * np.log(np.maximum(norms - 2 * product + own, 1e-12))
-    seen = np.broadcast_to(np.asarray(scores.between), distance.shape)
+    seen = np.broadcast_to(np.asarray(scores.selectable), distance.shape)
     return {
         name: float(np.std(what, axis=-1, where=seen).mean())
         for name, what in (("log |v - o|", distance), ("logits", np.asarray(scores.logits)))
@@ -101,6 +101,6 @@ def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """The share [B] of the softmax over the keys between the ends that the selected keys have."""
     scores = last_queries(spec, layer, chosen.sinks, chosen.window)
     bias = chosen.select(scores)
-    top = sparse_attention.log_sum(scores.logits, scores.between & (bias == 0))
-    weight = jnp.exp(top - sparse_attention.log_sum(scores.logits, scores.between))
+    top = sparse_attention.log_sum(scores.logits, scores.selectable & (bias == 0))
+    weight = jnp.exp(top - sparse_attention.log_sum(scores.logits, scores.selectable))
     return jnp.mean(weight, axis=(1, 2, 3, 4)), attend(scores, bias, layer.v).out

@@ -92,10 +92,10 @@ def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0
 
 def attend(queries: Candidates, weights: jax.Array, v: jax.Array) -> Estimate:
     """Attention to the ends, and to the keys between with log weights [B,K,G,Q,T]."""
-    bias = jnp.where(queries.always, np.float32(0), weights)
-    read = jnp.sum((weights > -jnp.inf) & queries.between, axis=(1, 2, 3, 4))
+    bias = jnp.where(queries.exact, np.float32(0), weights)
+    read = jnp.sum((weights > -jnp.inf) & queries.selectable, axis=(1, 2, 3, 4))
     heads = weights.shape[1] * weights.shape[2]
-    share = read.astype(jnp.float32) / _count(queries.between, heads)
+    share = read.astype(jnp.float32) / _count(queries.selectable, heads)
     return Estimate(blend(queries.logits + bias, v.transpose(0, 2, 1, 3)).out, share)
 
 

@@ -170,7 +170,7 @@ def attended_share(
 
     def choose(scores: Candidates) -> Array:
         weight = chosen.select(scores)
-        there = jnp.sum(scores.between, axis=-1)
+        there = jnp.sum(scores.selectable, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
         return weight
 

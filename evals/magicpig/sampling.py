@@ -238,7 +238,7 @@ def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
     def share(k: jax.Array) -> jax.Array:
         codes = lsh.codes(k, planes, how)[0]
         same = jax.lax.map(lambda code: jnp.sum(codes == code[:, None], axis=0), q.T)
-        return jnp.mean((same >= how.least).astype(jnp.float32))
+        return jnp.mean((same >= how.min_tables).astype(jnp.float32))
 
     return float(jnp.mean(jax.lax.map(share, some)))
 

@@ -95,7 +95,7 @@ def error(
 ) -> tuple[jax.Array, jax.Array]:
     """|found - exact| / |exact| of one query, and the share of the keys that was read."""
     of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
-    exact = attend(of, sparse_attention.unweighted(of.between), v).out
+    exact = attend(of, sparse_attention.unweighted(of.selectable), v).out
     found = attend(of, chosen.select(of), v)
     return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
 
@@ -116,7 +116,7 @@ def error_of_tables(
     out = chosen.attend(SPEC, state, q[:, None], number, last).out
     selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = queries(drawing.logits, seed)
-    exact = attend(of, sparse_attention.unweighted(of.between), v).out
+    exact = attend(of, sparse_attention.unweighted(of.selectable), v).out
     share = selected.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 

@@ -158,7 +158,7 @@ def by_tables(
     found = []
     for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
         weights = replace(how, tables=count)(cosines)
-        attended = scores.between & (same >= how.least)
+        attended = scores.selectable & (same >= how.min_tables)
         found.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
     return found
 

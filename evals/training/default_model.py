@@ -36,7 +36,7 @@ from jaxkv.models import data
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import DEFAULT, Llm
 from jaxkv.models.run_metadata import sha256
-from jaxkv.models.text import Run, encode
+from jaxkv.models.text import Generation, encode
 
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time
@@ -212,7 +212,7 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
     known = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
     found: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
     for temperature in (TEMPERATURE, COLDER):
-        run = Run(
+        run = Generation(
             llm, encode(llm, [PROMPT] * len(SEEDS)), POLICY, tokens,
             knobs={"temperature": temperature}, seed=SEEDS, ignore_eos=True,
         )  # fmt: skip

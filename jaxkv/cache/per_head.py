@@ -1,7 +1,7 @@
-"""Tokens sampled from a stream, each KV head its own: the storage of sampling policies.
+"""A sample of evicted tokens, drawn separately for each KV head: the storage of sampling policies.
 
-Reservoir sampling and BalanceKV keep such a sample beside sinks and window. Keys are stored rotated
-to their position in the text.
+`reservoir` stores keys rotated to their position in the text. The merge-and-reduce tree, with
+cache-relative positions, stores them rotated to their slot within a half.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
 
 class Sample(NamedTuple):
-    """S slots per sequence and KV head."""
+    """S slots per sequence and KV head; their order is up to the policy."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
@@ -34,12 +34,12 @@ class Sample(NamedTuple):
 class Evicted(NamedTuple):
     """The ring and the chunk, and which token each new token evicts.
 
-    at [B,T]: the place of the evicted token in `tokens`. there [B,T]: whether one is evicted.
+    index [B,T]: of the evicted token in `tokens`. valid [B,T]: whether a token is evicted.
     """
 
     tokens: Sample
-    at: Int32[Array, "B T"]
-    there: Bool[Array, "B T"]
+    index: Int32[Array, "B T"]
+    valid: Bool[Array, "B T"]
 
 
 LEAVES = Sample(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
@@ -171,7 +171,7 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
 def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     """The token that leaves the ring while a chunk of one token arrives."""
     slot = ring.next_slot(recent, sinks)
-    there = chunk.valid[:, 0] & (recent.count >= recent.positions.shape[1])
+    valid = chunk.valid[:, 0] & (recent.count >= recent.positions.shape[1])
 
     def one(leaf: Array) -> Array:
         return jax.vmap(lambda slots, at: jax.lax.dynamic_slice_in_dim(slots, at, 1, 1))(leaf, slot)
@@ -179,21 +179,4 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
     token = Sample(one(recent.k), one(recent.v), position)
-    return Evicted(token, jnp.zeros_like(slot)[:, None], there[:, None])
-
-
-def after_reads(chunk: Chunk, *read: Float[Array, "B ..."]) -> Chunk:
-    """The same chunk, made to depend on arrays that were read from a cache.
-
-    The oldest token of a ring must be read before the chunk overwrites it. XLA:CPU drops
-    optimization barriers, and without a dependency it copies the whole ring. So the chunk passes
-    through a condition on the arrays that is always true, which XLA does not know. A test on the
-    compiled text guards it.
-    """
-    there = jnp.ones(chunk.valid.shape[0], bool)
-    for leaf in read:
-        first = leaf.reshape(leaf.shape[0], -1)[:, 0].astype(jnp.float32)
-        sign = jax.lax.bitcast_convert_type(first, jnp.uint32) >> np.uint32(31)
-        there &= sign <= np.uint32(1)
-    there = there[:, None, None, None]
-    return chunk._replace(k=jnp.where(there, chunk.k, 0), v=jnp.where(there, chunk.v, 0))
+    return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

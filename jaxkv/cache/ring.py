@@ -1,9 +1,12 @@
-"""A ring buffer with sinks: the storage of `window`, `streaming` and the sampling policies.
+"""Sinks and a ring buffer of keys and values [B,K,S,H]; with evict=False a dense cache.
 
-Token number n of a sequence goes to slot n while there is room. After that, new tokens overwrite
-the slots after the sinks in turn, oldest first. Keys are stored rotated to their final position, so
-no key is rotated twice. `count` [B] is the number of tokens written. It is reduced modulo the ring
-when it passes the number of slots, so it never overflows.
+Token number n of a sequence goes to slot n while there is room. After that, a new token overwrites
+the oldest one after the sinks. The sinks are never overwritten: a softmax puts the weight that it
+does not need on the first tokens (StreamingLLM, section 3.1). Keys are stored rotated to their
+final position, so no key is rotated twice.
+
+`count` [B] is the number of tokens written. A ring reduces it modulo its size, so it never
+overflows. A dense cache sets it to OVERFULL when a token is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import blend, local_attention, merge, scores, slot_attention
+from jaxkv import xla_cpu
+from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -191,10 +195,7 @@ def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "
         new_slots = jnp.where(written, new_slots.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old_slots, new_slots, at, axis)
 
-    # One sequence is written as [K,S,H]: XLA fuses a 4-D write twice and copies the whole cache.
-    if old.shape[0] == 1:
-        return one(old[0], fresh[0], start[0], hit[0])[None]
-    return jax.vmap(one)(old, fresh, start, hit)
+    return xla_cpu.map_sequences(one, old, fresh, start, hit)
 
 
 def _write_one(
@@ -247,7 +248,7 @@ def attend(
             key_positions = jnp.broadcast_to(rank, first.positions.shape)
             query_positions = cache_relative_positions(ring, numbers, num_sampled)
         seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
-        bias = _bias(spec, seen, query_positions, key_positions, kv_heads)
+        bias = masked_bias(spec, seen, query_positions, key_positions, kv_heads)
         q = spec.encoding.rotate(chunk.q, query_positions)
         parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
     hidden = _first_sinks(numbers, sinks) if sinks else None
@@ -268,7 +269,7 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, sinks: int, window: int | 
         if window is not None:
             distance = (chunk.positions[:, :, None] - positions[:, None, :]).astype(jnp.int32)
             seen &= distance < window
-        return _bias(spec, seen, chunk.positions, positions, kv_heads)
+        return masked_bias(spec, seen, chunk.positions, positions, kv_heads)
 
     # A mask of moderate size is computed once for all layers, a larger one block by block.
     elements = jax.eval_shape(lambda: ring_bias(0, size)).size
@@ -321,29 +322,17 @@ def decode(
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
     seen = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
     q = spec.encoding.rotate(chunk.q, chunk.positions)
-    bias = _bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
+    bias = masked_bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if sinks and cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
         view = cache_relative_positions(ring, numbers, num_sampled)
         rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
-        bias = _bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
+        bias = masked_bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
         q = spec.encoding.rotate(chunk.q, view)
         first = scores(q, ring.k[:, :, :sinks], spec.scale, spec.softcap) + bias
         logits = jax.lax.dynamic_update_slice(logits, first, (0, 0, 0, 0, 0))
     return blend(logits, ring.v), ring
-
-
-def _bias(
-    spec: Spec,
-    seen: Bool[Array, "B T S"],
-    queries: UInt32[Array, "B T"],
-    keys: UInt32[Array, "B S"],
-    kv_heads: int,
-) -> Array:
-    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-    penalty = spec.encoding.bias(queries, keys, kv_heads)
-    return bias if penalty is None else bias + penalty
 
 
 def cached(ring: Ring) -> Cached:

@@ -28,9 +28,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompt, sampling = read_prompt(args), flags.sampling_of(args)
     llm = flags.load_model(args, args.policy)
-    from jaxkv.models.text import Run, encode
+    from jaxkv.models.text import Generation, encode
 
-    generation = Run(
+    generation = Generation(
         llm,
         encode(llm, [prompt]),
         args.policy,

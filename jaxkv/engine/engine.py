@@ -33,7 +33,7 @@ from jaxkv.engine.programs import Model, PrefillState, Programs, StepOutput, com
 from jaxkv.engine.queue import RequestQueue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
 from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
-from jaxkv.errors import whole
+from jaxkv.errors import check_int
 from jaxkv.prefix.counts import Counts
 
 MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
@@ -68,9 +68,9 @@ class Engine:
         for name, value in (("max_batch", max_batch), ("max_len", max_len),
                             ("step_tokens", step_tokens), ("queue", queue),
                             ("queue_tokens", queue_tokens)):  # fmt: skip
-            whole(name, value, most=2**31 - 1)
-        whole("chunk", chunk, most=MAX_CHUNK)
-        whole("seed", seed, 0, 2**32 - 1)
+            check_int(name, value, maximum=2**31 - 1)
+        check_int("chunk", chunk, maximum=MAX_CHUNK)
+        check_int("seed", seed, 0, 2**32 - 1)
         self.max_batch, self.max_len = max_batch, max_len
         self.chunk, self.vocab = chunk, model.vocab
         self._metrics = EngineMetrics()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.sampling import OFF, Knobs, draw_each
+from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
 from jaxkv.state.loop_carry import deduplicate_shared
@@ -223,7 +223,7 @@ def _sample(
     counts = batch.counts.astype(jnp.float32)
     penalized = logits + batch.bias - jnp.where(counts > 0, presence, 0) - frequency * counts
     # An entry of the batch keeps the knobs of its last sequence, which would choose the branch.
-    knobs = jax.tree.map(lambda knob, off: jnp.where(active, knob, off), batch.knobs, OFF)
+    knobs = jax.tree.map(lambda knob, off: jnp.where(active, knob, off), batch.knobs, NEUTRAL)
     # The draw depends on `position`, at which the token will be fed.
     token, _ = draw_each(knobs, penalized, batch.seen, batch.rng, batch.position)
     entries = jnp.arange(token.shape[0])

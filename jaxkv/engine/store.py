@@ -23,7 +23,7 @@ from jaxkv.engine.engine_metrics import prefix_metrics
 from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.pool import SKIP, Layout, Pool
 from jaxkv.engine.programs import Model, PrefillState, Programs
-from jaxkv.errors import one_of, whole
+from jaxkv.errors import check_choice, check_int
 from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
 from jaxkv.prefix.blocks import BlockPool
@@ -51,9 +51,9 @@ class PrefixConfig:
     host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        whole("num_blocks", self.num_blocks)
-        whole("host_blocks", self.host_blocks, 0)
-        one_of("order", self.order, ORDERS)
+        check_int("num_blocks", self.num_blocks)
+        check_int("host_blocks", self.host_blocks, 0)
+        check_choice("order", self.order, ORDERS)
         parse_rules(self.where)
 
 

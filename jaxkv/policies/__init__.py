@@ -38,23 +38,4 @@ POLICIES = {
     "vattention": VAttention,
 }
 
-__all__ = [
-    "H2O",
-    "POLICIES",
-    "Balance",
-    "BalanceStream",
-    "Full",
-    "MagicPIG",
-    "Oracle",
-    "PyramidKV",
-    "Quest",
-    "Reservoir",
-    "SnapKV",
-    "Stratified",
-    "Streaming",
-    "TopK",
-    "TopP",
-    "Uniform",
-    "VAttention",
-    "Window",
-]
+__all__ = ["POLICIES", *(kind.__name__ for kind in POLICIES.values())]

@@ -3,9 +3,11 @@
 BalanceKV (2502.07861, section 3): a self-balancing walk over the vectors phi(k) (x) v, whose inner
 products are exp(<k,k'>) <v,v'>, gives each token a sign, and the tokens of one sign stay. Modes:
 
-walk    a sign a token (Algorithm 2); where one has more than half, some of it at random change.
-pairs   a sign a pair of neighbours, over the differences of their vectors (kernel halving).
-coin    a coin a pair of neighbours: stratified sampling, the baseline that looks at nothing.
+walk    one sign per token (Algorithm 2). If one sign has more than half of the tokens, randomly
+        chosen ones of them change sides.
+pairs   one sign per pair of neighbours, for the difference of their vectors (kernel halving).
+coin    one fair coin per pair of neighbours: stratified sampling, the baseline that ignores the
+        data.
 """
 
 from __future__ import annotations
@@ -57,17 +59,12 @@ class Halving:
 class Halved(NamedTuple):
     """chosen [...,b/2]: the places that stay, in order, then places without a token.
 
-    inner: the scaled inner product s at each step; `certain` says where no draw could change the
+    inner: the scaled inner product s at each step. Outside -1/2 to 1/2 no draw could change the
     sign.
     """
 
     chosen: Int32[Array, "... C"]
     inner: Float32[Array, "... W"]
-
-
-def certain(inner: Float32[Array, "..."]) -> Bool[Array, "..."]:
-    """Steps whose sign no draw could change; a NaN gives -1 for any draw."""
-    return ~(jnp.abs(inner) <= 0.5)
 
 
 def halve(

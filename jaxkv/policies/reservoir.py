@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
@@ -168,7 +169,7 @@ class Reservoir(Policy):
         self, spec: Spec, state: ReservoirState, chunk: Chunk
     ) -> tuple[Partial, ReservoirState]:
         after = self._evict_one(state, chunk)
-        chunk = per_head.after_reads(chunk, after.sample.k, after.sample.v)
+        chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
         num_sampled = jnp.minimum(after.num_evicted, self.sample)[:, None]
         seen, recent = ring.decode(
             spec, state.recent, chunk, self.sinks, self.cache_relative, num_sampled=num_sampled
@@ -187,8 +188,8 @@ class Reservoir(Policy):
     def _evict_one(self, state: ReservoirState, chunk: Chunk) -> ReservoirState:
         """The state after one new token has evicted the oldest of the ring."""
         sample = state.sample
-        token, _, there = per_head.evicted_by_token(state.recent, chunk, self.sinks)
-        evicts = there[:, 0]
+        token, _, valid = per_head.evicted_by_token(state.recent, chunk, self.sinks)
+        evicts = valid[:, 0]
         draw = per_head.draws(token.positions, state.rng)[:, :, 0]
         stored = per_head.draws(sample.positions, state.rng)
         at, takes = self._place(stored, state.num_evicted, draw)
@@ -227,18 +228,19 @@ class Reservoir(Policy):
 
         def one(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
             source, stored, num_evicted = carry
-            at, there = new
-            draw = jnp.take_along_axis(draws, at[:, None, None], axis=2)[:, :, 0]
+            index, valid = new
+            draw = jnp.take_along_axis(draws, index[:, None, None], axis=2)[:, :, 0]
             slot, takes = self._place(stored, num_evicted, draw)
-            here = (place == slot[:, :, None]) & (takes & there[:, None])[:, :, None]
-            source = jnp.where(here, self.sample + at[:, None, None], source)
-            carry = source, jnp.where(here, draw[:, :, None], stored), _add(num_evicted, there)
+            written = (place == slot[:, :, None]) & (takes & valid[:, None])[:, :, None]
+            source = jnp.where(written, self.sample + index[:, None, None], source)
+            stored = jnp.where(written, draw[:, :, None], stored)
+            carry = source, stored, _add(num_evicted, valid)
             return carry, (source, carry[2])
 
         source = jnp.broadcast_to(place, state.sample.positions.shape).astype(jnp.int32)
         begin = source, per_head.draws(state.sample.positions, state.rng), state.num_evicted
-        _, (sources, middles) = jax.lax.scan(one, begin, (evicted.at.T, evicted.there.T))
-        return jnp.moveaxis(sources, 0, 2), middles.T
+        _, (sources, num_evicted) = jax.lax.scan(one, begin, (evicted.index.T, evicted.valid.T))
+        return jnp.moveaxis(sources, 0, 2), num_evicted.T
 
     def _at_cache_positions(
         self, spec: Spec, sample: Sample, num_evicted: Int32[Array, "B 1"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.errors import UserError, is_whole, one_of, whole
+from jaxkv.errors import UserError, check_choice, check_int, is_whole
 
 Hash = Callable[[bytes], bytes]
 Tokens = Sequence[Any] | np.ndarray  # whole numbers; `encode` checks their type
@@ -138,8 +138,8 @@ class Chain:
     hash: Hash = sha256
 
     def __post_init__(self) -> None:
-        whole("block_size", self.block_size, most=MAX_BLOCK)
-        one_of("hashing", self.hashing, HASHINGS)
+        check_int("block_size", self.block_size, maximum=MAX_BLOCK)
+        check_choice("hashing", self.hashing, HASHINGS)
 
     def hash_prompt(self, tokens: Tokens, root: bytes, partial: bool = False) -> HashedPrompt:
         """Hash the full blocks of a prompt. partial: also hash a last block that is not full.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxkv.errors import UserError, one_of, whole
+from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.prefix.allocator import PageAllocator
 from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, encode, sha256
 from jaxkv.prefix.counts import Counts
@@ -49,12 +49,12 @@ class BlockPool:
         hash: Hash = sha256,
         host_blocks: int = 0,
     ) -> None:
-        one_of("mode", mode, MODES)
-        one_of("order", order, ORDERS)
+        check_choice("mode", mode, MODES)
+        check_choice("order", order, ORDERS)
         limits = (("num_blocks", num_blocks, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
         for name, value, least in (*limits, ("host_blocks", host_blocks, 0)):
             if value is not None:
-                whole(name, value, least)
+                check_int(name, value, least)
         if host_blocks and mode != "full":
             raise UserError(f"mode must be full with host_blocks, got {mode!r}; choose full")
         self.chain = Chain(block_size, hashing, hash)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxkv.errors import UserError, whole
+from jaxkv.errors import UserError, check_int
 from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, sha256
 from jaxkv.prefix.counts import MISS_REASONS, Counts
 from jaxkv.prefix.recent import RecentSet
@@ -84,7 +84,7 @@ class Snapshots:
         for name, value, least in (("capacity", capacity, 1), ("host_capacity", host_capacity, 0),
                                    ("memory", memory, 2)):  # fmt: skip
             if value is not None or name != "capacity":
-                whole(name, value, least)
+                check_int(name, value, least)
         self.chain = Chain(chunk, hash=hash)
         self.chunk, self.where = chunk, where
         self.counts = Counts()

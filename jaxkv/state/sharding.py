@@ -7,6 +7,7 @@ step. The axis letters of a policy's `leaves` say which axes of a state are B an
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -35,9 +36,7 @@ def mesh_of(text: str) -> Mesh:
                 f"{part!r} in {text!r}; try data=1,model=1"
             )
         sizes[name] = int(size)
-    needed = 1
-    for size in sizes.values():
-        needed *= size
+    needed = math.prod(sizes.values())
     devices = jax.devices()
     if needed > len(devices):
         raise UserError(

@@ -19,10 +19,10 @@ from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find
 
 __all__ = [
     "LawError",
-    "Verdict",
+    "LawResult",
+    "check_law",
+    "check_laws",
     "check_policy",
-    "judge_law",
-    "judge_laws",
     "make_subject",
     "table",
 ]
@@ -32,21 +32,21 @@ class LawError(AssertionError):
     """A policy breaks at least one law."""
 
 
-class Verdict(NamedTuple):
-    """One law; why: what was found where it does not hold."""
+class LawResult(NamedTuple):
+    """The check of one law. reason: what was found if the law does not hold."""
 
     number: int
-    says: str
+    statement: str
     holds: bool
-    why: str = ""
+    reason: str = ""
 
 
 def check_policy(
     policy: Policy,
     capacity: int | None = None,
     cached_tokens: CachedTokens | None = None,
-) -> list[Verdict]:
-    """Check every law that applies to a policy; the verdicts.
+) -> list[LawResult]:
+    """Check every law that applies to a policy. Returns one result per check.
 
     capacity: the policy evicts none of its first `capacity` tokens; None finds it out, up to 512.
     cached_tokens: the meaning of the policy in plain Python, for law 15: from the number of a
@@ -56,28 +56,28 @@ def check_policy(
     value that is no policy.
     """
     check_is_policy(policy)
-    verdicts = judge_laws(policy, capacity, cached_tokens)
-    broken = [v for v in verdicts if not v.holds]
+    results = check_laws(policy, capacity, cached_tokens)
+    broken = [result for result in results if not result.holds]
     if broken:
-        lines = [f"law {v.number} ({v.says}): {v.why}" for v in broken]
+        lines = [f"law {r.number} ({r.statement}): {r.reason}" for r in broken]
         raise LawError(f"{policy!r} breaks {len(broken)} law(s)\n" + "\n".join(lines))
-    return verdicts
+    return results
 
 
-def judge_laws(
+def check_laws(
     policy: Policy,
     capacity: int | None = None,
     cached_tokens: CachedTokens | None = None,
-) -> list[Verdict]:
-    """The verdicts of `check_policy`, also where laws are broken."""
-    probe = make_subject(policy, 1, cached_tokens)
-    first = [judge_law(law, probe) for law in LAWS[:3]]
-    if not all(verdict.holds for verdict in first if verdict):
-        return [verdict for verdict in first if verdict]  # the others would fail for this reason
-    capacity = find_capacity(probe) if capacity is None else capacity
+) -> list[LawResult]:
+    """The results of `check_policy`, also if laws are broken."""
+    of_one = make_subject(policy, 1, cached_tokens)
+    first = [check_law(law, of_one) for law in LAWS[:3]]
+    if not all(result.holds for result in first if result):
+        return [result for result in first if result]  # the others would fail for this reason
+    capacity = find_capacity(of_one) if capacity is None else capacity
     subject = make_subject(policy, capacity, cached_tokens)
-    verdicts = (judge_law(law, subject) for law in LAWS)
-    return [verdict for verdict in verdicts if verdict]
+    results = (check_law(law, subject) for law in LAWS)
+    return [result for result in results if result]
 
 
 def make_subject(
@@ -90,25 +90,28 @@ def make_subject(
     return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def table(results: Sequence[LawResult]) -> str:
     """One line per law."""
     lines = []
-    for v in verdicts:
-        lines.append(f"{'holds' if v.holds else 'FAILS'}  {v.number:2}  {v.says}")
-        lines += [f"           {v.why}"] if v.why else []
+    for r in results:
+        lines.append(f"{'holds' if r.holds else 'FAILS'}  {r.number:2}  {r.statement}")
+        lines += [f"           {r.reason}"] if r.reason else []
     return "\n".join(lines)
 
 
-def judge_law(law: tuple[int, str, Law], subject: Subject) -> Verdict | None:
-    """The first check of a law that fails; None where the law has none; an exception fails too."""
-    number, says, checks = law
+def check_law(law: tuple[int, str, Law], subject: Subject) -> LawResult | None:
+    """Run the checks of a law up to the first that fails. Returns None if the law has none.
+
+    An exception is a failure too.
+    """
+    number, statement, checks = law
     checked = False
     try:
         for what, passes in checks(subject):
             checked = True
             if not passes:
-                return Verdict(number, says, False, what)
+                return LawResult(number, statement, False, what)
     except Exception as error:  # a policy of somebody else's may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return Verdict(number, says, False, why)
-    return Verdict(number, says, True) if checked else None
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return LawResult(number, statement, False, reason)
+    return LawResult(number, statement, True) if checked else None

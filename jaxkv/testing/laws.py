@@ -31,7 +31,7 @@ from jaxkv.testing.subject import (
     of_head,
     same_bits,
     same_shapes,
-    take_rows,
+    take_sequences,
     update,
     widen,
 )
@@ -130,9 +130,9 @@ def sequences_are_independent(subject: Subject) -> Checks:
         )
         found = subject.read_tokens(mixed, size)
         same = np.array_equal(found.outs[index], straight.outs[index])
-        kept = (batch.take(run.states[-1], [index]) for run in (found, straight))
-        yield f"sequence {index} depends on the others", same and same_bits(*kept)
-    permuted = take_rows(tokens, ORDER), size, batch.take(subject.init(), ORDER)
+        last_states = (batch.take(run.states[-1], [index]) for run in (found, straight))
+        yield f"sequence {index} depends on the others", same and same_bits(*last_states)
+    permuted = take_sequences(tokens, ORDER), size, batch.take(subject.init(), ORDER)
     found = subject.read_tokens(*permuted)
     wanted = batch.take(straight.states[-1], ORDER), straight.outs[[*ORDER]]
     yield (
@@ -142,7 +142,7 @@ def sequences_are_independent(subject: Subject) -> Checks:
 
 
 def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
-    few = take_rows(cut(subject.tokens, 0, subject.capacity), [0])
+    few = take_sequences(cut(subject.tokens, 0, subject.capacity), [0])
     wanted = dense(subject.spec, few)[0]
     for size in (1, subject.sizes[-1]):
         found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
@@ -275,14 +275,14 @@ def append_only_leaves_stay(subject: Subject) -> Checks:
                 continue
             slots = leaf.letters.index("S")
             now, end = (np.moveaxis(np.asarray(a), slots, 1) for a in (array, latest))
-            for row, valid in enumerate(tokens.valid[:, :seen]):
+            for sequence, valid in enumerate(tokens.valid[:, :seen]):
                 count = valid.sum()
-                same = np.array_equal(now[row, :count], end[row, :count])
+                same = np.array_equal(now[sequence, :count], end[sequence, :count])
                 yield f"leaf {name} is append-only but changes", same
-                yield f"leaf {name}: an empty slot is not zero", not now[row, count:].any()
+                yield f"leaf {name}: an empty slot is not zero", not now[sequence, count:].any()
                 if leaf.axes == "B S":
-                    there = tokens.positions[row, :seen][valid]
-                    right = np.array_equal(now[row, :count], there)
+                    positions = tokens.positions[sequence, :seen][valid]
+                    right = np.array_equal(now[sequence, :count], positions)
                     yield f"leaf {name} must hold the positions", right
 
 
@@ -344,7 +344,7 @@ def it_caches_what_it_means(subject: Subject) -> Checks:
     # A policy may attend before it evicts: then a query sees the tokens before it, and its own.
     before = np.eye(count, dtype=bool)
     before[1:] |= seen[:-1]
-    whole, found = take_rows(subject.tokens, [0]), run.outs[:1].astype(np.float64)
+    whole, found = take_sequences(subject.tokens, [0]), run.outs[:1].astype(np.float64)
     right = any(close(found, dense(subject.spec, whole, one), 1e-5) for one in (seen, before))
     yield "the output is not attention to the cached tokens, nor to those cached before", right
 
@@ -408,7 +408,7 @@ LAWS: tuple[tuple[int, str, Law], ...] = (
     (11, "shared leaves are equal in all layers", shared_leaves_are_equal),
     (11, "append-only leaves stay", append_only_leaves_stay),
     (11, "pages change when they say", pages_change_when_they_say),
-    (14, "finish_prefill changes each sequence by itself", finish_prefill_is_per_sequence),
+    (14, "finish_prefill treats sequences independently", finish_prefill_is_per_sequence),
     (15, "the cache has the tokens that it should", it_caches_what_it_means),
     (16, "gradients exist", gradients_exist),
     (16, "gradients pass the end of prefill", gradients_pass_the_end_of_prefill),

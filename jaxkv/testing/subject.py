@@ -1,4 +1,4 @@
-"""What the laws are asked about: a policy, its tokens, and the comparisons that laws make."""
+"""A policy under test: its tokens, its runs, and the comparisons that the laws make."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shaped = Any  # an array, or its shape
 CachedTokens = Callable[[int], Sequence[int]]
 
 
-class Run(NamedTuple):
+class Trajectory(NamedTuple):
     """outs: of all tokens. states[i]: the state after `counts[i]` tokens.
 
     After every chunk where they fit into MAX_BYTES, else after some, the prompt and the end.
@@ -58,7 +58,7 @@ class Subject:
     cached_tokens: CachedTokens | None = None
     tolerance: float = 1e-5
     real_widths: bool = False
-    runs: dict[int, Run] = field(default_factory=dict, compare=False)
+    runs: dict[int, Trajectory] = field(default_factory=dict, compare=False)
 
     @property
     def count(self) -> int:
@@ -77,13 +77,13 @@ class Subject:
     def init(self, sequences: int = BATCH) -> State:
         return self.policy.init(self.spec, sequences, jax.random.key(7))
 
-    def read(self, size: int) -> Run:
+    def read(self, size: int) -> Trajectory:
         """All tokens in chunks of `size`; kept, because several laws ask for it."""
         if size not in self.runs:
             self.runs[size] = self.read_tokens(self.tokens, size)
         return self.runs[size]
 
-    def read_tokens(self, tokens: Chunk, size: int, state: State | None = None) -> Run:
+    def read_tokens(self, tokens: Chunk, size: int, state: State | None = None) -> Trajectory:
         """Other tokens in chunks of `size`. Prefill ends after the prompt."""
         state = self.init(tokens.q.shape[0]) if state is None else state
         outs, states, counts = [], [], []
@@ -100,7 +100,7 @@ class Subject:
                 if few or stop == end or not stop % 64:
                     states.append(state)
                     counts.append(stop)
-        return Run(np.concatenate(outs, axis=1), states, counts)
+        return Trajectory(np.concatenate(outs, axis=1), states, counts)
 
     def parts(self, count: int) -> Iterator[tuple[int, int, int]]:
         """Begin and end of prompt and answer, and the token that `reserve` counts from."""
@@ -175,7 +175,7 @@ def draw_tokens(
 def find_capacity(subject: Subject) -> int:
     """How many tokens the policy caches before it evicts one."""
     policy, spec = subject.policy, subject.spec
-    tokens = take_rows(draw_tokens(spec, MAX_CAPACITY), [0])
+    tokens = take_sequences(draw_tokens(spec, MAX_CAPACITY), [0])
     state = policy.reserve(spec, subject.init(1), MAX_CAPACITY)
     for count in range(1, MAX_CAPACITY + 1):
         _, state = subject.step(state, cut(tokens, count - 1, count))
@@ -192,7 +192,7 @@ def cut(tokens: Chunk, begin: int, end: int) -> Chunk:
     return Chunk(*(leaf[:, begin:end] for leaf in tokens))
 
 
-def take_rows(tokens: Chunk, order: Sequence[int]) -> Chunk:
+def take_sequences(tokens: Chunk, order: Sequence[int]) -> Chunk:
     return Chunk(*(leaf[list(order)] for leaf in tokens))
 
 
@@ -205,9 +205,9 @@ def widen(chunk: Chunk, width: int) -> Chunk:
 def compact(tokens: Chunk) -> Chunk:
     """The same tokens with all padding moved to the end of each sequence, as zeros."""
     made = Chunk(*(np.zeros_like(leaf) for leaf in tokens))
-    for row, valid in enumerate(tokens.valid):
+    for sequence, valid in enumerate(tokens.valid):
         for old, new in zip(tokens, made, strict=True):
-            new[row, : valid.sum()] = old[row][valid]
+            new[sequence, : valid.sum()] = old[sequence][valid]
     return made
 
 

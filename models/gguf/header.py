@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.hf.weights import LFS
+from jaxkv.models.placement import Tensor
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32  # bytes, unless the metadata says otherwise
@@ -41,21 +42,6 @@ SCALARS = {
 }
 STRING, LIST = 8, 9
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """The place of a tensor; `start` in bytes from the file's beginning.
-
-    type: the number of its ggml type. shape: in row-major order, so (out, in) for a matrix.
-    """
-
-    file: Path
-    name: str
-    type: int
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
-from jaxkv.models.gguf.header import Header, Tensor, corrupt, gguf_package, layout, type_name
+from jaxkv.models.gguf.header import Header, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
-from jaxkv.models.placement import Progress, Sharding, aligned, fill, place_all
+from jaxkv.models.placement import Progress, Sharding, Tensor, aligned, fill, place_all
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
 
@@ -121,11 +121,11 @@ def _match(header: Header, config: Config) -> dict[str, Tensor]:
         raise UserError(
             f"wrongly shaped tensor in {header.path}: {first_few(wrong)}; download it again"
         )
-    types = [t for t in tensors.values() if not supported(t.type)]
-    if types:
+    unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
+    if unsupported:
         names = [type_name(kind) for kind in range(256) if supported(kind)]
         raise UserError(
-            f"{types[0].name} in {header.path} is of {type_name(types[0].type)}, which is not "
-            f"supported; supported: {', '.join(names)}"
+            f"{unsupported[0].name} in {header.path} is of {type_name(unsupported[0].type)}, which "
+            f"is not supported; supported: {', '.join(names)}"
         )
     return tensors

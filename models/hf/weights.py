@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -24,24 +23,12 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
-from jaxkv.models.placement import Progress, Sharding, aligned, fill, place_all
+from jaxkv.models.placement import Progress, Sharding, Tensor, aligned, fill, place_all
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 PIECE = 16 << 20  # bytes read at once where the dtype changes
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """The place of a tensor: its name in the file; `start` in bytes from the file's beginning."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
 
 
 def load_weights(
@@ -90,7 +77,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
                 name: Tensor(
                     file=file,
                     name=name,
-                    dtype=entry["dtype"],
+                    type=entry["dtype"],
                     shape=tuple(map(int, entry["shape"])),
                     start=8 + length + entry["data_offsets"][0],
                     bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
@@ -103,7 +90,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     if end != size and tensors:
         raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
     for t in tensors.values():
-        known = DTYPES.get(t.dtype)
+        known = DTYPES.get(t.type)
         if t.start < 8 + length or (known and t.bytes != prod(t.shape) * known.itemsize):
             raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
     return tensors
@@ -112,7 +99,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
     count = prod(tensor.shape)
-    stored = DTYPES[tensor.dtype]
+    stored = DTYPES[tensor.type]
     host = aligned((count,), dtype)
     # Unbuffered, so that no second copy of the bytes is kept.
     with tensor.file.open("rb", buffering=0) as stream:
@@ -193,8 +180,8 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
                 f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, "
                 f"config.json says {list(shape)}"
             )
-        if tensor.dtype not in DTYPES:
-            dtypes.append(f"{tensor.name} is {tensor.dtype}")
+        if tensor.type not in DTYPES:
+            dtypes.append(f"{tensor.name} is {tensor.type}")
     if wrong:
         raise UserError(f"wrongly shaped tensor in {folder}: {first_few(wrong)}")
     if dtypes:
@@ -211,7 +198,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes of two tensors differ, read through a window."""
     if a is b:
         return False
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
+    if (a.shape, a.type) != (b.shape, b.type):
         return True
     with a.file.open("rb") as one, b.file.open("rb") as two:
         one.seek(a.start)

@@ -42,13 +42,13 @@ def main() -> None:
             for batch in options.batches:
                 heads = options.heads * options.kv_heads
                 capacity = int(1.5 * shapes.SAMPLED * slots)
-                size = shapes.Shape(
+                size = shapes.BenchShape(
                     batch, heads, options.kv_heads, slots, options.head_dim, capacity, dtype
                 )
                 print_row(size, names, options.rounds)
 
 
-def print_row(shape: shapes.Shape, names: list[str], rounds: int) -> None:
+def print_row(shape: shapes.BenchShape, names: list[str], rounds: int) -> None:
     """Print the milliseconds of each variant, their ratio to dense, and the bytes each reads."""
     args = shapes.inputs(shape, "log", fraction=shapes.SAMPLED)
     attend = partial(sampled_attention, settings=LogitSettings(shape.head_dim**-0.5))

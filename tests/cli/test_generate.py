@@ -87,9 +87,9 @@ def test_a_mesh_gives_the_same_tokens(run, model):
 
 
 def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
-    from jaxkv.models.text import Run
+    from jaxkv.models.text import Generation
 
-    blocks = Run.blocks
+    blocks = Generation.blocks
 
     def interrupted(self, progress):
         for number, block in enumerate(blocks(self, progress)):
@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
                 os.kill(os.getpid(), signal.SIGINT)
             yield block
 
-    monkeypatch.setattr(Run, "blocks", interrupted)
+    monkeypatch.setattr(Generation, "blocks", interrupted)
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
     ran = run(*flags)
     assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n") and not ran.err

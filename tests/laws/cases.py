@@ -251,29 +251,29 @@ def stream(case: Case, start: int = 0, seed: int = 0, count: int | None = None) 
     return draw_tokens(case.spec, count or case.places, seed, start, case.incoming)
 
 
-def without_padding(tokens: Chunk, row: int) -> list[np.ndarray]:
+def without_padding(tokens: Chunk, sequence: int) -> list[np.ndarray]:
     """The tokens of one sequence without its padding: q, k, v [T,*,H]."""
-    return [leaf[row][tokens.valid[row]] for leaf in tokens[:3]]
+    return [leaf[sequence][tokens.valid[sequence]] for leaf in tokens[:3]]
 
 
 @functools.cache
 def expected(case: Case, start: int = 0):
-    """By the oracle: outs [B,P,N,H] with zeros at padding, and cached[row][token][kv head]."""
+    """By the oracle: outs [B,P,N,H] with zeros at padding, and cached[sequence][token][kv head]."""
     tokens = stream(case, start)
     outs, cached = np.zeros(tokens.q.shape), []
     rng = getattr(subject(case).init(), "rng", None)
-    for row in range(4):
+    for sequence in range(4):
         out, kept = oracle.attention(
-            *without_padding(tokens, row),
+            *without_padding(tokens, sequence),
             case.rule,
             cache_relative=case.relative,
-            prompt=int(tokens.valid[row, : subject(case).prompt].sum()),
-            rngs=None if rng is None else np.asarray(rng)[row],
+            prompt=int(tokens.valid[sequence, : subject(case).prompt].sum()),
+            rngs=None if rng is None else np.asarray(rng)[sequence],
             **case.positions,
             start=start,
             scale=SCALE,
             softcap=case.softcap,
         )
-        outs[row, tokens.valid[row]] = out
+        outs[sequence, tokens.valid[sequence]] = out
         cached.append(kept)
     return outs, cached

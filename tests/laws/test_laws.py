@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
-from jaxkv.testing import judge_law
+from jaxkv.testing import check_law
 from jaxkv.testing.laws import (
     LAWS,
     below_capacity_it_is_full_attention,
@@ -22,7 +22,7 @@ from jaxkv.testing.laws import (
     it_caches_what_it_means,
     kv_heads_are_independent,
 )
-from jaxkv.testing.subject import QUICK, cached, close, cut, finish_prefill, take_rows, update
+from jaxkv.testing.subject import QUICK, cached, close, cut, finish_prefill, take_sequences, update
 from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import CASES, COMPARED, SELDOM, VARIANTS, expected, stream, subject
@@ -58,8 +58,8 @@ def test_every_policy_has_a_case():
     [param(c, law, name=law[2].__name__) for c in CASES for law in LAWS if applies(law[2], c)],
 )
 def test_law(case, law):
-    verdict = judge_law(law, subject(case))
-    assert verdict is None or verdict.holds, verdict.why
+    result = check_law(law, subject(case))
+    assert result is None or result.holds, result.reason
 
 
 @some(lambda case: True)
@@ -92,7 +92,7 @@ def end_of_prompt(case):
 def test_law_12_numerator_and_denominator_are_unbiased(case, length):
     # 4,000 sequences of one text, each with its own key: their mean must be full attention.
     many, finishes = 4000, subject(case).finishes
-    one = take_rows(stream(case, count=length), [0])
+    one = take_sequences(stream(case, count=length), [0])
     tokens = Chunk(*(np.broadcast_to(leaf, (many, *leaf.shape[1:])) for leaf in one))
     state = case.policy.reserve(case.spec, subject(case).init(many), length)
     # Without its output: XLA then drops the attention of the first tokens.
@@ -127,9 +127,9 @@ def test_law_13_protected_slots_survive_adversarial_keys(case):
     done = subject(case).read_tokens(hostile, size).states[-1]
     held = cached(case.policy, case.spec, done)
     positions, weight = np.asarray(held.positions), np.asarray(held.log_weight)
-    for row in (0, 1, 2):
+    for sequence in (0, 1, 2):
         for head in range(cases.KV_HEADS):
-            sure = set(positions[row, head][weight[row, head] == 0])
+            sure = set(positions[sequence, head][weight[sequence, head] == 0])
             assert sure >= set(range(length))
     # They are stored as they were without the adversarial keys.
     plain = subject(case).read(size).states[-1]
@@ -148,8 +148,9 @@ def test_law_14_finish_prefill_keeps_the_sinks(case):
     finished = finish_prefill(case.policy, case.spec, end_of_prompt(case))
     held = case.policy.cached(case.spec, finished)
     lengths = stream(case).valid[:, : subject(case).prompt].sum(axis=1)
-    for row, prompt in enumerate(lengths):
-        positions = np.asarray(held.positions)[row, 0][np.asarray(held.log_weight)[row, 0] == 0]
+    for sequence, prompt in enumerate(lengths):
+        positions, weight = (np.asarray(leaf)[sequence, 0] for leaf in held)
+        positions = positions[weight == 0]
         assert set(positions) >= set(range(min(case.exact, prompt)))
         kept = len(positions) == prompt if case.whole else len(positions) < prompt
         assert kept or prompt <= case.capacity
@@ -172,12 +173,12 @@ def test_law_15_the_oracle_caches_the_same_tokens(case):
         for state, seen in zip(run.states, run.counts, strict=True):
             kept = cached(case.policy, case.spec, state)
             positions, weight = np.asarray(kept.positions), np.asarray(kept.log_weight)
-            for row in range(4):
-                count = int(valid[row, :seen].sum())
+            for sequence in range(4):
+                count = int(valid[sequence, :seen].sum())
                 for head in range(cases.KV_HEADS):
-                    there = weight[row, head] > -np.inf
-                    found = np.stack([positions[row, head], weight[row, head]], axis=1)[there]
-                    want = wanted[row][count - 1][head] if count else []
+                    pairs = np.stack([positions[sequence, head], weight[sequence, head]], axis=1)
+                    found = pairs[pairs[:, 1] > -np.inf]
+                    want = wanted[sequence][count - 1][head] if count else []
                     np.testing.assert_allclose(
                         found[np.argsort(found[:, 0])], np.reshape(want, (-1, 2)), 1e-6, 1e-6
                     )

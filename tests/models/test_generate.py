@@ -15,7 +15,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.streams import Stream
-from jaxkv.models.text import OutputText, Run
+from jaxkv.models.text import Generation, OutputText
 from jaxkv.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
@@ -277,8 +277,8 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
     with pytest.warns(
         UserWarning, match=rf"looks back {lookback} tokens.*trained context of {CONTEXT}"
     ):
-        Run(llm, [[65] * 10], policy, max_new_tokens=100)
-    Run(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
+        Generation(llm, [[65] * 10], policy, max_new_tokens=100)
+    Generation(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.policies.discrepancy import MODES, Halving, certain, halve
+from jaxkv.evals.balancekv.single_layer import certain
+from jaxkv.policies.discrepancy import MODES, Halving, halve
 
 SEEDS, TOKENS, HEAD_DIM, BLOCK, QUERIES = 10, 2048, 64, 256, 128
 PRACTICAL = Halving("walk", 0.1)  # the practical walk

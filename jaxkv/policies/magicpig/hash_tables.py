@@ -1,9 +1,9 @@
 """Hash tables that a compiled step can read: keys by their codes, in blocks of one size.
 
 In each of L tables the keys of one code are adjacent, padded to whole blocks of W entries. A query
-reads the blocks of its code in every table and counts how often it meets each key. The cost is
-proportional to the keys found, plus one or two bytes per cached key for the counts. An entry is the
-key's place plus one; 0 is no key.
+reads the blocks of its code in every table and counts in how many tables it finds each key. The
+cost is proportional to the keys found, plus one or two bytes per cached key for the counts. An
+entry is the key's place plus one; 0 is no key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.contract import Leaf
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
@@ -107,9 +108,13 @@ def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
 
 
 def tally(
-    tables: Tables, kv_head: Int32[Array, ""], code: Int32[Array, " L"], places: int, least: int
+    tables: Tables,
+    kv_head: Int32[Array, ""],
+    code: Int32[Array, " L"],
+    places: int,
+    min_tables: int,
 ) -> UInt32[Array, " W"]:
-    """The places that are in the bucket of `code` in `least` tables or more, one bit each.
+    """The places that are in the bucket of `code` in `min_tables` tables or more, one bit each.
 
     kv_head: the number of sequence and KV head. 32 places per word, the first in its lowest bit.
     """
@@ -120,7 +125,7 @@ def tally(
     table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
     begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
-    upto = _running_sum(end - begin)
+    upto = xla_cpu.cumsum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
@@ -143,16 +148,16 @@ def tally(
 
     counts = jnp.zeros(WORD // fields * words, jnp.uint32)
     counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), some, counts)
-    enough = _at_least(counts.reshape(-1, words), least, bits)
+    enough = _at_least(counts.reshape(-1, words), min_tables, bits)
     place = np.arange(0, WORD, fields, dtype=np.uint32)[:, None]
     return jnp.sum(enough << place, axis=0, dtype=jnp.uint32)
 
 
-def _at_least(counts: UInt32[Array, "..."], least: int, bits: int) -> UInt32[Array, "..."]:
-    """The fields of a word that are `least` (1 or 2) or more, one bit each, in the lowest bits."""
+def _at_least(counts: UInt32[Array, "..."], min_tables: int, bits: int) -> UInt32[Array, "..."]:
+    """Which counts of a word are at least `min_tables`, 1 or 2: one bit each, the lowest bits."""
     ones = sum(1 << at for at in range(0, WORD, bits))
     high, low = np.uint32(ones << bits - 1), np.uint32(~(ones << bits - 1) & 0xFFFFFFFF)
-    rest = counts & ~np.uint32(ones) if least == 2 else counts
+    rest = counts & ~np.uint32(ones) if min_tables == 2 else counts
     enough = (((rest & low) + low | rest) & high) >> np.uint32(bits - 1)
     # The product gathers one bit of each field in its highest bits.
     fields = WORD // bits
@@ -162,9 +167,9 @@ def _at_least(counts: UInt32[Array, "..."], least: int, bits: int) -> UInt32[Arr
 
 def compare(
     tail: Integer[Array, "B K L Z"], kv_head: Array, code: Int32[Array, " L"], last: Array,
-    least: int,
+    min_tables: int,
 ) -> UInt32[Array, " W"]:  # fmt: skip
-    """The places of the unindexed tail, up to `last`, that agree in `least` codes or more."""
+    """The places of the unindexed tail, up to `last`, that agree in `min_tables` codes or more."""
     tail = tail.reshape(-1, *tail.shape[2:])
     tables, size = tail.shape[1:]
     width = min(COMPARED, size)
@@ -173,7 +178,7 @@ def compare(
         first = jnp.minimum(i * width, size - width)
         codes = jax.lax.dynamic_slice(tail, (kv_head, 0, first), (1, tables, width))[0]
         same = jnp.sum(codes == code.astype(codes.dtype)[:, None], axis=0, dtype=jnp.int32)
-        enough = (same >= least) & (first + jnp.arange(width) <= last)
+        enough = (same >= min_tables) & (first + jnp.arange(width) <= last)
         return jax.lax.dynamic_update_slice(found, enough, (first,))
 
     found = jax.lax.fori_loop(0, (last + width) // width, some, jnp.zeros(size, bool))
@@ -197,7 +202,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
     at equal distances from one random start.
     """
     ones = jax.lax.population_count(words).astype(jnp.int32)
-    upto = _running_sum(ones)
+    upto = xla_cpu.cumsum(ones)
     total = upto[-1]
     count = jnp.minimum(total, most)
     width = min(_SELECTED, most)
@@ -211,7 +216,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
         slot = first + jnp.arange(width, dtype=jnp.int32)
 
         def few() -> tuple[Array, Array]:
-            return before + _running_sum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
+            return before + xla_cpu.cumsum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
 
         def many() -> tuple[Array, Array]:
             rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
@@ -234,18 +239,6 @@ def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Arra
     begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
     rank = slot * (total // size) + begin // size
     return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)
-
-
-def _running_sum(ones: Int32[Array, " S"]) -> Int32[Array, " S"]:
-    """The inclusive running sum, by two products: XLA:CPU has no fast running sum."""
-    size = ones.shape[0]
-    wide = max(1, int(np.sqrt(size)))
-    table = jnp.pad(ones, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
-    exact = jax.lax.Precision.HIGHEST  # whole numbers below 2^24
-    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
-    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
-    before = jnp.dot(before, within[:, -1:], precision=exact)
-    return (within + before).reshape(-1)[:size].astype(jnp.int32)
 
 
 def _nth_bit(word: UInt32[Array, " M"], n: Int32[Array, " M"]) -> Int32[Array, " M"]:

@@ -13,6 +13,7 @@ host memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -21,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.ring import OVERFULL, Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Spec, check_prefill, with_memory
+from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
@@ -32,7 +34,6 @@ from jaxkv.policies.magicpig.hash_tables import Tables
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, Integer, UInt32
 
-MAX_SLOTS = dense.MAX_SLOTS
 _MAX_STEP = 8192  # tokens for which room is made at a time, unless more are asked for
 _HASHED = 2048  # keys hashed at a time
 _TILE = 8  # a TPU kernel takes caches of whole tiles of this many slots
@@ -64,15 +65,15 @@ class IndexState(NamedTuple):
 class IndexSettings(NamedTuple):
     """The settings of an index.
 
-    generated: whether generated tokens are hashed too. tail: generated tokens for which there is
-    room at least. memory: where the indexed tokens and the tables live.
+    hash_generated: whether generated tokens are hashed too. tail: generated tokens for which there
+    is room at least. memory: where the indexed tokens and the tables live.
     """
 
     hashing: Hashing
     sinks: int
     window: int
     center: bool
-    generated: bool
+    hash_generated: bool
     tail: int
     memory: Literal["device", "host"]
 
@@ -82,14 +83,14 @@ class IndexSettings(NamedTuple):
 
 
 def leaves(memory: Literal["device", "host"]) -> IndexState:
-    k, v = with_memory(ring.LEAVES[:2], memory)
+    k, v = _with_memory(ring.LEAVES[:2], memory)
     return IndexState(
         dense=dense.LEAVES,
         indexed=ring.LEAVES._replace(k=k, v=v),
         center=Leaf("B K H"),
         norms=Leaf("B K P"),
         planes=Leaf("B K H F"),
-        tables=with_memory(hash_tables.LEAVES, memory),
+        tables=_with_memory(hash_tables.LEAVES, memory),
         tail_codes=Leaf("B K L Z"),
         tail_norms=Leaf("B K Y"),
         finished=Leaf("B X 0"),
@@ -97,9 +98,13 @@ def leaves(memory: Literal["device", "host"]) -> IndexState:
     )
 
 
+def _with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
+    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)
+
+
 def nbytes(spec: Spec, start: int, tokens: int) -> int:
     """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    slots = dense.slots_for(tokens, start, MAX_SLOTS)
+    slots = dense.slots_for(tokens, start, dense.MAX_SLOTS)
     heads = spec.kv_heads
     return ring.nbytes(spec, slots) + ring.nbytes(spec, 0) + 4 * heads * spec.head_dim + 8 * heads
 
@@ -166,21 +171,21 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     If the unindexed tail is too short, it is indexed together with the prompt, and emptied.
     """
     if not prefill_finished(state):
-        return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
+        return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
     ends = settings.ends
     room = state.dense.positions.shape[1] - ends
     if tokens <= room:
         return state
     more = max(tokens - room, settings.tail, min(room, _MAX_STEP))
     prompt = state.finished.shape[1]
-    if ends + prompt + room + more > MAX_SLOTS:
+    if ends + prompt + room + more > dense.MAX_SLOTS:
         raise UserError(
-            f"a prompt and its generated tokens are at most {MAX_SLOTS} tokens, and "
+            f"a prompt and its generated tokens are at most {dense.MAX_SLOTS} tokens, and "
             f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
             "streaming:sinks=4,window=252"
         )
     size = _whole_tiles(ends + room + more)
-    if not settings.generated:
+    if not settings.hash_generated:
         longer = size - settings.sinks - state.tail_codes.shape[3]
         tail_codes = jnp.pad(state.tail_codes, ((0, 0), (0, 0), (0, 0), (0, longer)))
         return state._replace(dense=ring.grow(state.dense, size), tail_codes=tail_codes)
@@ -253,7 +258,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
         indexed = pick(state.indexed.k).astype(jnp.float32) - center
         codes = _codes(indexed, planes, hashing)
         tables = hash_tables.build(codes, there[head // kv_heads], hashing.bits)
-        if not settings.generated:
+        if not settings.hash_generated:
             none = jnp.zeros((0, size - sinks), jnp.uint16)
             return tables, _norm(indexed), none, jnp.zeros(0, jnp.float32)
         keys = pick(state.dense.k).astype(jnp.float32) - center
@@ -295,7 +300,7 @@ def _codes(
 def append(spec: Spec, state: IndexState, chunk: Chunk, settings: IndexSettings) -> IndexState:
     """Append a chunk; after prefill its codes join the unindexed tail."""
     after = state._replace(dense=dense.append(spec, state.dense, chunk))
-    if not prefill_finished(state) or not settings.generated:
+    if not prefill_finished(state) or not settings.hash_generated:
         return after
     batch, tokens, kv_heads, head_dim = chunk.k.shape
     numbers = ring.token_numbers(state.dense, chunk.valid)
@@ -325,10 +330,7 @@ def _write(old: Array, new: Array, at: Int32[Array, "B T"]) -> Array:
     def many(old: Array, new: Array, at: Array) -> Array:
         return old.at[..., jnp.where(at < 0, size, at)].set(new, mode="drop")
 
-    one = one_token if at.shape[1] == 1 else many
-    if old.shape[0] == 1:  # without a batch axis XLA writes in place
-        return one(old[0], new[0], at[0])[None]
-    return jax.vmap(one)(old, new, at)
+    return xla_cpu.map_sequences(one_token if at.shape[1] == 1 else many, old, new, at)
 
 
 def token_numbers(state: IndexState, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:

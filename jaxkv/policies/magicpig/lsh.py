@@ -1,11 +1,11 @@
-"""Hash tables as MagicPIG samples by them: planes, codes, and the chance that a key is found.
+"""SimHash and cross-polytope codes, and the probability that MagicPIG samples a key.
 
-A SimHash is one bit, on which side of a plane a vector lies. A key and a query agree in it with the
-chance p = 1 - acos(c)/pi, c being the cosine of their angle; in all K bits of a table with P = p^K;
-and a key is sampled when they agree in at least `least` of L tables (2410.16179, section 4.2). A
-cross-polytope hash (Andoni et al. 2015), which the paper leaves to the future, takes several bits
-at once: which of m directions a vector is nearest to, and on which side. All chances are over the
-draw of the planes.
+A SimHash is one bit: the side of a plane on which a vector lies. A key and a query agree in it with
+probability p = 1 - acos(c)/pi, where c is the cosine of their angle, and in all K bits of a table
+with P = p^K. A key is sampled if they agree in at least `min_tables` of L tables (2410.16179,
+section 4.2). A cross-polytope hash (Andoni et al. 2015), which the paper names as future work,
+takes several bits at once: which of m directions a vector is nearest to, and on which side. All
+probabilities are over the draw of the planes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _ACOS = (
     0.0308918810, -0.0170881256, 0.0066700901, -0.0012624911,
 )  # fmt: skip
 # log p of a cross-polytope hash with m directions is m log(1 - angle/pi), exact for m of 1 and 2,
-# plus these Chebyshev polynomials of 2 angle/pi - 1. tests/test_lsh.py integrates it numerically.
+# plus these Chebyshev polynomials of 2 angle/pi - 1. tests/policies/magicpig/test_lsh.py integrates
+# it numerically.
 _CROSS = {
     4: (
         0.619206753, 0.562092759, -0.0775692823, -0.0232651797, -0.00330239188, -0.00024795151,
@@ -57,17 +58,17 @@ _RARE = 0.1  # tables that agree, on average, below which u is a power series in
 
 @dataclass(frozen=True)
 class Hashing:
-    """bits: K of a table. tables: L. least: in how many a key must agree to be sampled.
+    """bits: K of a table. tables: L. min_tables: in how many a key must agree to be sampled.
 
-    floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper. hash:
-    simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table into
-    hashes of up to five, which for ten bits take 32 directions.
+    u_floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper.
+    hash: simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table
+    into hashes of up to five, which for ten bits take 32 directions.
     """
 
     bits: int = 10
     tables: int = 150
-    least: int = 2
-    floor: float = 0.0
+    min_tables: int = 2
+    u_floor: float = 0.0
     hash: Literal["simhash", "crosspolytope"] = "simhash"
 
     def __post_init__(self) -> None:
@@ -75,10 +76,10 @@ class Hashing:
             raise UserError(f"K must be from 1 to {MOST_BITS}, got {self.bits}; try K=10")
         if not 2 <= self.tables <= MOST_TABLES:
             raise UserError(f"L must be from 2 to {MOST_TABLES}, got {self.tables}; try L=150")
-        if self.least not in (1, 2):
-            raise UserError(f"min_tables must be 1 or 2, got {self.least}; try min_tables=2")
-        if not 0 <= self.floor < 1:
-            raise UserError(f"u_floor must be from 0 to less than 1, got {self.floor}; try 1e-4")
+        if self.min_tables not in (1, 2):
+            raise UserError(f"min_tables must be 1 or 2, got {self.min_tables}; try min_tables=2")
+        if not 0 <= self.u_floor < 1:
+            raise UserError(f"u_floor must be from 0 to less than 1, got {self.u_floor}; try 1e-4")
         if self.hash not in ("simhash", "crosspolytope"):
             raise UserError(
                 f"hash must be simhash or crosspolytope, got {self.hash!r}; try hash=simhash"
@@ -96,25 +97,25 @@ class Hashing:
         return sum(1 << bits - 1 for bits in self.pieces)
 
     def __call__(self, cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
-        """The log weight of a key that was sampled, -log(u + floor)."""
+        """The log weight of a key that was sampled, -log(u + u_floor)."""
         log_u = log_inclusion(cosine, self)
-        return -jnp.logaddexp(log_u, np.float32(math.log(self.floor))) if self.floor else -log_u
+        return -jnp.logaddexp(log_u, np.float32(math.log(self.u_floor))) if self.u_floor else -log_u
 
 
 def log_inclusion(cosine: Float32[Array, "..."], how: Hashing) -> Float32[Array, "..."]:
-    """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1); for least 1 without the last term.
+    """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1); for min_tables 1 without the last term.
 
-    That is the regularised incomplete beta I_P(least, L - least + 1). As it is written it loses
-    every digit where it is small; here log u is within 5e-5 in float32 for every cosine, and within
-    5e-4 for crosspolytope.
+    That is the regularised incomplete beta I_P(min_tables, L - min_tables + 1). Evaluated as
+    written it cancels to zero in float32 for small P. Here log u is within 5e-5 in float32 for
+    every cosine, and within 5e-4 for crosspolytope.
     """
-    tables, least = how.tables, how.least
+    tables, min_tables = how.tables, how.min_tables
     log_p = _log_agreement(_agreement(cosine), how.pieces)  # of P
     p, count = jnp.exp(log_p), np.float32(tables)
     # Of two tables or more with expected number up to _RARE: the series of I_P, four terms on.
-    a = tables - least
+    a = tables - min_tables
     nobody = jnp.log1p(-jnp.minimum(p, np.float32(1 - 2**-24)))
-    if least == 1:
+    if min_tables == 1:
         series = (-a / 2, a * (a - 1) / 6, -a * (a - 1) * (a - 2) / 24)
         rest = count * nobody
     else:
@@ -125,7 +126,7 @@ def log_inclusion(cosine: Float32[Array, "..."], how: Hashing) -> Float32[Array,
     tail = jnp.zeros_like(rare)
     for factor in reversed(series):
         tail = rare * (np.float32(factor) + tail)
-    log_rare = np.float32(least) * log_p + np.float32(math.log(math.comb(tables, least)))
+    log_rare = np.float32(min_tables) * log_p + np.float32(math.log(math.comb(tables, min_tables)))
     # 1 - exp(rest) by a tangent: kernels have no expm1.
     half = jnp.tanh(jnp.maximum(-rest, np.float32(1e-7)) / 2)
     often = jnp.log(2 * half / (1 + half))
@@ -161,17 +162,17 @@ def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[
 
 
 def log_weights(
-    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], rows: Int32[Array, "B N M"], of: Angles,
+    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"], of: Angles,
     how: Hashing,
 ) -> Float32[Array, "B N M"]:  # fmt: skip
-    """The log weights of these rows of k, a head at a time: all of them at once would be large."""
+    """The log weights of these slots of k, a head at a time: all of them at once would be large."""
     kv_heads, size, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     keys, norms = k.reshape(-1, head_dim), of.norms.reshape(-1)
 
     def one(given: tuple[Array, ...]) -> Array:
-        head, q, rows, shift, length = given
-        at = head // group * size + rows
+        head, q, slots, shift, length = given
+        at = head // group * size + slots
         found = host_memory.take(keys, at).astype(jnp.float32)
         dot = jnp.dot(found, q, precision="highest") - shift
         of = host_memory.take(norms, at) * length
@@ -179,8 +180,8 @@ def log_weights(
 
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
     heads = jnp.arange(q.shape[0] * q.shape[1])
-    each = heads, flat(q.astype(jnp.float32)), flat(rows), of.shift.reshape(-1), flat(of.length)
-    return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(rows.shape))
+    each = heads, flat(q.astype(jnp.float32)), flat(slots), of.shift.reshape(-1), flat(of.length)
+    return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(slots.shape))
 
 
 def planes(key: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:

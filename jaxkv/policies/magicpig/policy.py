@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import local_attention, merge, slot_attention
+from jaxkv import xla_cpu
+from jaxkv.attention import local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
@@ -36,24 +37,37 @@ class MagicPIG(Policy):
     have its code under a random hash. So hash tables draw a key with a known probability that rises
     with its logit, at a cost proportional to the number of keys found (section 4).
 
-    Attention within the prompt is exact. After it, a query sees the first `sinks` tokens and the
-    newest `window` exactly. Of the tokens between, it sees the keys that share its code in at least
-    `min_tables` of `L` tables of `K` bits, weighted by one over the probability of that. Every
-    token stays cached. If a question is read after the end of prefill, its queries see a sample
-    too. For exact attention, read the question as a part of the prompt.
+    A prompt is attended exactly. After it, a query attends exactly to the first `sinks` tokens and
+    the newest `window`. Of the other keys it attends to those that share its code in at least
+    `min_tables` of `L` tables of `K` bits, each weighted by the inverse of the probability of that.
+    Every token stays cached. Each query head samples for itself, from tables that it shares with
+    its KV head. A question that follows the end of prefill attends to a sample too; for exact
+    attention make it part of the prompt.
 
-    Each query head draws its own sample, from the tables of its KV head. center: subtract the mean
-    key before hashing; otherwise few keys are found. budget: the maximum number of keys per query
-    head; if more are found, this many of them are drawn and count for the others. u_floor: added to
-    the probability. 1e-4, as in the published code, bounds the weight of rare keys; 0, as in the
-    paper, is unbiased. hash_generated: generated tokens are sampled too when they have left the
-    window; otherwise all of them are attended exactly, as in the published code. tail: number of
-    generated tokens, compared one by one, after which new tables are built; it grows to 8,192.
-    hash: `simhash` takes one bit per direction; `crosspolytope` takes the nearest of up to sixteen
-    directions, which separates keys better and costs more. memory: `host` stores the tables and the
-    indexed tokens in host memory and copies the found keys to the device. start: slots before the
-    prompt, doubled as they fill. With a distance penalty (ALiBi), found keys are read twice: to
-    weigh them and to attend to them.
+    center: subtract the mean key before hashing. In trained models keys point almost opposite to
+    queries, so without this few collide (Figures 2c and 8a).
+
+    budget: maximum number of sampled keys per query head. If more match, a systematic sample of
+    `budget` keys is taken, each weighted by matches / budget.
+
+    u_floor: added to the probability. 1e-4, as in the published code, bounds the weight of rare
+    keys; 0, as in the paper, is unbiased.
+
+    hash_generated: generated tokens are sampled too once they leave the window. Otherwise they stay
+    exact, as published.
+
+    tail: generated tokens that are compared one by one before new tables are built; later up to
+    8,192.
+
+    hash: `simhash` takes one bit per direction. `crosspolytope` takes the nearest of up to sixteen
+    directions, which separates better and costs more.
+
+    memory: `host` stores the tables and the indexed tokens in host memory and fetches the keys
+    found.
+
+    start: slots before the prompt, doubled as they fill.
+
+    With a distance penalty (ALiBi), found keys are read twice: for their weights and for attention.
     """
 
     K: int = 10
@@ -84,15 +98,15 @@ class MagicPIG(Policy):
             raise UserError(
                 f"memory must be device or host, got {self.memory!r}; try memory=device"
             )
-        if max(self.sinks, self.window) > index.MAX_SLOTS:
+        if max(self.sinks, self.window) > dense.MAX_SLOTS:
             raise UserError(
-                f"sinks and window must be at most {index.MAX_SLOTS}, got {self.sinks} and "
+                f"sinks and window must be at most {dense.MAX_SLOTS}, got {self.sinks} and "
                 f"{self.window}; try sinks=4,window=64"
             )
         for name, value, usual in (("start", self.start, 512), ("tail", self.tail, 1024)):
-            if not 1 <= value <= index.MAX_SLOTS:
+            if not 1 <= value <= dense.MAX_SLOTS:
                 raise UserError(
-                    f"{name} must be from 1 to {index.MAX_SLOTS}, got {value}; try {name}={usual}"
+                    f"{name} must be from 1 to {dense.MAX_SLOTS}, got {value}; try {name}={usual}"
                 )
 
     @property
@@ -148,7 +162,7 @@ class MagicPIG(Policy):
         numbers = index.token_numbers(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         seen = self.attend(spec, state, q, numbers, chunk.positions)
-        after = index.append(spec, state, per_head.after_reads(chunk, seen.out), self.settings)
+        after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         whole = merge(seen, local_attention(spec, chunk))
         return dense.refuse_overfull(whole, after.dense), after
 
@@ -191,9 +205,7 @@ class MagicPIG(Policy):
 
         def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
             seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
-            bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
-            penalty = spec.encoding.bias(positions, keys, k.shape[1])
-            bias = bias if penalty is None else bias + penalty
+            bias = masked_bias(spec, seen, positions, keys, k.shape[1])
             return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
 
         if not self.hash_generated:  # every token that is not indexed
@@ -277,7 +289,7 @@ def find(
     own = index.slot_of(state, numbers)
     batch, heads, head_dim = q.shape
     kv_heads, tail = state.tail_codes.shape[1], 0
-    if settings.generated:
+    if settings.hash_generated:
         tail = state.tail_codes.shape[3]
     places, hashing = state.indexed.positions.shape[1], settings.hashing
     group, most = heads // kv_heads, min(budget, places + tail)
@@ -293,11 +305,11 @@ def find(
 
     def one(head: Array, code: Array, draw: Array) -> Found:
         kv_head = head // group
-        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.least)
-        if not settings.generated:
+        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
+        if not settings.hash_generated:
             return hash_tables.select(in_tables, most, draw)
         last = own[head // heads] - settings.window - settings.sinks
-        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.least)
+        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.min_tables)
         found = hash_tables.select(jnp.concatenate([in_tables, in_tail]), most, draw)
         # Words are whole, so bits of no place may stand between tables and tail.
         whole = in_tables.shape[0] * hash_tables.WORD
@@ -316,4 +328,4 @@ def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:
     def one(slots: Array, at: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(slots, at, width, axis)
 
-    return one(leaf[0], begin[0])[None] if leaf.shape[0] == 1 else jax.vmap(one)(leaf, begin)
+    return xla_cpu.map_sequences(one, leaf, begin)

@@ -13,7 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import base
 from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
-from jaxkv.policies.merge_reduce.occupancy import Shape
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BalanceStream(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
-    summary: ClassVar[str] = "sinks, a window, and a balanced sample of the tokens between"
+    summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
 
     def __post_init__(self) -> None:
@@ -62,9 +62,9 @@ class BalanceStream(Policy):
     @property
     def _settings(self) -> TreeSettings:
         halving = Halving(self.mode, self.temperature, self.c)
-        shape = Shape(self.levels, self.block)
+        size = TreeSize(self.levels, self.block)
         cache_relative = self.positions == "cache"
-        return TreeSettings(self.sinks, self.window, shape, halving, self.weighted, cache_relative)
+        return TreeSettings(self.sinks, self.window, size, halving, self.weighted, cache_relative)
 
     @property
     def max_lookback(self) -> int | float:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import xla_cpu
 from jaxkv.attention import merge, slot_attention
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
@@ -18,8 +19,8 @@ from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce import occupancy
-from jaxkv.policies.merge_reduce.occupancy import Shape
-from jaxkv.policies.merge_reduce.tree import FOLD_AT, Reducer, absorb, enter
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
+from jaxkv.policies.merge_reduce.tree import FOLD_AT, Reducer, absorb, fill_level_0
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -38,7 +39,7 @@ class TreeSettings(NamedTuple):
 
     sinks: int
     window: int
-    shape: Shape
+    size: TreeSize
     halving: Halving
     weighted: bool
     cache_relative: bool
@@ -46,9 +47,9 @@ class TreeSettings(NamedTuple):
 
 def leaves(settings: TreeSettings) -> TreeState:
     """Every level but the first is rewritten seldom, half a block at a time."""
-    shape, page = settings.shape, None
-    if shape.levels > 1:
-        page = Pages(shape.block, shape.half, partial(last_writes, settings))
+    size, page = settings.size, None
+    if size.levels > 1:
+        page = Pages(size.block, size.half, partial(last_writes, settings))
     sample = Sample(
         Leaf("B K S H", page=page), Leaf("B K S H", page=page), Leaf("B K S", page=page)
     )
@@ -58,20 +59,20 @@ def leaves(settings: TreeSettings) -> TreeState:
 def max_lookback(settings: TreeSettings) -> int | float:
     """The number of cached tokens where positions are cache-relative."""
     if settings.cache_relative:
-        return settings.sinks + settings.shape.slots + settings.window
+        return settings.sinks + settings.size.slots + settings.window
     return math.inf
 
 
 def nbytes(settings: TreeSettings, spec: Spec) -> int:
     """Bytes of one sequence."""
     recent = ring.nbytes(spec, settings.sinks + settings.window)
-    return recent + per_head.nbytes(spec, settings.shape.slots) + 8 * spec.kv_heads + 4
+    return recent + per_head.nbytes(spec, settings.size.slots) + 8 * spec.kv_heads + 4
 
 
 def init(settings: TreeSettings, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
     return TreeState(
         ring.init(spec, batch, settings.sinks + settings.window),
-        per_head.init(spec, batch, settings.shape.slots),
+        per_head.init(spec, batch, settings.size.slots),
         jnp.zeros((batch,), jnp.uint32),
         per_head.seeds(rng, spec, batch),
     )
@@ -86,7 +87,7 @@ def update(
         some = _update_block if piece.valid.shape[1] > 1 else _update_one
         return some(settings, spec, state, piece)
 
-    return chunked_scan(one, state, chunk, settings.shape.block)
+    return chunked_scan(one, state, chunk, settings.size.block)
 
 
 def _update_one(
@@ -97,7 +98,7 @@ def _update_one(
     after = _absorb(settings, spec, state, evicted)
     num_evicted = after.num_evicted[:, None]
     num_sampled = _num_sampled(settings, num_evicted)
-    chunk = per_head.after_reads(chunk, after.sample.k, after.sample.v)
+    chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
     seen, recent = ring.decode(
         spec, state.recent, chunk, settings.sinks, settings.cache_relative, num_sampled=num_sampled
     )
@@ -115,12 +116,12 @@ def _update_block(
     """
     numbers = ring.token_numbers(state.recent, chunk.valid)
     evicted = per_head.evicted_by_chunk(spec, state.recent, chunk, settings.sinks)
-    gone = jnp.cumsum(evicted.there.astype(jnp.int32), axis=1)
+    gone = jnp.cumsum(evicted.valid.astype(jnp.int32), axis=1)
     num_evicted = state.num_evicted[:, None] + gone.astype(jnp.uint32)  # at each query
-    until = occupancy.tokens_until_full(settings.shape, state.num_evicted)[:, None]
+    until = occupancy.tokens_until_full(settings.size, state.num_evicted)[:, None]
     early = gone.astype(jnp.uint32) < until
     reducer = _reducer(settings, spec)
-    entered = enter(reducer, state.sample, state.num_evicted, state.rng, evicted)
+    entered = fill_level_0(reducer, state.sample, state.num_evicted, state.rng, evicted)
     after = _absorb(settings, spec, state, evicted)
     num_sampled = _num_sampled(settings, num_evicted)
     sinks, window, cache_relative = settings.sinks, settings.window, settings.cache_relative
@@ -148,14 +149,14 @@ def last_writes(settings: TreeSettings, tokens: int) -> tuple[int, ...]:
     """After how many tokens of a sequence each level but the first was last written."""
     before = settings.sinks + settings.window
     num_evicted = tokens - before
-    if num_evicted >= FOLD_AT:  # folded: the number no longer tells
-        return (tokens,) * (settings.shape.levels - 1)
-    written = occupancy.last_writes(settings.shape, max(0, num_evicted))
+    if num_evicted >= FOLD_AT:  # after folding it no longer determines the last write
+        return (tokens,) * (settings.size.levels - 1)
+    written = occupancy.last_writes(settings.size, max(0, num_evicted))
     return tuple(last and last + before for last in written)
 
 
 def _num_sampled(settings: TreeSettings, num_evicted: UInt32[Array, "B T"]) -> Int32[Array, "B T"]:
-    return jnp.sum(occupancy.fills(settings.shape, num_evicted), axis=-1, dtype=jnp.int32)
+    return jnp.sum(occupancy.filled_per_level(settings.size, num_evicted), axis=-1, dtype=jnp.int32)
 
 
 def _bias(
@@ -164,8 +165,8 @@ def _bias(
     """Log weights at each query, -inf in empty slots."""
     weights = np.float32(0)
     if settings.weighted:
-        weights = occupancy.log_weights(settings.shape, num_evicted)[:, None]
-    return jnp.where(occupancy.filled(settings.shape, num_evicted, rng), weights, -jnp.inf)
+        weights = occupancy.log_weights(settings.size, num_evicted)[:, None]
+    return jnp.where(occupancy.filled_slots(settings.size, num_evicted, rng), weights, -jnp.inf)
 
 
 def _attend_halves(
@@ -183,13 +184,13 @@ def _attend_halves(
     query is rotated once per half, to its distance from the half's first slot.
     """
     batch, queries, heads, head_dim = chunk.q.shape
-    kv_heads, size = state.rng.shape[1], settings.shape.half
-    parts = settings.shape.slots // size
+    kv_heads, width = state.rng.shape[1], settings.size.half
+    parts = settings.size.slots // width
     views = jnp.broadcast_to(chunk.positions[:, :, None], (batch, queries, parts))
     if settings.cache_relative:
         num_sampled = _num_sampled(settings, num_evicted)
         view = ring.cache_relative_positions(state.recent, numbers, num_sampled)
-        first = settings.sinks + occupancy.before_half(settings.shape, num_evicted)  # [B,T,P]
+        first = settings.sinks + occupancy.tokens_before_half(settings.size, num_evicted)  # [B,T,P]
         views = view[:, :, None] - first.astype(jnp.uint32)
     q = jnp.broadcast_to(chunk.q[:, :, None], (batch, queries, parts, heads, head_dim))
     q = spec.encoding.rotate(q.reshape(batch, -1, heads, head_dim), views.reshape(batch, -1))
@@ -198,12 +199,12 @@ def _attend_halves(
     q = q.reshape(batch, queries, parts, kv_heads, group, head_dim).transpose(0, 1, 3, 2, 4, 5)
     weights = _bias(settings, num_evicted, state.rng)
     bias = jnp.where(active[:, None, :, None], weights, -jnp.inf)
-    bias = bias.reshape(batch, kv_heads, 1, queries, parts, size)
+    bias = bias.reshape(batch, kv_heads, 1, queries, parts, width)
     if settings.cache_relative:  # distances from the first slot of the half
-        slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.uint32)[None], (batch, size))
+        slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.uint32)[None], (batch, width))
         penalties = [spec.encoding.bias(views[:, :, part], slot, kv_heads) for part in range(parts)]
     else:
-        places = state.sample.positions.reshape(batch, kv_heads, parts, size)
+        places = state.sample.positions.reshape(batch, kv_heads, parts, width)
         penalties = [
             spec.encoding.bias(chunk.positions, places[:, :, part], kv_heads)
             for part in range(parts)
@@ -213,7 +214,7 @@ def _attend_halves(
     bias = bias.transpose(0, 1, 4, 2, 3, 5)
     partial = slot_attention(
         q.reshape(batch, queries, parts * heads, head_dim),
-        *(leaf.reshape(batch, kv_heads * parts, size, -1) for leaf in state.sample[:2]),
+        *(leaf.reshape(batch, kv_heads * parts, width, -1) for leaf in state.sample[:2]),
         bias.reshape(batch, kv_heads * parts, *bias.shape[3:]),
         spec.scale, spec.softcap,
     )  # fmt: skip
@@ -237,4 +238,4 @@ def _reducer(settings: TreeSettings, spec: Spec) -> Reducer:
     def chosen(keys: Array, values: Array, uniforms: Array) -> Array:
         return halve(settings.halving, spec.scale, keys, values, uniforms).chosen
 
-    return Reducer(settings.shape, chosen, settings.cache_relative, spec)
+    return Reducer(settings.size, chosen, settings.cache_relative, spec)

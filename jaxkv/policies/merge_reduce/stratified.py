@@ -13,7 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import base
 from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
-from jaxkv.policies.merge_reduce.occupancy import Shape
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stratified(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
 
-    summary: ClassVar[str] = "sinks, a window, and one token of every stretch between"
+    summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class Stratified(Policy):
     @property
     def _settings(self) -> TreeSettings:
         cache_relative = self.positions == "cache"
-        shape, halving = Shape(1, self.sample), Halving("coin")
-        return TreeSettings(self.sinks, self.window, shape, halving, self.weighted, cache_relative)
+        size, halving = TreeSize(1, self.sample), Halving("coin")
+        return TreeSettings(self.sinks, self.window, size, halving, self.weighted, cache_relative)
 
     @property
     def max_lookback(self) -> int | float:

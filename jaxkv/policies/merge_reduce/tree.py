@@ -26,31 +26,31 @@ from jaxkv.cache import per_head
 from jaxkv.cache.per_head import Evicted, Sample, pick, put, rerotate, uniforms
 from jaxkv.contract import Spec
 from jaxkv.policies.merge_reduce.occupancy import (
-    Shape,
-    chosen_of,
-    filled,
-    first_group,
+    TreeSize,
+    filled_slots,
+    group_size_and_start,
+    token_of_slot,
     tokens_until_full,
 )
 from jaxkv.typing import Array, Bool, Int32
 
-# keys, values [B,K,t,H], uniforms [B,K,t] -> the places that stay, [B,K,t/2], in order
+# keys, values [B,K,t,H], uniforms [B,K,t] -> the slots that stay, [B,K,t/2], in order
 Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
 # `num_evicted`, the number of tokens so far, is halved when it reaches this, so it never wraps. The
-# stored tokens then represent half as many tokens as came, and a longer stream fades.
+# weight of every stored token is halved with it, so text before that point counts less.
 FOLD_AT = np.uint32(2**31)
 
 
 class Reducer(NamedTuple):
     """The settings of a tree.
 
-    local: keys are stored rotated to their slot within a half, and not to their position in the
-    text. Halving rotates them again, which happens to a token once as the stream doubles.
+    cache_relative: keys are stored rotated to their slot within a half, and not to their position
+    in the text. Halving rotates them again, which happens to a token once as the stream doubles.
     """
 
-    shape: Shape
+    size: TreeSize
     halve: Halve
-    local: bool
+    cache_relative: bool
     spec: Spec
 
 
@@ -66,20 +66,20 @@ def absorb(
 def _absorb_one(
     reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> tuple[Sample, Array]:
-    shape, token, there = reducer.shape, evicted.tokens, evicted.there[:, 0]
-    r, begun = first_group(shape, num_evicted)
-    slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(shape.block - 1))
-    picked = chosen_of(shape, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
-    takes = there[:, None] & jnp.any(picked, axis=2)
-    if reducer.local:  # the KV heads of a sequence evict the same token
+    size, token, valid = reducer.size, evicted.tokens, evicted.valid[:, 0]
+    r, begun = group_size_and_start(size, num_evicted)
+    slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
+    picked = token_of_slot(size, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
+    takes = valid[:, None] & jnp.any(picked, axis=2)
+    if reducer.cache_relative:  # the KV heads of a sequence evict the same token
         rotated = reducer.spec.encoding.rerotate(
             token.k.transpose(0, 2, 1, 3),
-            slot[:, None] % np.uint32(shape.half) - token.positions[:, 0],
+            slot[:, None] % np.uint32(size.half) - token.positions[:, 0],
         )
         token = token._replace(k=rotated.transpose(0, 2, 1, 3))
     at = jnp.broadcast_to(slot.astype(jnp.int32)[:, None], takes.shape)
     sample = put(sample, at, takes, *(leaf[:, :, 0] for leaf in token))
-    return _reduce(reducer, sample, num_evicted, num_evicted + there.astype(jnp.uint32), rng)
+    return _reduce(reducer, sample, num_evicted, num_evicted + valid.astype(jnp.uint32), rng)
 
 
 def _absorb(
@@ -93,8 +93,8 @@ def _absorb(
 
     def one(carry: tuple) -> tuple:
         sample, num_evicted, done = carry
-        sample = _enter(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
-        until = tokens_until_full(reducer.shape, num_evicted)
+        sample = _fill_level_0(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
+        until = tokens_until_full(reducer.size, num_evicted)
         step = jnp.minimum(until.astype(jnp.int32), left - done)
         later = num_evicted + step.astype(jnp.uint32)
         sample, num_evicted = _reduce(reducer, sample, num_evicted, later, rng)
@@ -120,21 +120,21 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     """
     sample, num_evicted, rng, evicted, positions = seen
     sequence, new = jnp.arange(len(num_evicted))[:, None], evicted.tokens
-    left = jnp.zeros(new.positions[:, 0].shape, bool).at[sequence, evicted.at].max(evicted.there)
-    there = [
+    left = jnp.zeros(new.positions[:, 0].shape, bool).at[sequence, evicted.index].max(evicted.valid)
+    valid = [
         jnp.broadcast_to(left[:, None], new.positions.shape),
-        filled(reducer.shape, num_evicted[:, None], rng)[:, :, 0],
+        filled_slots(reducer.size, num_evicted[:, None], rng)[:, :, 0],
     ]
     both = per_head.join(new, sample)
     same = both.positions[:, :, None] == positions[..., None]
-    source = jnp.argmax(same & jnp.concatenate(there, axis=2)[:, :, None], axis=3)
-    slot = jax.lax.broadcasted_iota(jnp.uint32, positions.shape, 2) % np.uint32(reducer.shape.half)
+    source = jnp.argmax(same & jnp.concatenate(valid, axis=2)[:, :, None], axis=3)
+    slot = jax.lax.broadcasted_iota(jnp.uint32, positions.shape, 2) % np.uint32(reducer.size.half)
     rotated_to = jnp.concatenate([new.positions, slot], axis=2)
     by = slot - jnp.take_along_axis(rotated_to, source, axis=2)
 
     def again(sample: Sample, new: Sample) -> tuple[Array, Array]:
         found = pick(per_head.join(new, sample), source)
-        return rerotate(reducer.spec, found.k, by) if reducer.local else found.k, found.v
+        return rerotate(reducer.spec, found.k, by) if reducer.cache_relative else found.k, found.v
 
     back = jax.vjp(
         lambda k, v, new_k, new_v: again(
@@ -148,35 +148,36 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
 absorb.defvjp(_absorb_for_gradients, _gradients)
 
 
-def enter(
+def fill_level_0(
     reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> Sample:
     """The levels after level 0 took evicted tokens until it is full, before any halving."""
     order, left = _order_of(evicted)
     done = jnp.zeros_like(left)
-    return _enter(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
+    return _fill_level_0(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
 
 
 def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]]:
-    """The n-th evicted token, as a place in evicted.tokens; and how many are evicted."""
-    sequence = jnp.arange(evicted.there.shape[0])[:, None]
-    gone = jnp.cumsum(evicted.there.astype(jnp.int32), axis=1)
-    order = jnp.zeros((evicted.there.shape[0], evicted.there.shape[1] + 1), jnp.int32)
-    return order.at[sequence, jnp.where(evicted.there, gone - 1, -1)].set(evicted.at), gone[:, -1]
+    """The place of the n-th evicted token in evicted.tokens, and the number of evicted tokens."""
+    _, index, valid = evicted
+    sequence = jnp.arange(valid.shape[0])[:, None]
+    gone = jnp.cumsum(valid.astype(jnp.int32), axis=1)
+    order = jnp.zeros((valid.shape[0], valid.shape[1] + 1), jnp.int32)
+    return order.at[sequence, jnp.where(valid, gone - 1, -1)].set(index), gone[:, -1]
 
 
-def _enter(
+def _fill_level_0(
     reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, tokens: Sample, order: Array,
     done: Array, left: Array,
 ) -> Sample:  # fmt: skip
     """Level 0 takes its tokens, from the `done`-th evicted one on, until it is full."""
-    chosen = chosen_of(reducer.shape, num_evicted[:, None], rng)[:, :, 0]
+    chosen = token_of_slot(reducer.size, num_evicted[:, None], rng)[:, :, 0]
     wanted = chosen - num_evicted[:, None, None]
     takes = wanted < (left - done).astype(jnp.uint32)[:, None, None]
     number = jnp.where(takes, wanted.astype(jnp.int32) + done[:, None, None], 0)
     new = pick(tokens, jax.vmap(lambda tokens, at: tokens[at])(order, number))
-    if reducer.local:
-        slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.shape.half)
+    if reducer.cache_relative:
+        slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.size.half)
         new = new._replace(k=rerotate(reducer.spec, new.k, slot - new.positions))
     return _write(sample, new, 0, takes)
 
@@ -189,9 +190,9 @@ def _write(sample: Sample, new: Sample, at: int | Array, takes: Bool[Array, "B .
     """The sample with `new` in the slots from `at` on, where `takes`."""
 
     def one(old: Array, new: Array) -> Array:
-        there = jax.lax.dynamic_slice_in_dim(old, at, new.shape[2], 2)
+        before = jax.lax.dynamic_slice_in_dim(old, at, new.shape[2], 2)
         wide = takes if old.ndim == 3 else takes[..., None]
-        new = jnp.where(wide, new.astype(old.dtype), there)
+        new = jnp.where(wide, new.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=2)
 
     return Sample(*(one(old, new) for old, new in zip(sample, new, strict=True)))
@@ -204,16 +205,16 @@ def _reduce(
 
     The two are at most one block apart.
     """
-    shape = reducer.shape
-    r, _ = first_group(shape, num_evicted)
-    whole = np.uint32(shape.block) << r
+    size = reducer.size
+    r, _ = group_size_and_start(size, num_evicted)
+    whole = np.uint32(size.block) << r
     blocks = after // whole  # that filled level 0
     full = (after != num_evicted) & (after % whole == 0)
-    top = np.uint32(shape.levels - 1)
+    top = np.uint32(size.levels - 1)
 
     def merges(level: Array) -> Bool[Array, " B"]:
         """Sequences in which the half that comes to `level` finds another there."""
-        last = after == np.uint32(shape.before) << r
+        last = after == np.uint32(size.before) << r
         return full & jnp.where(level < top, blocks % (np.uint32(1) << level) == 0, last)
 
     def more(carry: tuple) -> Array:
@@ -224,12 +225,12 @@ def _reduce(
         level, sample = carry
         further = level + np.uint32(1)
         on = merges(further) & (level < top)
-        half = _half_of(reducer, sample, level, after, rng)
+        half = _halve_level(reducer, sample, level, after, rng)
         # Where the next level stores a half already, the new one waits in level 0, now empty.
-        own = _place_of(reducer, jnp.where(level < top, further, level))
+        own = _first_slot_of_level(reducer, jnp.where(level < top, further, level))
         takes = merges(level)
         sample = _write(sample, half, own, (takes & ~on)[:, None, None])
-        sample = _write(sample, half, shape.half, (takes & on)[:, None, None])
+        sample = _write(sample, half, size.half, (takes & on)[:, None, None])
         return further, sample
 
     # A loop that mostly runs zero times: a branch per level would copy the sample and compile more.
@@ -237,27 +238,32 @@ def _reduce(
     return sample, jnp.where(after == FOLD_AT, after // np.uint32(2), after)
 
 
-def _place_of(reducer: Reducer, level: Array) -> Int32[Array, ""]:
+def _first_slot_of_level(reducer: Reducer, level: Array) -> Int32[Array, ""]:
     """The slot where a level's older half begins."""
-    return jnp.where(level == 0, 0, reducer.shape.half * (level.astype(jnp.int32) + 1))
+    return jnp.where(level == 0, 0, reducer.size.half * (level.astype(jnp.int32) + 1))
 
 
-def _half_of(reducer: Reducer, sample: Sample, level: Array, after: Array, rng: Array) -> Sample:
-    """The half that stays of a level and of the half that waits in the second half of level 0."""
-    size = reducer.shape.half
-    older, newer = _cut(sample, _place_of(reducer, level), size), _cut(sample, size, size)
+def _halve_level(
+    reducer: Reducer, sample: Sample, level: Array, after: Array, rng: Array
+) -> Sample:
+    """Halve a level together with the half that waits in the second half of level 0.
+
+    Returns the half that stays.
+    """
+    block, half = reducer.size.block, reducer.size.half
+    older = _cut(sample, _first_slot_of_level(reducer, level), half)
+    newer = _cut(sample, half, half)
     both = per_head.join(older, newer)
     keys = both.k
-    if reducer.local:  # at consecutive positions
+    if reducer.cache_relative:  # at consecutive positions
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
-        keys = rerotate(reducer.spec, keys, place - place % np.uint32(size))
-    block = reducer.shape.block
+        keys = rerotate(reducer.spec, keys, place - place % np.uint32(half))
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
-    chances = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
-    chosen = reducer.halve(keys, both.v, chances)
-    half = pick(both, chosen)
-    if reducer.local:
+    draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
+    chosen = reducer.halve(keys, both.v, draws)
+    stays = pick(both, chosen)
+    if reducer.cache_relative:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
-        was = chosen.astype(jnp.uint32) % np.uint32(size)
-        half = half._replace(k=rerotate(reducer.spec, half.k, slot - was))
-    return half
+        was = chosen.astype(jnp.uint32) % np.uint32(half)
+        stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - was))
+    return stays

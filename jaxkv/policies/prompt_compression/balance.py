@@ -51,7 +51,7 @@ class Balance(Policy):
     weights: Literal["consistent", "published"] = "consistent"
     start: int = 512
 
-    summary: ClassVar[str] = "a prompt's ends, and a balanced sample of the tokens between"
+    summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
     leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class Balance(Policy):
         split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
         # A draw follows from the token's place in the prompt and the round.
         place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
-        chances = per_head.uniforms(place * np.uint32(16) + np.uint32(number), rng)
+        uniforms = per_head.uniforms(place * np.uint32(16) + np.uint32(number), rng)
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
         given = (
@@ -134,11 +134,11 @@ class Balance(Policy):
             split(tokens.v.astype(jnp.float32) * times[..., None]),
         )
         if self.weights == "published":
-            there = jnp.arange(block)[None, None, None] < members[..., None]
-            _, signs = walk(*given, split(chances), there)
+            valid = jnp.arange(block)[None, None, None] < members[..., None]
+            _, signs = walk(*given, split(uniforms), valid)
             chosen, doubled = _as_published(signs.reshape(batch, kv_heads, -1), count)
         else:
-            chosen = halve(*given, split(chances), members).chosen
+            chosen = halve(*given, split(uniforms), members).chosen
             first = block * jnp.arange(blocks, dtype=jnp.int32)[None, None, :, None]
             chosen, doubled = (chosen + first).reshape(batch, kv_heads, -1), np.float32(2)
         times = jnp.take_along_axis(times, chosen, axis=2)

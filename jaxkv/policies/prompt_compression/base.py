@@ -198,10 +198,9 @@ def weighted_sample(
     chosen: Sample, count: Int32[Array, " B"], weight: float | Array
 ) -> tuple[Sample, Float32[Array, "B K C"]]:
     """A sample whose first `count` slots are filled, each with this log weight."""
-    there = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
-    return chosen, jnp.where(there, jnp.float32(weight), -jnp.inf) + jnp.zeros(
-        chosen.positions.shape, jnp.float32
-    )
+    filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
+    weight = jnp.where(filled, jnp.float32(weight), -jnp.inf)
+    return chosen, jnp.broadcast_to(weight, chosen.positions.shape)
 
 
 def resize(tokens: Sample, size: int) -> Sample:

@@ -36,7 +36,7 @@ class Uniform(Policy):
     weighted: bool = True
     start: int = 512
 
-    summary: ClassVar[str] = "a prompt's ends, and a random sample of the tokens between"
+    summary: ClassVar[str] = "a prompt's first and last tokens, and a random sample of the others"
     source: ClassVar[str] = "the baseline of BalanceKV, arXiv 2502.07861"
     leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True

@@ -1,9 +1,9 @@
 """Sparse attention with a free choice of keys: what the oracle baselines share.
 
-A prompt is attended exactly until `finish_prefill`. After it, each query head sees the first and
-the newest tokens as they are, and of the tokens between only the keys that the policy selects for
-it. Every token stays cached and every key is read to select, so these policies save neither memory
-nor time. They measure how good a selection can be.
+A prompt is attended exactly until `finish_prefill`. After it, each query head attends exactly to
+the first and the newest tokens, and of the other keys to those that the policy selects for it.
+Every token stays cached and every key is read to select, so these policies save neither memory nor
+time. They measure how good a selection can be.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class Candidates(NamedTuple):
     """Queries, and the keys of their sequences; slot n stores token number n.
 
     logits: scaled, capped and with their distance penalty; some finite number in empty slots.
-    always: keys that a query sees in any case. between: keys to select from. q, k: rotated.
+    exact: keys that a query attends to in any case. selectable: the others up to its own. q, k:
+    rotated.
     """
 
     logits: Float32[Array, "B K G T S"]
-    always: Bool[Array, "B 1 1 T S"]
-    between: Bool[Array, "B 1 1 T S"]
+    exact: Bool[Array, "B 1 1 T S"]
+    selectable: Bool[Array, "B 1 1 T S"]
     q: Float[Array, "B T N H"]
     k: Float[Array, "B K S H"]
     query_positions: UInt32[Array, "B T"]
@@ -60,12 +61,12 @@ class Candidates(NamedTuple):
     rng: UInt32[Array, "B K 2"]
 
 
-# The log weight of each key between the ends [B,K,G,T,S], -inf where it is not selected.
+# The log weight of each selectable key [B,K,G,T,S], -inf where it is not selected.
 Select = Callable[[Candidates], Array]
 
 
 def check(sinks: int, window: int, start: int) -> None:
-    """Raise UserError for impossible ends or first slots."""
+    """Raise UserError for impossible sinks, window or first slots."""
     prompt_compression.check(prompt_compression.Ends(sinks, window), start, (4, 64))
 
 
@@ -138,7 +139,7 @@ def attend_selected(
         numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
         own = jnp.where(piece.valid, numbers, -1)
         found = _candidates(spec, after, piece, own, sinks, window)
-        bias = jnp.where(found.always, np.float32(0), select(found))
+        bias = jnp.where(found.exact, np.float32(0), select(found))
         return blend(found.logits + bias, after.dense.v), numbers[:, -1] + 1
 
     partial, _ = chunked_scan(some, state.dense.count, chunk, _SCAN)
@@ -159,11 +160,11 @@ def _candidates(
     penalty = spec.encoding.bias(chunk.positions, cache.positions, cache.k.shape[1])
     slot = jnp.arange(cache.positions.shape[1])[None, None]
     own = numbers[:, :, None]
-    ends = (slot < sinks) | (slot > own - window)
-    there, ends = ((slot <= own)[:, None, None], ends[:, None, None])
+    near = ((slot < sinks) | (slot > own - window))[:, None, None]
+    seen = (slot <= own)[:, None, None]
     return Candidates(
         logits if penalty is None else logits + penalty,
-        there & ends, there & ~ends,
+        seen & near, seen & ~near,
         q, cache.k, chunk.positions, cache.positions, state.rng,
     )  # fmt: skip
 

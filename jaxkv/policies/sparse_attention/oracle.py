@@ -37,7 +37,9 @@ class Oracle(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends and draws by softmax weight"
+    summary: ClassVar[str] = (
+        "every token; a query attends to sinks, window and draws by softmax weight"
+    )
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179, Definition 3.1"
     leaves: ClassVar[SparseState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -55,10 +57,10 @@ class Oracle(Policy):
     finish_prefill = staticmethod(base.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
+        """The log weight of each selectable key, -inf where it is not selected."""
         times, count = self.draw(candidates)
         share = jnp.maximum(times, 1) / jnp.maximum(count, 1)
-        whole = base.log_sum(candidates.logits, candidates.between)
+        whole = base.log_sum(candidates.logits, candidates.selectable)
         return jnp.where(times > 0, jnp.log(share) + whole - candidates.logits, -jnp.inf)
 
     def draw(
@@ -66,15 +68,15 @@ class Oracle(Policy):
     ) -> tuple[Int32[Array, "B K G T S"], Int32[Array, "B 1 1 T 1"]]:
         """How often each key is drawn, and the number of draws."""
         logits, slots = jax.lax.stop_gradient(candidates.logits), candidates.logits.shape[-1]
-        count = base.share_of(self.share, candidates.between)
+        count = base.share_of(self.share, candidates.selectable)
         place = jnp.arange(math.ceil(self.share * slots))[None, None]
-        chance = base.uniforms(candidates, place.astype(jnp.uint32))
-        chance = jnp.where(place[:, None, None] < count, chance, np.float32(2))
-        weights = jnp.exp(logits - base.log_sum(logits, candidates.between))
-        up_to = jnp.cumsum(jnp.where(candidates.between, weights, np.float32(0)), axis=-1)
+        uniforms = base.uniforms(candidates, place.astype(jnp.uint32))
+        uniforms = jnp.where(place[:, None, None] < count, uniforms, np.float32(2))
+        weights = jnp.exp(logits - base.log_sum(logits, candidates.selectable))
+        up_to = jnp.cumsum(jnp.where(candidates.selectable, weights, np.float32(0)), axis=-1)
         up_to = jax.lax.cummax(up_to, axis=up_to.ndim - 1)  # sums in a tree may round downwards
         up_to = up_to / jnp.where(up_to[..., -1:] == 0, np.float32(1), up_to[..., -1:])
         flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])  # noqa: E731
-        below = jax.vmap(jnp.searchsorted)(flat(jnp.sort(chance, axis=-1)), flat(up_to))
+        below = jax.vmap(jnp.searchsorted)(flat(jnp.sort(uniforms, axis=-1)), flat(up_to))
         below = below.reshape(logits.shape)
         return jnp.diff(below, axis=-1, prepend=0), count

@@ -40,7 +40,9 @@ class Quest(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends and the best pages between"
+    summary: ClassVar[str] = (
+        "every token; a query attends to sinks, window and the best pages of keys"
+    )
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
     leaves: ClassVar[SparseState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -63,28 +65,28 @@ class Quest(Policy):
     finish_prefill = staticmethod(base.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
+        """The log weight of each selectable key, -inf where it is not selected."""
         score, there = self.bound(candidates)
         count = jnp.maximum(base.share_of(self.share, there), self.fewest)
         best = jnp.repeat(base.largest(score, there, count), self.page, axis=-1)
-        return base.unweighted(best[..., : candidates.logits.shape[-1]] & candidates.between)
+        return base.unweighted(best[..., : candidates.logits.shape[-1]] & candidates.selectable)
 
     def bound(
         self, candidates: Candidates
     ) -> tuple[Float32[Array, "B K G T P"], Bool[Array, "B 1 1 T P"]]:
-        """An upper bound on each page's unscaled logits, and whether it has tokens between."""
+        """An upper bound on each page's unscaled logits, and whether it has selectable keys."""
         batch, kv_heads, group, queries, slots = candidates.logits.shape
         more = -slots % self.page
         k = jnp.pad(jax.lax.stop_gradient(candidates.k), ((0, 0), (0, 0), (0, more), (0, 0)))
         k = k.astype(jnp.float32).reshape(batch, kv_heads, -1, self.page, k.shape[-1])
         q = jax.lax.stop_gradient(candidates.q).astype(jnp.float32)
         q = q.reshape(batch, queries, kv_heads, group, -1)
-        between = jnp.pad(candidates.between[:, 0, 0], ((0, 0), (0, 0), (0, more)))
-        between = between.reshape(batch, queries, -1, self.page)
+        selectable = jnp.pad(candidates.selectable[:, 0, 0], ((0, 0), (0, 0), (0, more)))
+        selectable = selectable.reshape(batch, queries, -1, self.page)
 
         def one(query: tuple[Array, Array]) -> Array:  # [B,K,G,H], [B,P,page] -> [B,K,G,P]
-            q, between = query
-            seen = between[:, None, :, :, None]
+            q, selectable = query
+            seen = selectable[:, None, :, :, None]
             some = jnp.any(seen, axis=3)
             low = jnp.where(some, jnp.min(jnp.where(seen, k, jnp.inf), axis=3), np.float32(0))
             high = jnp.where(some, jnp.max(jnp.where(seen, k, -jnp.inf), axis=3), np.float32(0))
@@ -92,5 +94,5 @@ class Quest(Policy):
             dot = partial(jnp.einsum, "bkgh,bkph->bkgp", precision=jax.lax.Precision.HIGHEST)
             return dot(jnp.maximum(q, 0), high) + dot(jnp.minimum(q, 0), low)
 
-        scores = jax.lax.map(one, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(between, 1, 0)))
-        return jnp.moveaxis(scores, 0, 3), jnp.any(between, axis=3)[:, None, None]
+        scores = jax.lax.map(one, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(selectable, 1, 0)))
+        return jnp.moveaxis(scores, 0, 3), jnp.any(selectable, axis=3)[:, None, None]

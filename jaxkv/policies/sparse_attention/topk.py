@@ -30,7 +30,7 @@ class TopK(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends and the largest logits between"
+    summary: ClassVar[str] = "every token; a query attends to sinks, window and the largest logits"
     source: ClassVar[str] = "the TopK of MagicPIG, arXiv 2410.16179"
     leaves: ClassVar[SparseState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -48,6 +48,6 @@ class TopK(Policy):
     finish_prefill = staticmethod(base.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
-        count = base.share_of(self.share, candidates.between)
-        return base.unweighted(base.largest(candidates.logits, candidates.between, count))
+        """The log weight of each selectable key, -inf where it is not selected."""
+        count = base.share_of(self.share, candidates.selectable)
+        return base.unweighted(base.largest(candidates.logits, candidates.selectable, count))

@@ -33,7 +33,9 @@ class TopP(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends and the keys that reach a mass"
+    summary: ClassVar[str] = (
+        "every token; a query attends to sinks, window and the keys that reach a mass"
+    )
     source: ClassVar[str] = "top-p as in vAttention, arXiv 2510.05688"
     leaves: ClassVar[SparseState] = base.LEAVES
     grows: ClassVar[bool] = True
@@ -51,12 +53,12 @@ class TopP(Policy):
     finish_prefill = staticmethod(base.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
+        """The log weight of each selectable key, -inf where it is not selected."""
         logits = jax.lax.stop_gradient(candidates.logits)
-        whole = base.log_sum(logits, candidates.between)
-        weights = jnp.where(candidates.between, jnp.exp(logits - whole), np.float32(0))
+        whole = base.log_sum(logits, candidates.selectable)
+        weights = jnp.where(candidates.selectable, jnp.exp(logits - whole), np.float32(0))
         # Summed from the smallest up, to lose little: the many small weights may stay unseen.
         unseen = jnp.cumsum(jnp.sort(weights, axis=-1), axis=-1)
         few = unseen <= np.float32(1 - self.mass) * unseen[..., -1:]
         count = jnp.sum(~few, axis=-1, keepdims=True, dtype=jnp.int32)
-        return base.unweighted(base.largest(logits, candidates.between, count))
+        return base.unweighted(base.largest(logits, candidates.selectable, count))

@@ -48,7 +48,9 @@ class VAttention(Policy):
     window: int = 64
     start: int = 512
 
-    summary: ClassVar[str] = "every token; a query sees the ends, the largest logits and a sample"
+    summary: ClassVar[str] = (
+        "every token; a query attends to sinks, window, largest logits and a sample"
+    )
     source: ClassVar[str] = "vAttention, arXiv 2510.05688"
     leaves: ClassVar[SparseState] = shared.LEAVES
     grows: ClassVar[bool] = True
@@ -73,17 +75,17 @@ class VAttention(Policy):
     finish_prefill = staticmethod(shared.finish_prefill)
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each key between the ends, -inf where it is not selected."""
-        between = candidates.between
-        top = shared.largest(candidates.logits, between, shared.share_of(self.top, between))
-        rest = between & ~top
+        """The log weight of each selectable key, -inf where it is not selected."""
+        selectable = candidates.selectable
+        top = shared.largest(candidates.logits, selectable, shared.share_of(self.top, selectable))
+        rest = selectable & ~top
         count = jnp.sum(rest, axis=-1, keepdims=True, dtype=jnp.int32)
-        chance = -shared.uniforms(candidates, candidates.key_positions[:, None])
+        uniforms = shared.uniforms(candidates, candidates.key_positions[:, None])
         pilot = jnp.minimum(jnp.maximum(shared.share_of(self.base, rest), 2), count)
-        first = shared.largest(chance, rest, pilot)
-        budget = self._budget(candidates, candidates.always | top, first, pilot, count)
+        first = shared.largest(-uniforms, rest, pilot)  # of the smallest draws
+        budget = self._budget(candidates, candidates.exact | top, first, pilot, count)
         times = jnp.maximum(count, 1) / jnp.maximum(budget, 1)
-        sample = jnp.where(shared.largest(chance, rest, budget), jnp.log(times), -jnp.inf)
+        sample = jnp.where(shared.largest(-uniforms, rest, budget), jnp.log(times), -jnp.inf)
         return jnp.where(top, np.float32(0), sample)
 
     def _budget(
@@ -93,7 +95,7 @@ class VAttention(Policy):
     ) -> Int32[Array, "B K G T 1"]:  # fmt: skip
         """How many of the `count` others to draw, estimated from the first `pilot` of them."""
         logits = jax.lax.stop_gradient(candidates.logits)
-        here = candidates.always | candidates.between
+        here = candidates.exact | candidates.selectable
         weights = jnp.exp(logits - shared.log_sum(logits, here))
         mean = _sum(weights, first) / jnp.maximum(pilot, 1).astype(jnp.float32)
         others = jnp.maximum(pilot - 1, 1).astype(jnp.float32)

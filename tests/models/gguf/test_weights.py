@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.errors import UserError
 from jaxkv.models.gguf import load_weights, read_config, read_header
 from jaxkv.models.gguf import weights as module
-from jaxkv.models.gguf.header import Tensor
 from jaxkv.models.gguf.weights import read, supported
 from jaxkv.models.hf.names import shapes
+from jaxkv.models.placement import Tensor
 from tests.models.gguf.files import hf_model, paired, write_gguf
 
 ROOT = Path(__file__).parents[3]

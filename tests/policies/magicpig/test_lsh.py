@@ -59,7 +59,7 @@ def test_log_inclusion_at_the_ends_of_the_range():
 
 
 def test_the_floor_of_the_published_code_caps_the_weight():
-    weight = np.asarray(Hashing(10, 150, floor=1e-4)(jnp.asarray([-0.9, 0.0, 0.9, 1.0])))
+    weight = np.asarray(Hashing(10, 150, u_floor=1e-4)(jnp.asarray([-0.9, 0.0, 0.9, 1.0])))
     u = np.exp(inclusion.log_u(np.array([-0.9, 0.0, 0.9, 1.0]), 10, 150))
     np.testing.assert_allclose(weight, -np.log(u + 1e-4), atol=1e-5)
     assert weight[0] < np.log(1e4) + 1e-5
@@ -116,9 +116,9 @@ def test_keys_are_found_with_probability_u(hash):
         ({"bits": 0}, r"K must be from 1 to 16, got 0; try K=10"),
         ({"bits": 17}, r"K must be from 1 to 16, got 17"),
         ({"tables": 1}, r"L must be from 2 to 4096, got 1; try L=150"),
-        ({"least": 3}, r"min_tables must be 1 or 2, got 3"),
-        ({"floor": -1e-4}, r"u_floor must be from 0 to less than 1, got -0.0001"),
-        ({"floor": float("nan")}, r"u_floor must be from 0 to less than 1, got nan"),
+        ({"min_tables": 3}, r"min_tables must be 1 or 2, got 3"),
+        ({"u_floor": -1e-4}, r"u_floor must be from 0 to less than 1, got -0.0001"),
+        ({"u_floor": float("nan")}, r"u_floor must be from 0 to less than 1, got nan"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

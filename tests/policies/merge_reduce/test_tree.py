@@ -14,7 +14,7 @@ from jaxkv.cache.per_head import Evicted, Sample
 from jaxkv.contract import Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce import occupancy, tree
-from jaxkv.policies.merge_reduce.occupancy import Shape
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policies.merge_reduce.tree import Reducer, absorb
 from jaxkv.rotary import NoPosition, rotary
 from tests.seldom import seldom
@@ -48,7 +48,7 @@ def error_of_uniform(t):
 
 def error_of_tree(how, t):
     """Levels of t slots; at the end of the stream t/2 tokens remain, all in the last level."""
-    shape = Shape(levels=int(np.log2(N // t)) + 2, block=t)
+    shape = TreeSize(levels=int(np.log2(N // t)) + 2, block=t)
     spec = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 
     def chosen(keys, values, uniforms):
@@ -67,7 +67,7 @@ def error_of_tree(how, t):
         positions = at.astype(jnp.uint32)[:, None]
         evicted = Evicted(Sample(k[:, None], v[:, None], positions), at, at >= 0)
         sample, num_evicted = absorb(reducer, sample, num_evicted, seeds, evicted)
-        there = occupancy.filled(shape, num_evicted[:, None], seeds)[:, :, 0]
+        there = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         weights = jnp.where(there, jnp.exp(occupancy.log_weights(shape, num_evicted))[:, None], 0)
         return sample.k[:, 0], sample.v[:, 0], weights[:, 0]
 
@@ -109,7 +109,7 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
     Each slot represents a range of the stream and caches a token of it. The ranges cover all
     tokens.
     """
-    shape, batch, tokens = Shape(levels, 8), 2, 3000
+    shape, batch, tokens = TreeSize(levels, 8), 2, 3000
 
     def coin(keys, values, uniforms):
         return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
@@ -124,7 +124,7 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
         evicted = Evicted(Sample(zeros, zeros, positions), at, at == 0)
         sample, num_evicted = absorb(reducer, *carry, seeds, evicted)
         weights = jnp.exp(occupancy.log_weights(shape, num_evicted))
-        filled = occupancy.filled(shape, num_evicted[:, None], seeds)[:, :, 0]
+        filled = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         return (sample, num_evicted), (sample.positions, filled, weights, num_evicted)
 
     empty = jnp.zeros((batch, 2, shape.slots, 1))
@@ -148,7 +148,7 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
 
 def test_a_stream_continues_when_its_count_is_halved():
     """Eight tokens across the halving of the count, one by one and as a chunk."""
-    shape, tokens = Shape(3, 8), 8
+    shape, tokens = TreeSize(3, 8), 8
 
     def coin(keys, values, uniforms):
         return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
@@ -183,7 +183,7 @@ def test_a_stream_continues_when_its_count_is_halved():
 )
 def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
     """Halved by coins, the cached tokens are linear in the stream, so they are their derivative."""
-    shape, batch, heads = Shape(3, 8), 2, 2
+    shape, batch, heads = TreeSize(3, 8), 2, 2
     spec = Spec(heads, 4, 1.0, rotary(4, 100.0))
 
     def coin(keys, values, uniforms):
@@ -211,7 +211,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         mine = sample._replace(k=k, v=v), num_evicted, seeds
         theirs = new._replace(tokens=new.tokens._replace(k=new_k, v=new_v))
         after, count = absorb(reducer, *mine, theirs)
-        there = occupancy.filled(shape, count[:, None], seeds)[:, :, 0, :, None]
+        there = occupancy.filled_slots(shape, count[:, None], seeds)[:, :, 0, :, None]
         return jnp.where(there, after.k, 0), jnp.where(there, after.v, 0)
 
     given = (*sample[:2], *new.tokens[:2])

@@ -126,7 +126,7 @@ def test_quest_bounds_every_logit_of_a_page(rng):
     products = np.einsum("btkgh,bksh->bkgts", q.reshape(2, 3, 2, 2, 8), k)
     between = np.broadcast_to((np.arange(37) >= 3) & (np.arange(37) < 34), (2, 1, 1, 3, 37))
     a = candidates(np.zeros(37))._replace(
-        logits=jnp.asarray(products, jnp.float32), between=jnp.asarray(between),
+        logits=jnp.asarray(products, jnp.float32), selectable=jnp.asarray(between),
         q=jnp.asarray(q, jnp.float32), k=jnp.asarray(k, jnp.float32),
     )  # fmt: skip
     bound, there = Quest(page=5).bound(a)
