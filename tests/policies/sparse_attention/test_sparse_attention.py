@@ -193,7 +193,7 @@ def test_selecting_all_keys_is_full_attention(chosen, dtype):
     for each in (Full(start=4), chosen):
         random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
         state = each.init(spec, 2, jax.random.key(0))
-        for size in (9, 21):
+        for prompt, size in ((True, 9), (False, 21)):
             q, k, v = (
                 jnp.asarray(random.normal(size=(2, size, n, 8)), jnp.float32) for n in (4, 2, 2)
             )
@@ -204,7 +204,7 @@ def test_selecting_all_keys_is_full_attention(chosen, dtype):
             state = each.reserve(spec, state, 30 if each.min_prompt is None else size)
             run = jax.jit(functools.partial(step, each, spec))
             out, state = run(state, q, k, v, jnp.asarray(positions), jnp.asarray(valid))
-            state = each.finish_prefill(spec, state)
+            state = each.finish_prefill(spec, state) if prompt else state
         outs.append(np.asarray(out))
     np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
 
