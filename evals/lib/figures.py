@@ -23,6 +23,7 @@ import numpy as np
 from jaxkv.evals.lib.facts import VALUES
 from jaxkv.evals.lib.record import RESULTS, ROOT, read
 from jaxkv.evals.prefix_caching import plots
+from jaxkv.evals.streaming import plots as streaming_plots
 from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
@@ -98,73 +99,6 @@ def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
     if not fill_in.__doc__:
         raise ValueError(f"{fill_in.__name__} must say in its docstring what it draws")
     return " ".join(fill_in.__doc__.split())
-
-
-def endless(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of blocks of a long text: one cache from position 0, one cache across position 2^32, and
-    a new cache per block."""
-    at = [block["tokens"] / 1e6 for block in results["endless"]]
-
-    def losses(stream: str) -> list[float]:
-        return [block["loss"] for block in results[stream]]
-
-    shown = (
-        ("fresh", "each block from position 0", {"color": COLOURS["full"], "lw": 4}),
-        ("endless", "one cache from position 0 on", {"color": COLOURS["streaming"], "lw": 1.5}),
-        ("wrapped", "across position 2^32", {"color": OTHERS[1], "lw": 1.5, "ls": ":"}),
-    )
-    for stream, label, style in shown:
-        axes.plot(at, losses(stream), label=label, **style)
-    axes.set(xlabel="million tokens through one cache", ylabel="loss by block")
-    axes.set_ylim(0, 1.1 * max(losses("fresh")))
-
-
-def streaming_tables(axes: Any, results: dict[str, Any]) -> None:
-    """Loss by position, mean over novels. The first number is that of first tokens in the cache,
-    the second that of newest tokens. The loss of re-computation is that of 4+252 plus the mean
-    difference at the tokens that were re-computed."""
-    at = results["curve"]["tokens"]
-    for name, style in SINK_STYLES.items():
-        axes.plot(at, results["curve"][name], label=name, lw=1.2, **style)
-    pictures.mark(axes, results["context"], "trained context")
-    axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)", xlim=(0, at[-1]))
-
-
-SINK_STYLES = {
-    "full": {"color": COLOURS["full"]},
-    "0+256": {"color": COLOURS["window"]},
-    "1+255": {"color": OTHERS[1]},
-    "4+252": {"color": COLOURS["streaming"]},
-    "re-computation": {"color": COLOURS["recompute"], "ls": "dashed"},
-}
-
-
-def attention_maps(axes: Any, results: dict[str, Any]) -> None:
-    """Attention of 16 queries (down) to 16 keys (across), mean over heads and stretches of text
-    (StreamingLLM, Figure 2)."""
-    maps = {layer: np.array(seen) for layer, seen in results["maps"].items()}
-    size = len(next(iter(maps.values())))
-    gap = np.full((size, 1), np.nan)
-    hidden = np.triu(np.ones((size, size), bool), 1)
-    shown = [np.hstack([np.where(hidden, np.nan, seen), gap]) for seen in maps.values()]
-    picture = axes.imshow(np.hstack(shown), vmin=0, vmax=1, cmap="viridis")
-    middles = [(size + 1) * number + size / 2 for number in range(len(maps))]
-    axes.set_xticks(middles, [f"layer {layer}" for layer in maps], fontsize=8)
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    axes.figure.colorbar(picture, ax=axes, shrink=0.5, label="attention")
-
-
-def first_token(axes: Any, results: dict[str, Any]) -> None:
-    """Mean attention on the first token, of queries beyond the first 64 of 512 tokens, by layer.
-    Dots: heads. Dotted: attention spread evenly."""
-    heads = np.array(results["first_token"]["by_head"])
-    layers = np.arange(len(heads))
-    for head in heads.T:
-        axes.plot(layers, head, ".", color=COLOURS["balance-stream"], markersize=4)
-    axes.plot(layers, heads.mean(1), "-", color=COLOURS["streaming"], label="mean over heads")
-    axes.axhline(results["even_attention"], color=COLOURS["full"], ls="dotted", label="even")
-    axes.set(xlabel="layer", ylabel="attention on the first token", ylim=(0, 1))
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
@@ -382,11 +316,11 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
 
 
 FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
-    "endless": ("endless", endless),
-    "endless_135m": ("endless_135m", endless),
-    "streaming_tables": ("streaming_tables", streaming_tables),
-    "attention_maps": ("attention_maps", attention_maps),
-    "first_token": ("attention_maps", first_token),
+    "endless": ("endless", streaming_plots.endless),
+    "endless_135m": ("endless_135m", streaming_plots.endless),
+    "streaming_tables": ("streaming_tables", streaming_plots.tables),
+    "attention_maps": ("attention_maps", streaming_plots.attention_maps),
+    "first_token": ("attention_maps", streaming_plots.first_token),
     "latency": ("latency", latency),
     "sink_tables": ("sink_tables", sink_tables),
     "sink_tables_160m": ("sink_tables_160m", sink_tables),

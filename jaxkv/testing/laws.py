@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.contract import Leaf, Policy
+from jaxkv.contract import Chunk, Leaf
 from jaxkv.state import batch
+from jaxkv.testing.structure import (
+    leaves_describe_the_state,
+    the_members_exist,
+    update_keeps_the_state,
+)
 from jaxkv.testing.subject import (
     BATCH,
     COMPILED,
     QUICK,
+    Checks,
     Subject,
     cached,
     close,
@@ -36,62 +41,7 @@ from jaxkv.testing.subject import (
     widen,
 )
 
-Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check passes
 ORDER = (2, 0, 1, 3)  # another order of the four sequences
-
-
-def the_members_exist(subject: Subject) -> Checks:
-    kind = type(subject.policy)
-    for name in ("init", "update", "cached", "leaves", "bytes_per_sequence"):
-        yield f"it lacks `{name}`", getattr(kind, name) is not getattr(Policy, name)
-    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
-    yield "it is not a frozen dataclass", frozen
-
-
-def update_keeps_the_state(subject: Subject) -> Checks:
-    policy, spec = subject.policy, subject.spec
-    for begin in (subject.init, subject.half):  # `half` runs `update`, so it comes second
-        state = policy.reserve(spec, begin(), subject.count)
-        for size in (1, 3):
-            _, after = jax.eval_shape(partial(policy.update, spec), state, subject.next(size))
-            old, new = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (state, after))
-            names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (old, new)]
-            yield (
-                f"update must return a state with the arrays {', '.join(names[0])}, got "
-                f"{', '.join(names[1])}",
-                names[0] == names[1],
-            )
-            for (path, one), (_, other) in zip(old, new, strict=True):
-                expected, found = ((x.shape, x.dtype.name) for x in (one, other))
-                name = jax.tree_util.keystr(path)
-                yield f"update must return {name} as {expected}, got {found}", expected == found
-
-
-def leaves_describe_the_state(subject: Subject) -> Checks:
-    policy, spec, count = subject.policy, subject.spec, 5  # unlike K, H and G
-    state = jax.eval_shape(lambda: subject.init(count))
-    yield (
-        f"leaves must be a {type(state).__name__}, got a {type(policy.leaves).__name__}",
-        type(policy.leaves) is type(state),
-    )
-    made, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
-    yield f"leaves must describe {made} arrays, got {leaves}", made == leaves
-    sizes = {"B": count, "K": spec.kv_heads, "H": spec.head_dim}
-    for name, leaf, array in named_leaves(policy, state):
-        letters = leaf.letters
-        yield (
-            f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes; separate letters by spaces",
-            len(letters) == array.ndim,
-        )
-        yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[0] == "B"
-        yield (
-            f"leaf {name}: T and N are axes of queries, not of a state, got {leaf.axes!r}; write K "
-            "for KV heads, and another letter for others",
-            not {"T", "N"} & set(letters),
-        )
-        for letter, size in zip(letters, array.shape, strict=True):
-            wanted = sizes.get(letter, size)
-            yield f"leaf {name}: axis {letter} must be {wanted}, got {size}", size in (wanted, 0)
 
 
 def padding_changes_nothing(subject: Subject) -> Checks:
@@ -373,7 +323,8 @@ def gradients_pass_the_end_of_prefill(subject: Subject) -> Checks:
     if not subject.finishes:
         return
     policy, spec, count = subject.policy, subject.spec, subject.prompt
-    tokens, after = cut(subject.tokens, 0, count), cut(subject.tokens, count, count + 1)
+    arrays = Chunk(*map(jnp.asarray, subject.tokens))
+    tokens, after = cut(arrays, 0, count), cut(arrays, count, count + 1)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         state = policy.reserve(spec, policy.init(spec, BATCH, jax.random.key(0)), count)
@@ -382,7 +333,7 @@ def gradients_pass_the_end_of_prefill(subject: Subject) -> Checks:
         return jnp.sum(policy.update(spec, state, after)[0].out)
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
-    found = gradient(*map(jnp.asarray, tokens[:3]))
+    found = gradient(*tokens[:3])
     finite = all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in found)
     yield "the gradient through finish_prefill is not finite", finite
 

@@ -26,6 +26,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 COMPILED = Counter()  # (policy, spec) -> how many programs of `update` were traced
 DType = str | np.dtype
 Shaped = Any  # an array, or its shape
+Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check passes
 # The number of a query's token -> the numbers of the tokens that are cached when it attends.
 CachedTokens = Callable[[int], Sequence[int]]
 
