@@ -24,7 +24,8 @@ PAGE = ROOT / "evals" / "CLAIMS.md"
 MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
     "agreement": "correctness.agreement",
     **{name: "streaming.endless" for name in ("endless_135m", "endless")},
-    **{name: f"streaming.{name}" for name in ("streaming_tables", "attention_maps", "sinks")},
+    "streaming_tables": "streaming.tables",
+    **{name: f"streaming.{name}" for name in ("attention_maps", "sinks")},
     **{name: f"speed.{name}" for name in ("latency", "startup")},
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu")},
     "backcopy": "training.backcopy",
