@@ -32,7 +32,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
     "default_model": "training.default_model",
     "known_answers": "correctness.known_answers",
-    **{name: f"reservoir.{name}" for name in ("recall", "sampled")},
+    **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "single_layer": "balancekv.single_layer",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
     "prefix_replay": "prefix_caching.replay",

@@ -183,6 +183,19 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
     axes.set(xlabel="million tokens through one cache", ylabel="loss divided by streaming's")
 
 
+def stream_losses(axes: Any, results: dict[str, Any]) -> None:
+    """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
+    Weighted: a sampled token counts for all evicted tokens that it represents. Absolute: positions
+    are those of the text."""
+    rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
+    for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
+        axes.errorbar(row["loss_over_base"], -at, xerr=2 * row["standard_error"], marker="o",
+                      markersize=4, capsize=2, color=style["color"])  # fmt: skip
+    axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
+    axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)
+    axes.set(xlabel="loss over streaming (nats per token)")
+
+
 def recall(axes: Any, results: dict[str, Any]) -> None:
     """Right answers by distance of the fact, mean over trained models. Dotted: the slots of a
     cache; dashed: a guess."""
@@ -328,6 +341,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "backcopy_curves": ("backcopy", backcopy_curves),
     "single_layer": ("single_layer", single_layer),
     "sampled": ("sampled", sampled),
+    "stream_losses": ("stream_losses", stream_losses),
     "recall": ("recall", recall),
     "recall_thinned": ("recall", recall_thinned),
     "sampling": ("sampling", sampling),

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib import paired_losses
 from jaxkv.evals.lib.claim import HOLDS, NOT
+from jaxkv.evals.lib.paired_losses import Case
 from jaxkv.evals.streaming import real_model_claims as claims
 from jaxkv.evals.streaming import tables
 from tests.tiny import write_tiny
@@ -17,8 +19,8 @@ def llm(tmp_path_factory):
 
 def test_a_front_shifts_no_prediction(llm):
     ids = [int(x) for x in np.random.default_rng(0).integers(2, 250, 60)]
-    plain = tables.losses_of(llm, ids, tables.Case("full"))
-    front = tables.losses_of(llm, ids, tables.Case("full", front="a"))
+    plain = paired_losses.losses_of(llm, ids, Case("full"))
+    front = paired_losses.losses_of(llm, ids, Case("full", front="a"))
     assert plain.shape == front.shape == (59,)
     encoded = llm.tokenizer.encode("a")
     expected = np.concatenate(list(models.losses(llm, [*encoded, *ids], "full")))
@@ -30,7 +32,7 @@ def test_rows_compare_token_by_token_beyond_the_cache():
     base = [random.normal(size=40), random.normal(size=40)]
     short = [one[:30] + 0.5 for one in base]  # a case that read less of each text
     short[1][::2] = np.nan  # and predicted only some tokens
-    found = tables.rows({"base": base, "case": short}, ["base", "case"], "base", skip=10)
+    found = paired_losses.compare({"base": base, "case": short}, ["base", "case"], "base", skip=10)
     assert found["case"]["loss_over_base"] == pytest.approx(0.5)
     assert found["case"]["standard_error"] == pytest.approx(0)
     assert found["case"]["predictions"] == 30

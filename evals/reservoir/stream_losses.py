@@ -1,0 +1,136 @@
+"""Samples of evicted tokens against a plain window of the same bytes, on a real model.
+
+Every cache reads the beginnings of the same texts. Its loss is compared token by token with that of
+`streaming`, whose window is as long as the bytes of the largest sampled cache allow. A weighted
+sample counts each token for all evicted tokens that it represents. Absolute positions stay within
+the trained context, because only a beginning is read with them. The number of cached tokens is a
+mean over steps, because a merge-and-reduce tree fills and empties its levels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.evals.lib.paired_losses import Case, compare, measure
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.models.llm import Llm
+from jaxkv.policy_spec import parse_policy, state_bytes
+from jaxkv.rotary import NoPosition
+
+ENDS = "sinks=4,window=124"
+BEGINNING = 8_000  # tokens read of each text where positions are absolute or samples weighted
+H2O = 2_000  # tokens read under h2o, which takes one token at a time
+SAMPLED = {
+    "reservoir": f"reservoir:{ENDS},sample=128",
+    "reservoir, geometric": f"reservoir:{ENDS},sample=128,scheme=geometric",
+    "stratified": f"stratified:{ENDS},sample=128",
+    "balance-stream": f"balance-stream:{ENDS},levels=3,block=64",
+    "balance-stream, 1 level": f"balance-stream:{ENDS},levels=1,block=128",
+}
+VARIANTS = {  # of those above: fields added
+    "weighted": "weighted=true",
+    "absolute": "positions=absolute",
+    "weighted, absolute": "weighted=true,positions=absolute",
+}
+BASE = "streaming"
+
+
+def cases(llm: Llm) -> dict[str, Case]:
+    """All caches, at the bytes of the largest sampled one."""
+    most = max(bytes_of(llm, policy) for policy in SAMPLED.values())
+    window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
+    found = {BASE: Case(plain(window)), "window": Case(f"window:window={4 + window}")}
+    found |= {name: Case(policy) for name, policy in SAMPLED.items()}
+    found[f"{BASE}, absolute"] = Case(f"{plain(window)},positions=absolute", tokens=BEGINNING)
+    for name in ("reservoir", "stratified", "balance-stream"):
+        for variant, fields in VARIANTS.items():
+            found[f"{name}, {variant}"] = Case(f"{SAMPLED[name]},{fields}", tokens=BEGINNING)
+    half = (4 + window) // 2
+    return found | {"h2o": Case(f"h2o:heavy={half},window={half}", tokens=H2O)}
+
+
+def plain(window: int) -> str:
+    return f"streaming:sinks=4,window={window}"
+
+
+def bytes_of(llm: Llm, policy: str) -> int:
+    return state_bytes(llm.policies(policy), llm.spec, 1)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.reservoir.stream_losses", description=__doc__
+    )
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask.add_argument("--tokens", type=int, default=20_000, help="per text")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+
+    llm = models.load(given.model)
+    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
+    record = Record("stream_losses", [*llm.files, *given.texts], [0], quick=given.quick)
+    print("wrote", record.save(run(llm, texts, record)))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("stream_losses")
+
+
+def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
+    """All caches on all texts: losses beyond the size of the cache, bytes and cached tokens."""
+    caches = cases(llm)
+    parts = Parts(record, len(caches) * len(texts))
+    losses = measure(llm, texts, caches, parts)
+    found = compare(losses, list(caches), BASE, skip=256)
+    for name, case in caches.items():
+        found[name] |= {
+            "policy": case.policy,
+            "state_bytes": bytes_of(llm, case.policy),
+            "cached": mean_cached(parse_policy(case.policy)),
+        }
+    return {
+        "model": llm.name,
+        "context": llm.config.context,
+        "texts": {text: len(ids) - 1 for text, ids in texts.items()},
+        "rows": found,
+        "commits_of_parts": parts.commits,
+    }
+
+
+def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:
+    """Mean number of cached tokens per KV head after each chunk of the second half of `tokens`.
+
+    The cached tokens of these policies do not depend on keys, except under h2o.
+    """
+    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=NoPosition())
+    state = policy.init(spec, 1, jax.random.key(0))
+    zeros = jnp.zeros((1, chunk, 1, 4), jnp.float32)
+
+    @jax.jit
+    def update(state: Any, start: jax.Array) -> tuple[Any, jax.Array]:
+        positions = start + jnp.arange(chunk, dtype=jnp.uint32)[None]
+        valid = jnp.ones((1, chunk), bool)
+        _, state = policy.update(spec, state, Chunk(zeros, zeros, zeros, positions, valid))
+        return state, jnp.sum(policy.cached(spec, state).log_weight > -jnp.inf)
+
+    counts = []
+    for start in range(0, tokens, chunk):
+        state, count = update(state, jnp.uint32(start))
+        counts.append(int(count))
+    return float(np.mean(counts[len(counts) // 2 :]))
+
+
+if __name__ == "__main__":
+    main()

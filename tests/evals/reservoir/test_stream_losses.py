@@ -1,0 +1,58 @@
+"""Sampled caches against streaming at equal bytes: cases, cached tokens, verdict."""
+
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib.claim import HOLDS, NOT
+from jaxkv.evals.reservoir import claims, stream_losses
+from jaxkv.policy_spec import parse_policy
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("samples") / "model"))
+
+
+def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):
+    cases = stream_losses.cases(llm)
+    most = max(stream_losses.bytes_of(llm, policy) for policy in stream_losses.SAMPLED.values())
+    window = parse_policy(cases["streaming"].policy).window
+    assert most <= stream_losses.bytes_of(llm, cases["streaming"].policy)
+    assert most > stream_losses.bytes_of(llm, stream_losses.plain(window - 1))
+
+
+def test_every_variant_differs_in_its_fields_alone(llm):
+    cases = stream_losses.cases(llm)
+    plain = parse_policy(cases["reservoir"].policy)
+    both = parse_policy(cases["reservoir, weighted, absolute"].policy)
+    assert (plain.weighted, plain.positions) == (False, "cache")
+    assert (both.weighted, both.positions) == (True, "absolute")
+    assert (plain.sinks, plain.window, plain.sample) == (both.sinks, both.window, both.sample)
+
+
+@pytest.mark.parametrize(
+    "policy, expected",
+    [
+        ("streaming:sinks=2,window=14", 16),
+        ("reservoir:sinks=2,window=6,sample=8", 16),
+        # Blocks of 4 wait until they are full; then one of two stays, until 4 are in the sample.
+        ("stratified:sinks=2,window=6,sample=4", 2 + 6 + 3),
+    ],
+)
+def test_cached_tokens_are_counted(policy, expected):
+    found = stream_losses.mean_cached(parse_policy(policy), tokens=2_048, chunk=1)
+    assert found == pytest.approx(expected, abs=0.6)
+
+
+def record(over):
+    row = {"perplexity": 30.0, "loss_over_base": over, "standard_error": 0.01, "cached": 256.0}
+    rows = {name: row for name in ("streaming", "window", "reservoir")}
+    return {"model": "a model", "texts": {"a": 20_000, "b": 20_000}, "rows": rows}
+
+
+def test_the_verdict_follows_the_loss_of_reservoir():
+    (claim,) = [c for c in claims.RESERVOIR if c.record == "stream_losses"]
+    assert claim.find(record(-0.03))[1] == HOLDS
+    assert claim.find(record(0.03))[1] == NOT
+    assert "2 novels, 20,000 tokens each" in claim.find(record(0.03))[0]
