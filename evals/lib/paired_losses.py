@@ -2,22 +2,27 @@
 
 A case is a cache policy, or re-computation of a window. All cases read the same texts, so the
 difference from one of them, the base, has a far smaller spread than the losses. Intervals are over
-texts.
+texts. A record holds means over bins of tokens, by text, and a later run measures only what the
+record lacks: the experiments take hours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record, read
 from jaxkv.models import recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
+
+BIN = 256  # tokens per mean
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,58 @@ class Case:
     tokens: int | None = None
 
 
-Losses = dict[str, list[np.ndarray]]  # by case, an array per text
+ByText = dict[str, dict[str, Any]]
+
+
+def measure(
+    llm: Llm,
+    texts: Mapping[str, Sequence[int]],
+    cases: Mapping[str, Case],
+    base: str,
+    record: Record,
+) -> ByText:
+    """By text and case, the mean loss of each bin of tokens.
+
+    texts: token ids by name. Texts and cases that the committed record has already are taken from
+    it, with the commit that measured them.
+    """
+    parts, known = Parts(record, len(cases) * len(texts)), known_bins(llm, cases, record)
+    found: ByText = {}
+    for text, ids in texts.items():
+
+        @cache
+        def losses(name: str, text: str = text, ids: Sequence[int] = ids) -> np.ndarray:
+            case = cases[name]
+            key = f"{llm.name}, {text}, {name}, {min(len(ids), (case.tokens or len(ids)) + 1)}"
+            return parts.part(key, lambda: losses_of(llm, ids, case))
+
+        one = found[text] = {"tokens": len(ids) - 1, "commits": {}, "bins": {}}
+        earlier = known.get(text, {"tokens": 0})
+        for name, case in cases.items():
+            if earlier["tokens"] == one["tokens"] and name in earlier["bins"]:
+                one["bins"][name] = earlier["bins"][name]
+                one["commits"][name] = earlier["commits"][name]
+                continue
+            bins = one["bins"][name] = {"loss": binned(losses(name))}
+            one["commits"][name] = parts.commit
+            if case.every > 1:
+                some = losses(name)
+                bins["base"] = binned(np.where(np.isnan(some), np.nan, losses(base)[: len(some)]))
+    return found
+
+
+def known_bins(llm: Llm, cases: Mapping[str, Case], record: Record) -> ByText:
+    """What the record of that name holds for this model and for cases that are still the same."""
+    if not record.file.exists():
+        return {}
+    results = read(record.file.stem, record.file.parent)["results"]
+    if results.get("model") != llm.name:
+        return {}
+    same = {name for name, case in cases.items() if results["cases"].get(name) == asdict(case)}
+    return {
+        text: one | {"bins": {name: bins for name, bins in one["bins"].items() if name in same}}
+        for text, one in results["by_text"].items()
+    }
 
 
 def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
@@ -49,34 +105,49 @@ def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
     return gather(found)[0].astype(np.float64)[len(front) :]
 
 
-def measure(
-    llm: Llm, texts: Mapping[str, Sequence[int]], cases: Mapping[str, Case], parts: Parts
-) -> Losses:
-    """The losses of all cases on all texts. Parts are kept, so an interrupted run continues."""
-    losses: Losses = {name: [] for name in cases}
-    for text, ids in texts.items():
-        for name, case in cases.items():
-            key = f"{llm.name}, {text}, {name}, {min(len(ids), (case.tokens or len(ids)) + 1)}"
-            losses[name].append(parts.part(key, lambda c=case, s=ids: losses_of(llm, s, c)))
-    return losses
+def binned(losses: np.ndarray) -> list[float]:
+    """The mean of each whole bin of tokens, over the losses that were computed."""
+    size = len(losses) // BIN * BIN
+    return np.nanmean(losses[:size].reshape(-1, BIN), axis=1).tolist()
 
 
-def compare(
-    losses: Losses, names: Sequence[str], base: str, skip: int
-) -> dict[str, dict[str, Any]]:
-    """Perplexity of each case, and its loss minus the base's, beyond the first `skip` tokens."""
+def over(one: Mapping[str, Any], name: str, base: str, skip: int = 0) -> np.ndarray:
+    """A case's loss minus the base's, of the same tokens, by bin of one text."""
+    mine = one["bins"][name]
+    theirs = mine.get("base", one["bins"][base]["loss"])
+    size = min(len(mine["loss"]), len(theirs))
+    return np.array(mine["loss"][skip // BIN : size]) - np.array(theirs[skip // BIN : size])
+
+
+def compare(by_text: ByText, names: Sequence[str], base: str, skip: int) -> dict[str, Any]:
+    """Perplexity of each case, and its loss minus the base's, beyond the first `skip` tokens.
+
+    skip: a multiple of BIN.
+    """
     found = {}
     for name in names:
-        pairs = list(zip(losses[name], losses[base], strict=True))
-        paired = [[one[skip : min(map(len, pair))] for one in pair] for pair in pairs]
-        over = [float(np.nanmean(one - other)) for one, other in paired]
-        own = [float(np.nanmean(one)) for one, _ in paired]
+        gaps = [over(one, name, base, skip) for one in by_text.values()]
+        own = [
+            np.mean(one["bins"][name]["loss"][skip // BIN :][: len(gap)])
+            for one, gap in zip(by_text.values(), gaps, strict=True)
+        ]
+        means = [float(np.mean(gap)) for gap in gaps]
         found[name] = {
             "perplexity": np.exp(np.mean(own)),
             "loss": np.mean(own),
-            "loss_over_base": np.mean(over),
-            "standard_error": np.std(over, ddof=1) / len(over) ** 0.5 if len(over) > 1 else 0.0,
-            "loss_over_base_by_text": over,
-            "predictions": sum(int(np.isfinite(one).sum()) for one, _ in paired),
+            "loss_over_base": np.mean(means),
+            "standard_error": np.std(means, ddof=1) / len(means) ** 0.5 if len(means) > 1 else 0.0,
+            "loss_over_base_by_text": means,
         }
     return found
+
+
+def described(llm: Llm, cases: Mapping[str, Case], by_text: ByText) -> dict[str, Any]:
+    """What every record of paired losses begins with."""
+    return {
+        "model": llm.name,
+        "context": llm.config.context,
+        "texts": {text: one["tokens"] for text, one in by_text.items()},
+        "cases": {name: asdict(case) for name, case in cases.items()},
+        "by_text": by_text,
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxkv.models.run_metadata import ROOT, load, run_metadata
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
 CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")
+NUMBERS = re.compile(r'\[\s+([^\[\]{}"]+?)\s+\]')  # a list without strings, lists and objects
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
@@ -43,10 +45,16 @@ class Record:
     def save(self, results: dict[str, Any]) -> Path:
         """Write the record atomically: a reader sees the old file or the new one."""
         self.about["cpu"]["load_at_end"] = load()
-        text = json.dumps(self.about | {"results": plain(results)}, indent=1, allow_nan=False)
+        text = dumps(self.about | {"results": plain(results)})
         self.file.parent.mkdir(parents=True, exist_ok=True)
         files.write({self.file: (text + "\n").encode()})
         return self.file
+
+
+def dumps(record: dict[str, Any]) -> str:
+    """JSON with one member per line, and lists of numbers on one line."""
+    text = json.dumps(record, indent=1, allow_nan=False)
+    return NUMBERS.sub(lambda list_: f"[{' '.join(list_[1].split())}]", text)
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:

@@ -20,8 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.lib.paired_losses import Case, compare, measure
-from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.paired_losses import Case, compare, described, measure
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
@@ -91,22 +90,15 @@ def main() -> None:
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
     """All caches on all texts: losses beyond the size of the cache, bytes and cached tokens."""
     caches = cases(llm)
-    parts = Parts(record, len(caches) * len(texts))
-    losses = measure(llm, texts, caches, parts)
-    found = compare(losses, list(caches), BASE, skip=256)
+    by_text = measure(llm, texts, caches, BASE, record)
+    found = compare(by_text, list(caches), BASE, skip=256)
     for name, case in caches.items():
         found[name] |= {
             "policy": case.policy,
             "state_bytes": bytes_of(llm, case.policy),
             "cached": mean_cached(parse_policy(case.policy)),
         }
-    return {
-        "model": llm.name,
-        "context": llm.config.context,
-        "texts": {text: len(ids) - 1 for text, ids in texts.items()},
-        "rows": found,
-        "commits_of_parts": parts.commits,
-    }
+    return described(llm, caches, by_text) | {"rows": found}
 
 
 def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:

@@ -3,7 +3,8 @@
 Every case reads the beginning of the same texts. Its losses are compared, token by token, with
 those of 4 sinks in a cache of the same size, after the cache is full. Intervals are over texts.
 Re-computation is measured at every 64th token, because each of its predictions costs a forward pass
-over the window. Parts are kept under out/, so that an interrupted run continues.
+over the window. An interrupted run continues, and a later run measures only the texts and cases
+that the record lacks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.paired_losses import Case, Losses, compare, measure
-from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.paired_losses import BIN, ByText, Case, compare, described, measure, over
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
@@ -27,7 +27,6 @@ SIZES = (256, 1024, 2048)  # of a cache, for Tables 1 and 2
 CACHES = (64, 128, 256, 512, 1024, 2048)  # of a cache, for Table 6
 SIZE, SINKS = 256, 4  # of what is compared in more ways
 BEGINNING = 8_192  # tokens that larger caches read of each text
-BIN = 512  # tokens per point of the curve
 
 
 def ring(sinks: int, size: int) -> str:
@@ -84,39 +83,35 @@ def main() -> None:
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
     """All cases on all texts."""
     cases = RINGS | TABLE_6 | OTHERS
-    parts = Parts(record, len(cases) * len(texts))
-    losses = measure(llm, texts, cases, parts)
+    by_text = measure(llm, texts, cases, BASE, record)
     tables = {
-        str(size): compare(losses, [label(n, size) for n in COUNTS], label(SINKS, size), size)
+        str(size): compare(by_text, [label(n, size) for n in COUNTS], label(SINKS, size), size)
         for size in SIZES
     }
-    return {
-        "model": llm.name,
-        "context": llm.config.context,
-        "texts": {text: len(ids) - 1 for text, ids in texts.items()},
+    return described(llm, cases, by_text) | {
         "tables": tables,
-        "others": compare(losses, [BASE, *OTHERS], BASE, SIZE),
-        "beyond_context": compare(losses, [BASE, *OTHERS], BASE, llm.config.context),
-        "table_6": compare(losses, [*TABLE_6], BASE, max(CACHES)),
-        "curve": curve(losses),
-        "commits_of_parts": parts.commits,
+        "others": compare(by_text, [BASE, *OTHERS], BASE, SIZE),
+        "beyond_context": compare(by_text, [BASE, *OTHERS], BASE, llm.config.context),
+        "table_6": compare(by_text, [*TABLE_6], BASE, max(CACHES)),
+        "curve": curve(by_text),
     }
 
 
-def curve(losses: Losses) -> dict[str, list[float]]:
-    """Loss by position: the mean over texts of each bin of tokens.
+def curve(by_text: ByText) -> dict[str, list[float]]:
+    """Loss by position: the mean over texts of each two bins of tokens.
 
     Few tokens are re-computed, so their mean difference from the base is added to the base's loss.
     """
-    size = min(map(len, losses[BASE])) // BIN * BIN
+    size = min(len(one["bins"][BASE]["loss"]) for one in by_text.values()) // 2 * 2
+    base = np.mean([one["bins"][BASE]["loss"][:size] for one in by_text.values()], axis=0)
 
-    def binned(name: str) -> np.ndarray:
-        return np.array([one[:size].reshape(-1, BIN) for one in losses[name]])
+    def joined(bins: np.ndarray) -> list[float]:
+        return bins[:size].reshape(-1, 2).mean(1).tolist()
 
-    base = binned(BASE)
-    found = {name: (base.mean((0, 2)) + np.nanmean(binned(name) - base, (0, 2))).tolist()
-             for name in CURVES}  # fmt: skip
-    return {"tokens": [*range(BIN, size + 1, BIN)]} | found
+    return {"tokens": [*range(2 * BIN, BIN * size + 1, 2 * BIN)]} | {
+        name: joined(base + np.mean([over(one, name, BASE)[:size] for one in by_text.values()], 0))
+        for name in CURVES
+    }
 
 
 if __name__ == "__main__":

@@ -74,3 +74,10 @@ def test_no_result_names_a_machine():
         about = json.loads(file.read_text("utf-8"))
         assert not any(word.startswith("/") for word in about["command"].split()), file.name
         assert not any(name.startswith("/") for name in about["data"]), file.name
+
+
+def test_lists_of_numbers_stand_on_one_line():
+    results = {"a": [1, 2.5, None], "b": ["x, [y]", "z"], "c": [[1, 2], []], "d": [{"e": [True]}]}
+    text = record.dumps(results)
+    assert json.loads(text) == results
+    assert '"a": [1, 2.5, null]' in text and "[1, 2]" in text and "[true]" in text

@@ -27,31 +27,19 @@ def test_a_front_shifts_no_prediction(llm):
     np.testing.assert_allclose(front, expected[len(encoded) :], rtol=1e-6)
 
 
-def test_rows_compare_token_by_token_beyond_the_cache():
-    random = np.random.default_rng(1)
-    base = [random.normal(size=40), random.normal(size=40)]
-    short = [one[:30] + 0.5 for one in base]  # a case that read less of each text
-    short[1][::2] = np.nan  # and predicted only some tokens
-    found = paired_losses.compare({"base": base, "case": short}, ["base", "case"], "base", skip=10)
-    assert found["case"]["loss_over_base"] == pytest.approx(0.5)
-    assert found["case"]["standard_error"] == pytest.approx(0)
-    assert found["case"]["predictions"] == 30
-    assert found["base"]["loss"] == pytest.approx(np.mean([one[10:].mean() for one in base]))
-
-
 def test_the_curve_of_few_predictions_follows_the_base():
-    random, size = np.random.default_rng(2), 4 * tables.BIN
-    base = random.normal(size=size)
-    losses = {name: [base + 0.1 * number] for number, name in enumerate(tables.CURVES)}
+    random = np.random.default_rng(2)
+    base = random.normal(size=9)
+    found = {name: {"loss": list(base + 0.1 * n)} for n, name in enumerate(tables.CURVES)}
+    found[tables.BASE] = {"loss": list(base)}
+    # Few tokens: their losses have another mean, of the base too.
     number = tables.CURVES.index("re-computation")
-    losses["re-computation"][0][np.arange(size) % 64 != 63] = np.nan
-    shift = 0.1 * tables.CURVES.index(tables.BASE)
-    losses[tables.BASE] = [base]
-    found = tables.curve(losses)
-    means = base.reshape(-1, tables.BIN).mean(1)
-    np.testing.assert_allclose(found["re-computation"], means + 0.1 * number)
-    np.testing.assert_allclose(found[tables.BASE], means)
-    assert found["tokens"] == [tables.BIN * n for n in (1, 2, 3, 4)] and shift > 0
+    found["re-computation"] = {"loss": list(base + 5 + 0.1 * number), "base": list(base + 5)}
+    curve = tables.curve({"a text": {"bins": found}})
+    means = base[:8].reshape(-1, 2).mean(1)
+    np.testing.assert_allclose(curve["re-computation"], means + 0.1 * number)
+    np.testing.assert_allclose(curve[tables.BASE], means)
+    assert curve["tokens"] == [512, 1024, 1536, 2048]
 
 
 def row(gaps):
