@@ -1,12 +1,13 @@
-"""StreamingLLM's claims about a trained model."""
+"""StreamingLLM's claims about a trained model: SmolLM2-135M-Instruct, where it can show them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from jaxkv.evals.lib.claim import (
-    OPEN,
     Claim,
     Finding,
     Results,
@@ -19,13 +20,109 @@ from jaxkv.evals.lib.claim import (
     spread,
 )
 
-BASE = "streaming:sinks=4,window=252"
-WINDOW = "streaming:sinks=0,window=256"
 STREAMING: list[Claim] = []
 claim = adder(STREAMING)
-Gap = Callable[[str], list[float]]
+Gap = Callable[[str, str], list[float]]
 
 
+def losses_claim(
+    says: str, paper: str, tables: Mapping[str, Sequence[str]], rule: Callable[[Gap], str],
+    note: str = "",
+) -> None:  # fmt: skip
+    """A claim about losses in the record `streaming_tables`.
+
+    tables: paths in the results, and the rows of each that are shown. rule: the verdict, a function
+    of the losses minus the base's, one per text, by path and row.
+    """
+
+    @claim("streaming_tables", says, paper)
+    def find(r: Results) -> Finding:
+        parts = [
+            ", ".join(
+                f"{name} {row['perplexity']:.2f}"
+                + (f" {over_base(row)}" if any(row["loss_over_base_by_text"]) else "")
+                for name in names
+                for row in [pick(r, path)[name]]
+            )
+            for path, names in tables.items()
+        ]
+        gap = lambda path, name: pick(r, path)[name]["loss_over_base_by_text"]  # noqa: E731
+        return f"{r['model']}, {len(r['texts'])} novels; {joined(parts)}{note}", rule(gap)
+
+
+SIZES = {f"tables/{size}": size for size in (256, 1024, 2048)}
+OTHERS, BASE = "others", "4+252"
+losses_claim(
+    "Full attention fails beyond the trained length", "Figure 3",
+    {"beyond_context": ["full", BASE]},
+    lambda gap: grade(min(gap("beyond_context", "full")) > 0.1),
+    note="; predictions beyond position 8,192, the trained context",
+)  # fmt: skip
+losses_claim(
+    "A window alone collapses once it has evicted the first tokens",
+    "Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40",
+    {path: [f"0+{size}", f"4+{size - 4}"] for path, size in SIZES.items()},
+    lambda gap: by_all([min(gap(path, f"0+{size}")) > 0.1 for path, size in SIZES.items()]),
+)  # fmt: skip
+losses_claim(
+    "With sinks it is as good as re-computation", "Table 1: 5.40 against 5.43",
+    {OTHERS: [BASE, "re-computation"]},
+    lambda gap: grade(abs(np.mean(gap(OTHERS, "re-computation"))) < 0.02),
+)  # fmt: skip
+losses_claim(
+    "The first tokens matter by position, not by meaning: newlines are as good",
+    "Table 1: 5.60 against 5.40",
+    {OTHERS: [BASE, "4 newlines+252", "newline+255", "<|endoftext|>+255"]},
+    lambda gap: grade(max(map(abs, gap(OTHERS, "4 newlines+252"))) < 0.1),
+)  # fmt: skip
+losses_claim(
+    "One or two sinks are too few, four are enough, more add little",
+    "Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54",
+    {path: [f"{n}+{size - n}" for n in (0, 1, 2, 4, 8)] for path, size in SIZES.items()},
+    lambda gap: grade(
+        min(np.mean(gap(path, f"{n}+{size - n}")) for path, size in SIZES.items() for n in (1, 2))
+        > 0.02
+    ),
+)  # fmt: skip
+CACHES = [f"4+{size - 4}" for size in (64, 128, 256, 512, 1024, 2048)]
+losses_claim(
+    "A larger cache is not always better",
+    "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", {"table_6": CACHES},
+    lambda gap: grade(
+        any(np.mean(gap("table_6", b)) > np.mean(gap("table_6", a)) for a, b in pairwise(CACHES))
+    ),
+)  # fmt: skip
+ABSOLUTE = f"{BASE}, positions absolute"
+losses_claim(
+    "Positions must be those within the cache, not those in the text", "section 3.2",
+    {OTHERS: [BASE, ABSOLUTE], "beyond_context": [BASE, ABSOLUTE]},
+    lambda gap: by_all([min(gap(path, ABSOLUTE)) > 0.1 for path in (OTHERS, "beyond_context")]),
+    note=" (the second pair: predictions beyond position 8,192 alone)",
+)  # fmt: skip
+losses_claim(
+    "Evicting after attention, so that a query sees one more key, changes nothing",
+    "done by the published code; section 3.2 suggests otherwise", {OTHERS: [BASE, "4+253"]},
+    lambda gap: grade(max(map(abs, gap(OTHERS, "4+253"))) < 0.002),
+    note="; our 4+253 is their 4+252",
+)  # fmt: skip
+
+
+@claim("attention_maps", "Attention beyond the two lowest layers goes to the first tokens",
+       "Figure 2: over half of the attention, Llama-2-7B")  # fmt: skip
+def attention_on_first(r: Results) -> Finding:
+    layers = np.array(r["first_token"]["by_layer"])
+    above = int((layers > 3 * r["even_attention"]).sum())
+    return (
+        f"{r['model']}, {len(r['texts'])} novels, mean attention on the first token by layer "
+        + ", ".join(f"{100 * x:.1f}" for x in layers)
+        + f" %; even attention would give {100 * r['even_attention']:.2f} %. "
+        f"{r['first_token']['heads_above_share']:.0%} of the heads give it more than 0.3; by the "
+        f"metric of Gu et al. (2025), {r['sink_metric']:.1%} are sink heads"
+    ), grade(above == len(layers) - 2 and min(layers[2:]) > 3 * r["even_attention"], above > 0)
+
+
+@claim("endless_135m", "Stable loss over 4 million tokens",
+       "Figure 5: flat perplexity, ten models of 2.8B to 70B")  # fmt: skip
 @claim("endless", "Stable loss over 4 million tokens",
        "Figure 5: flat perplexity, ten models of 2.8B to 70B")  # fmt: skip
 def stable(r: Results) -> Finding:
@@ -62,105 +159,6 @@ def steady(r: Results) -> Finding:
     ), grade(found["median"] <= 1.05)
 
 
-def label(policy: str) -> str:
-    """4+252 for streaming, as the paper writes it."""
-    name, _, fields = policy.partition(":")
-    if name != "streaming":
-        return "re-computation" if name.startswith("recompute") else name
-    values = dict(field.split("=") for field in fields.split(","))
-    where = " absolute" if values.get("positions") == "absolute" else ""
-    return f"{values['sinks']}+{values['window']}{where}"
-
-
-def ring(sinks: int, size: int) -> str:
-    return f"streaming:sinks={sinks},window={size - sinks}"
-
-
-def perplexity_claim(
-    says: str, paper: str, policies: list[str], rule: Callable[[Gap, Results], str],
-    table: str = "perplexity", note: str = "",
-) -> None:  # fmt: skip
-    """A claim about perplexities in the record `sinks`.
-
-    rule: the verdict, a function of each policy's loss minus the base by text, and of the results.
-    """
-
-    @claim("sinks", says, paper)
-    def find(r: Results) -> Finding:
-        parts = []
-        for text, found in r["texts"].items():
-            lines = [
-                f"{label(policy)} {line['perplexity']:.2f}"
-                + (f" {over_base(line)}" if policy != BASE else "")
-                for policy in policies
-                for line in [found[table][policy]]
-            ]
-            size = found["predictions" if table == "perplexity" else "predictions_of_beginning"]
-            parts.append(f"{text}, {size:,} tokens: {', '.join(lines)}")
-        gap = lambda policy: list(pick(r, f"texts/*/{table}/{policy}/loss_over_base").values())  # noqa: E731
-        return f"stories260K; {joined(parts)}{note}", rule(gap, r)
-
-
-def larger_is_worse(gap: Gap, r: Results) -> str:
-    return by_all([any(b > a for a, b in pairwise(o)) for o in zip(*map(gap, SIZES), strict=True)])
-
-
-SIZES = [ring(4, size) for size in (64, 128, 256, 512)]
-COUNTS = [ring(sinks, 256) for sinks in (0, 1, 2, 4, 8)]
-NEWLINES = "4 newlines in place of the first tokens"
-perplexity_claim(
-    "Full attention fails beyond the trained length", "Figure 3", ["full", BASE],
-    lambda gap, r: grade(min(gap("full")) > 0.1), "beginning", "; trained on 512",
-)  # fmt: skip
-perplexity_claim(
-    "A window alone collapses once it has evicted the first tokens",
-    "Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40", [WINDOW, BASE],
-    lambda gap, r: grade(min(gap(WINDOW)) > 0.1), note="; this model has no sink",
-)  # fmt: skip
-perplexity_claim(
-    "A window with sinks is as good as re-computation", "Table 1: 5.40 against 5.43",
-    [BASE, "recompute:window=256"],
-    lambda gap, r: grade(max(map(abs, gap("recompute:window=256"))) < 0.02), "beginning",
-)  # fmt: skip
-perplexity_claim(
-    "The first tokens matter by position, not by meaning: newlines are as good",
-    "Table 1: 5.60 against 5.40", [BASE, NEWLINES, WINDOW],
-    lambda gap, r: (f"{OPEN}: needs a model with sinks" if min(gap(WINDOW)) < 0.1
-                    else grade(max(map(abs, gap(NEWLINES))) < 0.1)),
-    note="; the window did not collapse, so the claim cannot be tested",
-)  # fmt: skip
-
-
-@claim("sinks", "Attention beyond the two lowest layers goes to the first tokens", "Figure 2")
-def attention_on_first(r: Results) -> Finding:
-    layers = r["attention_on_first_token"]
-    return (
-        "stories260K, mean attention on the first token by layer "
-        + ", ".join(f"{100 * x:.2f} %" for x in layers)
-        + f"; even attention would give {100 * r['even_attention']:.2f} %"
-    ), grade(min(layers[2:]) > 3 * r["even_attention"])
-
-
-perplexity_claim(
-    "One or two sinks are too few, four are enough, more add little",
-    "Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54", COUNTS,
-    lambda gap, r: grade(min(min(gap(policy)) for policy in COUNTS[:3]) > 0.02),
-)  # fmt: skip
-perplexity_claim(
-    "A larger cache is not always better",
-    "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", SIZES, larger_is_worse,
-)  # fmt: skip
-perplexity_claim(
-    "Positions must be those within the cache, not those in the text", "section 3.2",
-    [BASE, f"{BASE},positions=absolute"],
-    lambda gap, r: grade(min(gap(f"{BASE},positions=absolute")) > 0.1),
-)  # fmt: skip
-perplexity_claim(
-    "Evicting after attention, so that a query sees one more key, changes nothing",
-    "done by the published code; section 3.2 suggests otherwise", [BASE, ring(4, 257)],
-    lambda gap, r: grade(max(map(abs, gap(ring(4, 257)))) < 0.002),
-    note="; our 4+253 is their 4+252",
-)  # fmt: skip
 STREAMING += [
     Claim("Streamed questions are answered as well as single ones; a window alone fails",
           "Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58", "",

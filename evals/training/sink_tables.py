@@ -22,16 +22,17 @@ from jaxkv import models
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.endless import tokens_of
-from jaxkv.evals.streaming.sinks import gather, line
 from jaxkv.models import pictures, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.llm import Llm
+from jaxkv.models.score import gather
 from jaxkv.typing import Array, Bool, Float32, Int32
 
 SINKS = (0, 1, 2, 4)
 TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
          "lambada_openai", "hellaswag")  # fmt: skip
+SPAN = 1_000  # losses per mean for standard errors, because nearby losses are correlated
 SHOWN = 16  # tokens per sample in the attention maps, as in Figure 2
 SAMPLES = 64  # samples per attention map
 ROWS = 32  # choices scored at a time
@@ -147,8 +148,21 @@ def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, fl
     for sinks in SINKS:
         policy = f"streaming:sinks={sinks},window={cache - sinks}"
         # Skip the front tokens and the token after them, which some variants do not predict.
-        losses[sinks] = gather(models.losses(llm, ids, policy))[-len(text) + 1 :]
+        found, *_ = gather(models.losses(llm, ids, policy))
+        losses[sinks] = found[-len(text) + 1 :].astype(np.float64)
     return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
+
+
+def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """Perplexity, and the mean difference of paired losses."""
+    difference = loss - base
+    spans = difference[: len(loss) - len(loss) % SPAN].reshape(-1, SPAN).mean(1)
+    return {
+        "perplexity": np.exp(loss.mean()),
+        "loss": loss.mean(),
+        "loss_over_base": difference.mean(),
+        "standard_error": spans.std(ddof=1) / len(spans) ** 0.5 if len(spans) > 1 else 0.0,
+    }
 
 
 def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.models import uncached
@@ -163,3 +165,12 @@ def test_cudnn_by_name_is_refused_on_a_cpu(rng):
     q, k, v = random_tokens(rng, 4)
     with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; use"):
         uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")
+
+
+def test_attention_on_the_first_token_is_that_of_an_independent_program(stories):
+    reported = json.loads((stories / "perplexity.json").read_text("utf-8"))
+    llm = models.load(stories)
+    ids = jnp.asarray([reported["first4096_ids"][:512]], jnp.int32)
+    found = uncached.mass_on_first(llm.config, llm.weights, ids, 64).mean(1)
+    expected = reported["first_token_attention"]["per_layer_mean"]
+    np.testing.assert_allclose(found, expected, rtol=1e-3)

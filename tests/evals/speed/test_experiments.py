@@ -4,13 +4,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib import timing
 from jaxkv.evals.speed import profile
-from jaxkv.evals.streaming import endless, sinks
+from jaxkv.evals.streaming import endless
 from jaxkv.models import streams
 
 
@@ -55,24 +54,6 @@ def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
     assert (len(ids), [file.name for file in files]) == (20, ["b.txt"])
     ids, files = endless.tokens_of(llm, tmp_path, 10_000)
     assert [file.name for file in files] == ["b.txt", "a.txt"]
-
-
-def test_attention_on_the_first_token_is_measured_by_layer(llm, shared):
-    reported = json.loads((shared / "models" / "stories260K" / "perplexity.json").read_text())
-    found = sinks.first_token(llm, reported["first4096_ids"][:512])
-    np.testing.assert_allclose(
-        found, reported["first_token_attention"]["per_layer_mean"], rtol=1e-3
-    )
-
-
-def test_full_attention_is_checked_before_anything_is_scored(llm):
-    sinks.check(llm)
-
-
-def test_losses_are_paired_by_prediction():
-    base = np.full(3_000, 2.0)
-    found = sinks.line(base[4:] + 0.5, base)
-    assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
 
 
 def test_the_decoder_without_nnx_is_the_same_program(compress):

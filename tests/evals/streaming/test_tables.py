@@ -7,8 +7,7 @@ from jaxkv import models
 from jaxkv.evals.lib import paired_losses
 from jaxkv.evals.lib.claim import HOLDS, NOT
 from jaxkv.evals.lib.paired_losses import Case
-from jaxkv.evals.streaming import real_model_claims as claims
-from jaxkv.evals.streaming import tables
+from jaxkv.evals.streaming import claims, tables
 from tests.tiny import write_tiny
 
 
@@ -84,12 +83,12 @@ def record(window=0.5, absolute=0.5, full=1.0, two=0.0):
 )
 def test_verdicts_follow_the_losses(says, holds, fails):
     (claim,) = [
-        c for c in claims.REAL_MODEL if c.record == "streaming_tables" and c.says.startswith(says)
+        c for c in claims.STREAMING if c.record == "streaming_tables" and c.says.startswith(says)
     ]
     assert claim.find(holds)[1] == HOLDS
     assert claim.find(fails)[1] == NOT
 
 
 def test_every_claim_finds_its_rows():
-    found = [c.find(record())[0] for c in claims.REAL_MODEL if c.record == "streaming_tables"]
+    found = [c.find(record())[0] for c in claims.STREAMING if c.record == "streaming_tables"]
     assert len(found) >= 8 and all("a model, 5 novels" in text for text in found)

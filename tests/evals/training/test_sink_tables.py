@@ -100,6 +100,12 @@ def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
     assert found["4+8"]["loss_over_base"] == 0
 
 
+def test_losses_are_paired_by_prediction():
+    base = np.full(3_000, 2.0)
+    found = sink_tables.line(base + 0.5, base)
+    assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
+
+
 def test_the_first_token_is_the_sink(llm):
     ids = np.array(llm.tokenizer.encode(TEXT * 30, bos=False))
     mass = sink_tables.first_token(llm, {"text": ids}, skip=16)
