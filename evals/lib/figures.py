@@ -36,7 +36,7 @@ LEGENDS = {
     **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
-    "streaming_tables": "upper right",
+    "streaming_tables": "upper left",
     "first_token": "upper left",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),

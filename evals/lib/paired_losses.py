@@ -111,33 +111,33 @@ def binned(losses: np.ndarray) -> list[float]:
     return np.nanmean(losses[:size].reshape(-1, BIN), axis=1).tolist()
 
 
-def over(one: Mapping[str, Any], name: str, base: str, skip: int = 0) -> np.ndarray:
+def over(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
     """A case's loss minus the base's, of the same tokens, by bin of one text."""
     mine = one["bins"][name]
     theirs = mine.get("base", one["bins"][base]["loss"])
     size = min(len(mine["loss"]), len(theirs))
-    return np.array(mine["loss"][skip // BIN : size]) - np.array(theirs[skip // BIN : size])
+    return np.array(mine["loss"][:size]) - np.array(theirs[:size])
 
 
 def compare(by_text: ByText, names: Sequence[str], base: str, skip: int) -> dict[str, Any]:
     """Perplexity of each case, and its loss minus the base's, beyond the first `skip` tokens.
 
-    skip: a multiple of BIN.
+    All cases are compared on the bins that each of them has. skip: a multiple of BIN.
     """
+    ends = [min(len(one["bins"][name]["loss"]) for name in names) for one in by_text.values()]
     found = {}
     for name in names:
-        gaps = [over(one, name, base, skip) for one in by_text.values()]
-        own = [
-            np.mean(one["bins"][name]["loss"][skip // BIN :][: len(gap)])
-            for one, gap in zip(by_text.values(), gaps, strict=True)
-        ]
-        means = [float(np.mean(gap)) for gap in gaps]
+        own, gaps = [], []
+        for one, end in zip(by_text.values(), ends, strict=True):
+            some = slice(skip // BIN, end)
+            own.append(np.mean(one["bins"][name]["loss"][some]))
+            gaps.append(float(np.mean(over(one, name, base)[some])))
         found[name] = {
             "perplexity": np.exp(np.mean(own)),
             "loss": np.mean(own),
-            "loss_over_base": np.mean(means),
-            "standard_error": np.std(means, ddof=1) / len(means) ** 0.5 if len(means) > 1 else 0.0,
-            "loss_over_base_by_text": means,
+            "loss_over_base": np.mean(gaps),
+            "standard_error": np.std(gaps, ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0,
+            "loss_over_base_by_text": gaps,
         }
     return found
 

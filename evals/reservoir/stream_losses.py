@@ -91,7 +91,12 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     """All caches on all texts: losses beyond the size of the cache, bytes and cached tokens."""
     caches = cases(llm)
     by_text = measure(llm, texts, caches, BASE, record)
-    found = compare(by_text, list(caches), BASE, skip=256)
+    found = {}
+    for tokens in {case.tokens for case in caches.values()}:  # read to the same end
+        names = [name for name, case in caches.items() if case.tokens == tokens]
+        rows = compare(by_text, list(dict.fromkeys([BASE, *names])), BASE, skip=256)
+        found |= {name: rows[name] for name in names}
+    found = {name: found[name] for name in caches}
     for name, case in caches.items():
         found[name] |= {
             "policy": case.policy,

@@ -30,22 +30,21 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
 
 
 def tables(axes: Any, results: dict[str, Any]) -> None:
-    """Loss by position, mean over novels. The first number is that of first tokens in the cache,
-    the second that of newest tokens. The loss of re-computation is that of 4+252 plus the mean
-    difference at the tokens that were re-computed."""
+    """Loss by position, mean over novels. Re-computation predicts few tokens: its line is that of 4
+    sinks + 252 plus the mean difference at these tokens."""
     at = results["curve"]["tokens"]
-    for name, style in SINK_STYLES.items():
-        axes.plot(at, results["curve"][name], label=name, lw=1.2, **style)
+    for name, (label, style) in SINK_LINES.items():
+        axes.plot(at, results["curve"][name], label=label, lw=1.2, **style)
     pictures.mark(axes, results["context"], "trained context")
     axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)", xlim=(0, at[-1]))
 
 
-SINK_STYLES = {
-    "full": {"color": COLOURS["full"]},
-    "0+256": {"color": COLOURS["window"]},
-    "1+255": {"color": OTHERS[1]},
-    "4+252": {"color": COLOURS["streaming"]},
-    "re-computation": {"color": COLOURS["recompute"], "ls": "dashed"},
+SINK_LINES = {
+    "full": ("full attention", {"color": COLOURS["full"]}),
+    "0+256": ("window of 256, no sink", {"color": COLOURS["window"]}),
+    "1+255": ("1 sink + 255", {"color": OTHERS[1]}),
+    "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"]}),
+    "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"], "ls": "dashed"}),
 }
 
 

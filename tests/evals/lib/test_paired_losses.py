@@ -63,7 +63,7 @@ def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monk
     assert measured == [texts["a"]]  # the case that changed
 
 
-def test_rows_compare_token_by_token_beyond_the_cache():
+def test_rows_compare_the_bins_that_all_cases_have():
     loss = np.array([[9.0, 2.0, 3.0, 4.0], [8.0, 3.0, 4.0, 6.0]])
     by_text = {
         text: {"bins": {"base": {"loss": list(one)}, "short": {"loss": list(one[:3] + 0.5)}}}
@@ -73,4 +73,6 @@ def test_rows_compare_token_by_token_beyond_the_cache():
     assert found["short"]["loss_over_base"] == pytest.approx(0.5)
     assert found["short"]["standard_error"] == pytest.approx(0)
     assert found["short"]["loss"] == pytest.approx(3.5)
-    assert found["base"]["perplexity"] == pytest.approx(np.exp(22 / 6))
+    assert found["base"]["perplexity"] == pytest.approx(np.exp(3))
+    alone = paired_losses.compare(by_text, ["base"], "base", skip=BIN)
+    assert alone["base"]["loss"] == pytest.approx(22 / 6)
