@@ -56,25 +56,23 @@ def measure(
     parts, known = Parts(record, len(cases) * len(texts)), known_bins(llm, cases, record)
     found: ByText = {}
     for text, ids in texts.items():
+        earlier = known.get(text, {"tokens": 0, "bins": {}})
+        earlier = earlier["bins"] if earlier["tokens"] == len(ids) - 1 else {}
 
         @cache
-        def losses(name: str, text: str = text, ids: Sequence[int] = ids) -> np.ndarray:
+        def losses(name: str, text: str = text, ids: Sequence[int] = ids) -> tuple[np.ndarray, str]:
             case = cases[name]
             key = f"{llm.name}, {text}, {name}, {min(len(ids), (case.tokens or len(ids)) + 1)}"
-            return parts.part(key, lambda: losses_of(llm, ids, case))
+            return parts.part(key, lambda: losses_of(llm, ids, case)), parts.made[key]
 
-        one = found[text] = {"tokens": len(ids) - 1, "commits": {}, "bins": {}}
-        earlier = known.get(text, {"tokens": 0})
-        for name, case in cases.items():
-            if earlier["tokens"] == one["tokens"] and name in earlier["bins"]:
-                one["bins"][name] = earlier["bins"][name]
-                one["commits"][name] = earlier["commits"][name]
-                continue
-            bins = one["bins"][name] = {"loss": binned(losses(name))}
-            one["commits"][name] = parts.commit
-            if case.every > 1:
-                some = losses(name)
-                bins["base"] = binned(np.where(np.isnan(some), np.nan, losses(base)[: len(some)]))
+        bins = {name: earlier[name] for name in cases if name in earlier}
+        for name in (name for name in cases if name not in earlier):
+            some, commit = losses(name)
+            bins[name] = {"commit": commit, "loss": binned(some)}
+            if cases[name].every > 1:
+                of_base = losses(base)[0][: len(some)]
+                bins[name]["base"] = binned(np.where(np.isnan(some), np.nan, of_base))
+        found[text] = {"tokens": len(ids) - 1, "bins": {name: bins[name] for name in cases}}
     return found
 
 

@@ -26,7 +26,12 @@ class Parts:
         self.commit = record.about["commit"] + ("+" if record.about["dirty"] else "")
         self.count, self.done = count, 0
         self.seconds, self.computed = 0.0, 0
-        self.commits: Counter[str] = Counter()
+        self.made: dict[str, str] = {}  # by name: the commit that computed the part
+
+    @property
+    def commits(self) -> Counter[str]:
+        """How many parts each commit computed."""
+        return Counter(self.made.values())
 
     def part(self, name: str, compute: Callable[[], np.ndarray], again: bool = False) -> np.ndarray:
         """The part of that name, read from its file or computed now.
@@ -38,7 +43,7 @@ class Parts:
         self.done += 1
         if file.exists() and not again:
             with np.load(file) as kept:
-                self.commits[str(kept["commit"])] += 1
+                self.made[name] = str(kept["commit"])
                 return kept["value"]
         begun = time.perf_counter()
         value = compute()
@@ -47,7 +52,7 @@ class Parts:
         np.savez(out, value=value, commit=self.commit, seconds=seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write({file: out.getvalue()})
-        self.commits[self.commit] += 1
+        self.made[name] = self.commit
         self.seconds, self.computed = self.seconds + seconds, self.computed + 1
         left = (self.count - self.done) * self.seconds / self.computed
         print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s, at most {left:,.0f} s "
