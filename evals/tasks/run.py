@@ -54,28 +54,33 @@ class Batch:
     def result(self, policy: str) -> Float[np.ndarray, "B C"]:
         """The COLUMNS of every prompt under a policy; `full` is the reference itself."""
         full = self.full
-        counts = [len(answer) for answer in full.answers]
+        counts = np.array(list(map(len, full.answers)))
         if policy == "full":
-            stream, texts = self.prefill(self.full_policy), self.texts(full.answers)
-            kl, same = np.zeros(len(counts)), np.ones(len(counts))
+            stream = self.prefill(self.full_policy)
+            kl, same, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
         else:
             stream = self.prefill(policy)
-            every_kl, every_same = map(np.asarray, score.divergence(
-                self.llm.config, self.llm.weights, full.hidden, self.follow(stream, full.answers)
-            ))  # fmt: skip
-            kl, same = (
-                np.array([row[:n].mean() for row, n in zip(each, counts, strict=True)])
-                for each in (every_kl, every_same)
-            )
+            kl, same = self.divergence(stream)
             if not np.isfinite(kl).all():
                 raise SystemExit(f"{policy} gives logits that are not finite; nothing is written")
             # Where every likeliest token is that of full attention, the greedy answer is too.
-            answers = full.answers if same.all() else None
-        held = stream.state_bytes / len(counts)
-        if policy != "full":
-            texts = self.texts(answers or self.greedy(stream))
+            answers = full.answers if (same == 1).all() else self.greedy(stream)
+        texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [score.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
-        return np.stack([right, kl, same, counts, np.full(len(counts), held)], axis=1)
+        held = np.full(len(counts), stream.state_bytes / len(counts))
+        return np.stack([right, kl, same, counts, held], axis=1)
+
+    def divergence(self, stream: models.Stream) -> tuple[Float[np.ndarray, " B"], ...]:
+        """KL and top-1 agreement of each prompt, means over the tokens of full's answer."""
+        full, llm = self.full, self.llm
+        other = self.follow(stream, full.answers)
+        each = score.divergence(llm.config, llm.weights, full.hidden, other)
+        counts = map(len, full.answers)
+        means = [
+            [row[:count].mean() for row in rows]
+            for count, rows in zip(counts, zip(*map(np.asarray, each), strict=True), strict=True)
+        ]
+        return tuple(np.array(means, np.float64).T)
 
     @property
     def full_policy(self) -> str:
@@ -144,9 +149,6 @@ class Batch:
         )
         out, _ = stream.decode(models.Sampling(), self.tokens, self.llm.eos)
         return [[int(token) for token in row if token >= 0] for row in out]
-
-    def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
-        return [self.llm.tokenizer.decode(answer) for answer in answers]
 
     def read(
         self, policies: tuple[Policy, ...], states: tuple[State, ...], start: np.ndarray,

@@ -1,6 +1,7 @@
 """Tasks end to end on a small model: oracles in numpy, interruptions, and bad input."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,23 @@ def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
         stream.prefill([prompt.rest])
         out, _ = stream.decode(models.Sampling(), batch.tokens, llm.eos)
         assert [t for t in out[0].tolist() if t >= 0] == answer
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_score_is_that_of_the_answer_of_the_policy(llm, batch, policy):
+    """The prompts ask for what the policy answers, and then for what full attention answers."""
+    own, full = batch.greedy(batch.prefill(policy)), batch.full.answers
+    text = llm.tokenizer.decode
+    asked = [
+        replace(batch, prompts=[
+            prompt._replace(answers=(text(answer),))
+            for prompt, answer in zip(batch.prompts, answers, strict=True)
+        ]) for answers in (own, full)
+    ]  # fmt: skip
+    assert asked[0].result(policy)[:, 0].tolist() == [1, 1]
+    agrees = [text(a) == text(b) for a, b in zip(own, full, strict=True)]
+    assert asked[1].result(policy)[:, 0].tolist() == agrees
+    assert asked[1].result("full")[:, 0].tolist() == [1, 1]
 
 
 def test_a_policy_that_evicts_nothing_agrees_with_full(batch):
