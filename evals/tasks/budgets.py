@@ -13,7 +13,6 @@ SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
 PAGE = 4  # of quest
 RATIOS = {0.5: 1, 0.25: 2, 0.125: 3}  # of the context: how often it is halved
-SEEDED = ("reservoir", "stratified", "balance-stream", "balance", "uniform", "oracle", "vattention")
 
 
 def settings(length: int, ratio: float, slots: int) -> dict[str, str]:

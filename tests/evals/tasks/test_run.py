@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import parts, record
 from jaxkv.evals.tasks import __main__ as tasks
 from jaxkv.evals.tasks import score
 from jaxkv.evals.tasks.prompts import Prompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models import uncached
+from jaxkv.models.chat import Chat
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -126,6 +128,12 @@ def test_the_question_follows_the_prefill(llm):
     assert text(aware.context).rstrip().endswith("assistant:")
     assert text(aware.rest) == "The pass key is"
     assert plain.context + plain.rest == aware.context + aware.rest
+
+
+def test_a_template_that_hides_the_message_is_refused(llm):
+    hidden = replace(llm, chat=Chat("{{ messages[0].role }}"))
+    with pytest.raises(UserError, match="must show a message once, got 0 times"):
+        prompts(hidden, "passkey", 700, 1, seed=0)
 
 
 ARGUMENTS = ["--tasks", "passkey", "--lengths", "512", "--samples", "3", "--batch", "2", "--quick"]
