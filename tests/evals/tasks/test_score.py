@@ -1,5 +1,7 @@
 """Right answers, intervals, the gate and budgets."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,14 +73,15 @@ def test_policies_cache_their_budget(chunk, name, ratio):
 
 @pytest.mark.parametrize("ratio", budgets.RATIOS)
 def test_evicting_policies_have_equal_bytes_and_sparse_ones_equal_shares(ratio):
-    found = {n: jaxkv.policy(s) for n, s in budgets.settings(LENGTH, ratio, LENGTH).items()}
+    length, spec = 1024, replace(SPEC, head_dim=64)
+    found = {n: jaxkv.policy(s) for n, s in budgets.settings(length, ratio, length).items()}
     evicting = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream")
-    sizes = [found[name].bytes_per_sequence(SPEC) for name in evicting]
+    sizes = [found[name].bytes_per_sequence(spec) for name in evicting]
     assert max(sizes) < 1.05 * min(sizes)
     for name in ("topk", "quest", "oracle"):
         ends = found[name].sinks + found[name].window
-        selected = found[name].share * (LENGTH - ends)
-        assert ends + selected == pytest.approx(budgets.budget_of(LENGTH, ratio), abs=1)
+        selected = found[name].share * (length - ends)
+        assert ends + selected == pytest.approx(budgets.budget_of(length, ratio), abs=1)
     one = found["vattention"]
     drawn = one.top + one.base * (1 - one.top)
     assert drawn == pytest.approx(found["topk"].share, rel=0.01)
