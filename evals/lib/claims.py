@@ -17,6 +17,7 @@ from jaxkv.evals.magicpig.claims import MAGICPIG
 from jaxkv.evals.prefix_caching.claims import PREFIXES
 from jaxkv.evals.reservoir.claims import RESERVOIR
 from jaxkv.evals.streaming.claims import STREAMING
+from jaxkv.evals.tasks.claims import LONG_TASKS
 from jaxkv.evals.training.claims import TRAINING
 
 PAGE = ROOT / "evals" / "CLAIMS.md"
@@ -38,6 +39,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"speed.{name}" for name in ("serving", "soak")},
+    "tasks": "tasks",
 }
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
@@ -72,6 +74,12 @@ SECTIONS = (  # heading, introduction, claims
      "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
      "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
      "as no difference.", TRAINING),
+    ("### Long-context tasks on a real model",
+     "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
+     "budget is a share of the context. The question follows the end of prefill. A task is scored "
+     "only where full attention gives at least 90 % right answers. KL is the divergence from full "
+     "attention per token of its answer, in nats. In parentheses are 95 % intervals (Wilson).",
+     LONG_TASKS),
     ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
     ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),

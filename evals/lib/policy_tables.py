@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv.contract import Policy
 from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
@@ -136,4 +137,4 @@ def rows() -> dict[str, Any]:
     return read("side_by_side", RESULTS)["results"]["rows"]
 
 
-TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
+TABLES = {"policies": policies, "predicted": predicted, "cost": cost, "tasks": report.table}

@@ -1,0 +1,1 @@
+"""Long-context tasks after RULER, scored only where full attention solves them."""

@@ -1,0 +1,157 @@
+"""Long-context tasks under every policy at equal budgets.
+
+A context is read, prefill is finished, and only then follow the question and the answer, so that no
+policy knows the question when it drops tokens; with --query-aware the question is part of the
+prefill. A task is scored only where full attention reaches the gate. Divergence from full attention
+is measured in any case, on the answer that full attention gives. Parts are kept under out/, so that
+an interrupted run continues, and a longer one starts from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.errors import UserError, check_int
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.tasks import budgets, score
+from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
+from jaxkv.evals.tasks.prompts import ROOM, prompts
+from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
+from jaxkv.models.llm import Llm
+
+
+def main(words: list[str] | None = None) -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.tasks", description=__doc__)
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
+    ask.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096],
+                     help="tokens of a context")  # fmt: skip
+    ask.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5],
+                     help="budgets, as shares of the context")  # fmt: skip
+    ask.add_argument("--policies", nargs="+", help="by default all")
+    ask.add_argument("--samples", type=int, default=20, help="of a task and length")
+    ask.add_argument("--batch", type=int, default=4, help="samples read at a time")
+    ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--query-aware", action="store_true", help="put the question into the prefill")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args(words)
+    try:
+        for name in ("samples", "batch"):
+            check_int(f"--{name}", getattr(given, name))
+        check_int("--seed", given.seed, 0, 2**31)
+        llm = models.load(given.model)
+        plan = plan_of(llm, given)
+        name = "tasks_query_aware" if given.query_aware else "tasks"
+        record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
+        print("wrote", record.save(run(llm, given, plan, record)))
+    except UserError as error:
+        fail(error)
+
+
+def fail(error: UserError) -> NoReturn:
+    print(f"jaxkv.evals.tasks: error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def plan_of(llm: Llm, given: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
+    """The policy strings by length and ratio; raises UserError before anything is measured."""
+    plan = {}
+    for length in given.lengths:
+        check_int("--lengths", length)
+        for task in given.tasks:
+            prompts(llm, task, length, 1, given.seed, given.query_aware)
+        plan[length] = {
+            ratio: budgets.chosen(given.policies, length, ratio, slots_of(length))
+            for ratio in given.ratios
+        }
+        for policy in {text for found in plan[length].values() for text in found.values()}:
+            llm.policies(policy)
+    return plan
+
+
+def slots_of(length: int) -> int:
+    """Slots of growing caches: a padded context, perhaps with its question, and an answer."""
+    return -(-length // WIDTH) * WIDTH + 2 * ROOM
+
+
+def run(
+    llm: Llm, given: argparse.Namespace, plan: dict[int, dict[float, dict[str, str]]],
+    record: Record,
+) -> dict[str, Any]:  # fmt: skip
+    """All tasks, one length after the other."""
+    batches = -(-given.samples // given.batch)
+    policies = sum(1 + sum(map(len, by_ratio.values())) for by_ratio in plan.values())
+    parts = Parts(record, batches * len(given.tasks) * policies)
+    tasks: dict[str, dict[str, Any]] = {task: {} for task in given.tasks}
+    for length, by_ratio in plan.items():
+        for task in given.tasks:
+            tasks[task][str(length)] = measure(llm, given, task, length, by_ratio, parts)
+    return {
+        "model": llm.name,
+        "context": llm.config.context,
+        "query_aware": given.query_aware,
+        "samples": given.samples,
+        "gate": score.GATE,
+        "policies": plan,
+        "tasks": tasks,
+        "commits_of_parts": parts.commits,
+    }
+
+
+def measure(
+    llm: Llm, given: argparse.Namespace, task: str, length: int,
+    by_ratio: dict[float, dict[str, str]], parts: Parts,
+) -> dict[str, Any]:  # fmt: skip
+    """One task at one length: full attention, then each policy at each ratio."""
+    every = prompts(llm, task, length, given.samples, given.seed, given.query_aware)
+    asked = "query-aware" if given.query_aware else "question after prefill"
+    found: dict[str, list[np.ndarray]] = {}
+    for start in range(0, len(every), given.batch):
+        some = every[start : start + given.batch]
+        seeds = [given.seed + start + i for i in range(len(some))]
+        batch = Batch(llm, some, TASKS[task].tokens, slots_of(length), seeds)
+        key = f"{llm.name}, {task}, {length}, {asked}, seed {given.seed}, {start}+{len(some)}"
+        policies = dict.fromkeys(p for chosen in by_ratio.values() for p in chosen.values())
+        for policy in ("full", *policies):
+            part = parts.part(f"{key}, {policy}", lambda b=batch, p=policy: b.result(p))
+            found.setdefault(policy, []).append(part)
+    columns = {policy: columns_of(parts) for policy, parts in found.items()}
+    full = columns.pop("full")
+    scored = score.passes(float(full["score"].mean()))
+    depths = [depth_of(i) for i in range(len(every))] if task in BY_DEPTH else ()
+    return {
+        "context_tokens": np.mean([len(prompt.context) for prompt in every]),
+        "answer_tokens": full["tokens"].mean(),
+        "scored": scored,
+        "full": score.summary(full["score"], depths) | {"state_bytes": full["state_bytes"].mean()},
+        "ratios": {
+            f"{ratio:g}": {
+                name: row(columns[policy], scored, depths) for name, policy in chosen.items()
+            }
+            for ratio, chosen in by_ratio.items()
+        },
+    }
+
+
+def columns_of(parts: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Parts [B,C] as an array of all samples for each of the COLUMNS."""
+    return dict(zip(COLUMNS, np.concatenate(parts).T, strict=True))
+
+
+def row(found: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str, Any]:
+    """The entry of one policy in the record; without a score where full attention misses its."""
+    entry: dict[str, Any] = score.summary(found["score"], depths) if scored else {}
+    for name in ("kl", "agreement"):
+        entry[name], entry[f"{name}_two_errors"] = score.mean_of(found[name])
+    return entry | {"state_bytes": found["state_bytes"].mean()}
+
+
+if __name__ == "__main__":
+    main()

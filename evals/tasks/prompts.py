@@ -1,0 +1,65 @@
+"""Prompts: a sample in the model's own chat template, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxkv.errors import UserError
+from jaxkv.evals.tasks.generators import TASKS, samples
+from jaxkv.models.llm import Llm
+
+MARK = "\ue000message\ue001"  # private-use characters, which templates copy unchanged
+ROOM = 256  # tokens of a question and an answer, at most
+
+
+class Prompt(NamedTuple):
+    """context: ids read before the end of prefill. rest: ids after it, up to the model's answer."""
+
+    context: list[int]
+    rest: list[int]
+    answers: tuple[str, ...]
+
+
+def prompts(
+    llm: Llm, task: str, length: int, count: int, seed: int, query_aware: bool = False
+) -> list[Prompt]:
+    """The prompts of a task; their contexts have at most `length` tokens, the template's included.
+
+    query_aware: the question is read before the end of prefill too, beyond these tokens.
+    Raises UserError for an unknown task, for a model without a chat template, and for a length that
+    the task or the model does not allow.
+    """
+    if length + ROOM > llm.config.context:
+        raise UserError(
+            f"--lengths must be at most {llm.config.context - ROOM} for {llm.name}: its trained "
+            f"context has {llm.config.context} tokens and {ROOM} are for question and answer, got "
+            f"{length}; give a smaller one"
+        )
+    before, after = around(llm)
+    encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
+    front = encode(before)
+    found = []
+    for sample in samples(task, llm.tokenizer, length - len(front), count, seed):
+        context, rest = encode(sample.context), encode(f"\n\n{sample.question}{after}")
+        lead = encode(sample.lead)
+        if len(rest) + len(lead) + TASKS[task].tokens > ROOM:
+            raise UserError(
+                f"the question of {task} has {len(rest) + len(lead)} tokens in the template of "
+                f"{llm.name}, at most {ROOM - TASKS[task].tokens} fit; use another model"
+            )
+        if query_aware:
+            context, rest = context + rest, []
+        found.append(Prompt(front + context, rest + lead, sample.answers))
+    return found
+
+
+def around(llm: Llm) -> tuple[str, str]:
+    """What the chat template puts before and after the user's only message."""
+    parts: Sequence[str] = llm.chat.render([{"role": "user", "content": MARK}]).split(MARK)
+    if len(parts) != 2:
+        raise UserError(
+            f"the chat template of {llm.name} must show a message once, got {len(parts) - 1} times;"
+            " use another model"
+        )
+    return parts[0], parts[1]

@@ -1,0 +1,49 @@
+"""The table of the task record, and a cell of it, for docs/results.md and CLAIMS.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxkv.evals.lib.record import RESULTS, read
+
+Results = dict[str, Any]
+
+
+def cases(results: Results) -> Iterator[tuple[str, str, Results]]:
+    """Task, length and results of every case, in the order of the record."""
+    for task, by_length in results["tasks"].items():
+        for length, found in by_length.items():
+            yield task, length, found
+
+
+def score(found: Results) -> str:
+    """A score with its interval, in percent; found: of full attention or of a policy."""
+    low, high = (f"{100 * found[end]:.0f}" for end in ("low", "high"))
+    return f"{found['score']:.0%} ({low} to {high})"
+
+
+def divergence(found: Results) -> str:
+    """KL per answer token with two standard errors, and top-1 agreement."""
+    error = found["kl_two_errors"]
+    spread = "" if error is None else f" ± {error:.2f}"
+    return f"{found['kl']:.2f}{spread} | {found['agreement']:.0%}"
+
+
+def table() -> str:
+    """One row per case, budget and policy."""
+    results = read("tasks", RESULTS)["results"]
+    lines = [
+        "| task, tokens | budget | policy | right answers | KL per token (nats) | same top token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, length, found in cases(results):
+        case = f"{task}, {int(length):,}"
+        lines.append(f"| {case} | all | `full` | {score(found['full'])} | 0 | 100% |")
+        for ratio, rows in found["ratios"].items():
+            for name, row in rows.items():
+                right = score(row) if found["scored"] else "not scored"
+                lines.append(
+                    f"| {case} | {float(ratio):.0%} | `{name}` | {right} | {divergence(row)} |"
+                )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,213 @@
+"""Reads prompts under a policy, and follows the answer of full attention with it.
+
+Policies that act at the end of prefill attend exactly until then. So full attention reads a context
+once, its queries, keys and values are recorded, and each of these policies takes them in from
+there. Policies that evict read the context themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Partial, Policy, Spec, State
+from jaxkv.driver import step
+from jaxkv.evals.tasks import score
+from jaxkv.evals.tasks.prompts import ROOM, Prompt
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.decoding import Static
+from jaxkv.models.llm import Llm
+from jaxkv.state.loop_carry import deduplicate_shared
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+
+WIDTH = 64  # tokens of every compiled program, so that each policy compiles one
+COLUMNS = ("score", "kl", "agreement", "tokens", "state_bytes")  # of a result, per sample
+
+
+class Followed(NamedTuple):
+    """The greedy answers of full attention, and its hidden states where it predicts them."""
+
+    answers: list[list[int]]
+    hidden: Float[Array, "D B T"]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Prompts that are read together.
+
+    tokens: of an answer, at most. slots: of growing caches. seeds: of the draws of each sequence.
+    """
+
+    llm: Llm
+    prompts: Sequence[Prompt]
+    tokens: int
+    slots: int
+    seeds: Sequence[int]
+
+    def result(self, policy: str) -> Float[np.ndarray, "B C"]:
+        """The COLUMNS of every prompt under a policy; `full` is the reference itself."""
+        full = self.full
+        counts = np.array(list(map(len, full.answers)))
+        if policy == "full":
+            stream = self.prefill(self.full_policy)
+            kl, same, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
+        else:
+            stream = self.prefill(policy)
+            kl, same = self.divergence(stream)
+            if not np.isfinite(kl).all():
+                raise SystemExit(f"{policy} gives logits that are not finite; nothing is written")
+            # Where every likeliest token is that of full attention, the greedy answer is too.
+            answers = full.answers if (same == 1).all() else self.greedy(stream)
+        texts = [self.llm.tokenizer.decode(answer) for answer in answers]
+        right = [score.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
+        held = np.full(len(counts), stream.state_bytes / len(counts))
+        return np.stack([right, kl, same, counts, held], axis=1)
+
+    def divergence(self, stream: models.Stream) -> tuple[Float[np.ndarray, " B"], ...]:
+        """KL and top-1 agreement of each prompt, means over the tokens of full's answer."""
+        full, llm = self.full, self.llm
+        other = self.follow(stream, full.answers)
+        each = score.divergence(llm.config, llm.weights, full.hidden, other)
+        counts = map(len, full.answers)
+        means = [
+            [row[:count].mean() for row in rows]
+            for count, rows in zip(counts, zip(*map(np.asarray, each), strict=True), strict=True)
+        ]
+        return tuple(np.array(means, np.float64).T)
+
+    @property
+    def full_policy(self) -> str:
+        return f"full:start={self.slots},max={self.slots}"
+
+    @cached_property
+    def full(self) -> Followed:
+        """The answers of full attention."""
+        stream = self.prefill(self.full_policy)
+        answers = self.greedy(stream)
+        return Followed(answers, self.follow(self.prefill(self.full_policy), answers))
+
+    def prefill(self, policy: str) -> models.Stream:
+        """A stream that has read the contexts, prefill finished, with room for the rest."""
+        llm = self.llm
+        stream = models.Stream(llm, policy, batch=len(self.prompts), seed=self.seeds)
+        contexts = [prompt.context for prompt in self.prompts]
+        lengths = np.array(list(map(len, contexts)))
+        stream.reserve(lengths)
+        states, policies = stream.decoding.states, stream.policies
+        if policy == self.full_policy:
+            states = self.recorded[0]
+        elif all(one.min_prompt is not None for one in policies):
+            given = zip(policies, states, self.recorded[1], strict=True)
+            states = tuple(absorb(one, llm.spec, state, chunk) for one, state, chunk in given)
+        else:
+            _, states, _ = self.read(policies, states, np.zeros_like(lengths), contexts)
+        position = jnp.asarray(lengths, jnp.uint32)
+        stream.decoding = stream.decoding._replace(states=states, position=position)
+        stream.finish_prefill()
+        stream.reserve(ROOM)
+        stream.lengths = lengths
+        return stream
+
+    @cached_property
+    def recorded(self) -> tuple[tuple[State, ...], list[Chunk]]:
+        """The states of full attention after the contexts, and what each layer attended with."""
+        stream = models.Stream(self.llm, self.full_policy, batch=len(self.prompts))
+        contexts = [prompt.context for prompt in self.prompts]
+        start = np.zeros(len(contexts), int)
+        return self.read(stream.policies, stream.decoding.states, start, contexts)[1:]
+
+    def follow(
+        self, stream: models.Stream, answers: Sequence[Sequence[int]]
+    ) -> Float[Array, "D B T"]:
+        """The hidden states that predict these answers, token by token, after the prompts."""
+        rest = [prompt.rest for prompt in self.prompts]
+        given = [[*r, *answer[:-1]] for r, answer in zip(rest, answers, strict=True)]
+        hidden, _, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, given)
+        first = np.array(list(map(len, rest)))[:, None] - 1
+        place = np.minimum(first + np.arange(self.tokens), hidden.shape[2] - 1)
+        return jnp.take_along_axis(hidden, jnp.asarray(place)[None], axis=2)
+
+    def greedy(self, stream: models.Stream) -> list[list[int]]:
+        """The greedy answers after the prompts, each with the token that ends it."""
+        rest = [prompt.rest for prompt in self.prompts]
+        hidden, states, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, rest)
+        counts = np.array(list(map(len, rest)))
+        last = jnp.take_along_axis(hidden, jnp.asarray(counts - 1)[None, :, None], axis=2)
+        stream.lengths = stream.lengths + counts
+        stream.decoding = stream.decoding._replace(
+            states=states,
+            logits=logits(self.llm.config, self.llm.weights, last),
+            position=jnp.asarray(stream.lengths, jnp.uint32),
+            done=jnp.zeros(len(rest), bool),
+        )
+        out, _ = stream.decode(models.Sampling(), self.tokens, self.llm.eos)
+        return [[int(token) for token in row if token >= 0] for row in out]
+
+    def read(
+        self, policies: tuple[Policy, ...], states: tuple[State, ...], start: np.ndarray,
+        ids: Sequence[Sequence[int]],
+    ) -> tuple[Array, tuple[State, ...], list[Chunk]]:  # fmt: skip
+        """Hidden states and states after more tokens, and what each layer attended with.
+
+        start: position of the first token of each sequence. Only full attention is recorded.
+        """
+        record = policies == self.llm.policies(self.full_policy)
+        size = -(-max(map(len, ids)) // WIDTH) * WIDTH
+        tokens, valid = np.zeros((2, len(ids), size), np.int32)
+        for row, real, one in zip(tokens, valid, ids, strict=True):
+            row[: len(one)], real[: len(one)] = one, 1
+        positions = (start[:, None] + np.arange(size)).astype(np.uint32)
+        static, hidden, seen = Static(self.llm.config, policies, None), [], []
+        for at in range(0, size, WIDTH):
+            part = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
+            out, states, chunks = _read(static, record, self.llm.weights, states, *part)
+            hidden, seen = [*hidden, out], [*seen, chunks]
+        layers = [jax.tree.map(_concatenate, *chunks) for chunks in zip(*seen, strict=True)]
+        return jnp.concatenate(hidden, axis=2), states, layers
+
+
+def _concatenate(*parts: Array) -> Array:
+    return jnp.concatenate(parts, axis=1)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _read(
+    static: Static,
+    record: bool,
+    weights: Weights,
+    states: tuple[State, ...],
+    tokens: Int32[Array, "B T"],
+    positions: UInt32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> tuple[Float[Array, "D B T"], tuple[State, ...], list[Chunk]]:
+    seen = []
+
+    def run(policy: Policy, spec: Spec, state: State, *new: Any) -> tuple[Partial, State]:
+        if record:
+            seen.append(Chunk(*new[:5]))
+        return step(policy, spec, state, *new)
+
+    decoder = Decoder(static.config, weights, run=run)
+    states = deduplicate_shared(static.policies, states)
+    hidden, states = decoder(tokens, positions, valid, static.policies, states)
+    return hidden, states, seen
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def absorb(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> State:
+    """The state of one layer after recorded queries, keys and values."""
+    return policy.update(spec, state, chunk)[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(
+    config: models.config.Config, weights: Weights, hidden: Float[Array, "D B 1"]
+) -> Float32[Array, "B V"]:
+    return Decoder(config, weights).logits(hidden)[:, :, 0].T

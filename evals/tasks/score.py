@@ -1,0 +1,69 @@
+"""Right answers, their intervals, the gate, and the divergence from full attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.typing import Array, Bool, Float, Float32
+
+GATE = 0.9  # score of full attention below which a task says nothing about a policy
+DEPTHS = 4  # parts of a context for which right answers are counted
+
+
+def match(text: str, answers: Sequence[str]) -> float:
+    """The share of the answers that the text contains, in any case (RULER's string match)."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def wilson(score: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927); too wide where answers are partly right."""
+    z = 1.96
+    middle = (score + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(score * (1 - score) / count + z * z / (4 * count * count))
+    half /= 1 + z * z / count
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def passes(score: float) -> bool:
+    """Whether full attention solves the task, so that policies can be scored."""
+    return score >= GATE
+
+
+@partial(jax.jit, static_argnums=0)
+def divergence(
+    config: Config, weights: Weights, full: Float[Array, "D B T"], other: Float[Array, "D B T"]
+) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+    """KL(full || other) of the next token in nats, and whether the likeliest token is the same.
+
+    full, other: last hidden states under full attention and under a policy, of the same tokens.
+    """
+    decoder = Decoder(config, weights)
+    p, q = (jax.nn.log_softmax(decoder.logits(hidden), axis=0) for hidden in (full, other))
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=0)
+    return kl, jnp.argmax(p, axis=0) == jnp.argmax(q, axis=0)
+
+
+def mean_of(values: np.ndarray) -> tuple[float, float | None]:
+    """The mean over samples with two standard errors; None for a single sample."""
+    count = len(values)
+    error = 2 * float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else None
+    return float(values.mean()), error
+
+
+def summary(scores: np.ndarray, depths: Sequence[float] = ()) -> dict[str, Any]:
+    """A score with its interval; with the depths of the samples also by quarter of the context."""
+    low, high = wilson(float(scores.mean()), len(scores))
+    found: dict[str, Any] = {"score": scores.mean(), "low": low, "high": high}
+    part = (np.array(depths) * DEPTHS).astype(int)
+    if set(part) == set(range(DEPTHS)):
+        found["by_depth"] = [scores[part == i].mean() for i in range(DEPTHS)]
+    return found

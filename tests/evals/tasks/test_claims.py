@@ -1,0 +1,59 @@
+"""Verdicts and the table of synthetic records of tasks."""
+
+import pytest
+
+from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, UNSEEN
+from jaxkv.evals.tasks import claims, report
+from jaxkv.evals.tasks.score import passes, wilson
+
+SAMPLES = 20
+
+
+def scored(share):
+    low, high = wilson(share, SAMPLES)
+    return {"score": share, "low": low, "high": high}
+
+
+def record(full, **policies):
+    """A record of one task, with these scores."""
+    rows = {}
+    for name, share in policies.items():
+        rows[name] = scored(share) if passes(full) else {}
+        rows[name] |= {"kl": 0.5, "kl_two_errors": 0.1, "agreement": 0.75}
+    case = {"full": scored(full), "scored": passes(full), "ratios": {"0.25": rows}}
+    return {"model": "a model", "samples": SAMPLES, "tasks": {"needle": {"1024": case}}}
+
+
+@pytest.mark.parametrize(
+    "says, holds, fails",
+    [
+        ("A streaming", record(1.0, streaming=0.2), record(1.0, streaming=0.9)),
+        ("A sample", record(1.0, reservoir=0.95), record(1.0, reservoir=0.4)),
+        ("SnapKV", record(1.0, snapkv=1.0), record(1.0, snapkv=0.5)),
+        ("Attention to", record(0.9, topk=0.75), record(0.9, topk=0.5)),
+    ],
+)
+def test_verdicts_follow_the_scores(says, holds, fails):
+    (claim,) = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
+    assert claim.find(holds)[1] == HOLDS
+    assert claim.find(fails)[1] == NOT
+    assert claim.find(record(1.0, quest=1.0))[1].startswith(OPEN)
+
+
+def test_without_the_gate_there_is_no_score():
+    (claim,) = [c for c in claims.LONG_TASKS if c.says.startswith("SnapKV")]
+    text, verdict = claim.find(record(0.85, snapkv=1.0))
+    assert verdict == UNSEEN
+    assert "KL 0.50" in text and "not scored, full answers 85%" in text and "right" not in text
+
+
+def test_the_table_shows_scores_only_beyond_the_gate(monkeypatch):
+    lines = {}
+    for full in (0.95, 0.85):
+        found = {"results": record(full, snapkv=0.5)}
+        monkeypatch.setattr(report, "read", lambda *_, found=found: found)
+        lines[full] = report.table().splitlines()[2:]
+    assert lines[0.95][0] == "| needle, 1,024 | all | `full` | 95% (76 to 99) | 0 | 100% |"
+    middle = "| needle, 1,024 | 25% | `snapkv` | {} | 0.50 ± 0.10 | 75% |"
+    assert lines[0.95][1] == middle.format("50% (30 to 70)")
+    assert lines[0.85][1] == middle.format("not scored")

@@ -1,0 +1,121 @@
+"""Tasks after RULER: what a context contains, how long it is, and on what it depends."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.evals.tasks import generators, haystack
+from jaxkv.evals.tasks.generators import TASKS, depth_of, samples
+
+LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load().tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer):
+    """Three samples of every task."""
+    return {name: samples(name, tokenizer, LENGTH, 3, seed=0) for name in TASKS}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_context_fills_its_length_to_within_a_sentence(tokenizer, made, task):
+    longest = max(len(tokenizer.encode(s, bos=False)) for s in haystack.novel())
+    slack = {"needle": longest + 1, "frequent-words": 40}.get(task, 30)
+    for sample in made[task]:
+        size = len(tokenizer.encode(sample.context, bos=False))
+        assert LENGTH - slack <= size <= LENGTH
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_neither_question_nor_lead_tells_an_answer(made, task):
+    for sample in made[task]:
+        for answer in sample.answers:
+            assert answer not in f"{sample.question} {sample.lead}"
+            assert answer in sample.context
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_seed_and_number_alone(tokenizer, made, task):
+    again = samples(task, tokenizer, LENGTH, 2, seed=0)
+    assert again == made[task][:2]
+    assert len({sample.context for sample in made[task]}) == 3
+    assert samples(task, tokenizer, LENGTH, 1, seed=1)[0].answers != again[0].answers
+
+
+@pytest.mark.parametrize("task, times", [("needle", 1), ("passkey", 2)])
+def test_a_number_is_said_as_often_as_defined(made, task, times):
+    for sample in made[task]:
+        (number,) = sample.answers
+        assert sample.context.count(number) == times
+        assert re.findall(r"\d+", sample.context) == [number] * times
+
+
+@pytest.mark.parametrize("task", generators.BY_DEPTH)
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_number_stands_at_its_depth(tokenizer, task, depth):
+    sample = TASKS[task].generate(np.random.default_rng(0), tokenizer, LENGTH, depth)
+    body = sample.context.split("\n\n", 1)[1]
+    assert body.index(sample.answers[0]) / len(body) == pytest.approx(depth, abs=0.08)
+
+
+def test_depths_are_spread_evenly():
+    depths = sorted(depth_of(i) for i in range(20))
+    assert depths[0] >= 0 and depths[-1] < 1
+    assert max(np.diff([0, *depths, 1])) < 0.11  # three times the step of an even grid at most
+    assert set(np.histogram(depths, 4, (0, 1))[0]) <= {4, 5, 6}
+
+
+def test_variables_form_a_chain_from_one_value(made):
+    for sample in made["variable-tracking"]:
+        text = sample.context.rpartition("\n\n")[2]
+        (value,) = re.findall(r"\d+", sample.question)
+        known = {value}
+        given = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text)
+        for name, source in given:
+            assert source in known
+            known = {name}
+        assert tuple(name for name, _ in given) == sample.answers
+        assert len(sample.answers) == generators.HOPS + 1 and text.count(value) == 1
+        assert value not in sample.context.replace(text, "")  # nor is it in the example
+
+
+def test_common_words_are_ten_times_as_frequent(made):
+    for sample in made["common-words"]:
+        listed = re.findall(r"\d+\. (\S+)", sample.context)
+        counts = Counter(listed)
+        assert len(set(sample.answers)) == generators.COMMON
+        assert {counts[word] for word in sample.answers} == {10}
+        assert {n for word, n in counts.items() if word not in sample.answers} == {1}
+        numbers = [int(n) for n in re.findall(r"(\d+)\. ", sample.context)]
+        assert numbers == list(range(1, len(listed) + 1))
+
+
+def test_frequent_words_follow_the_zeta_distribution(made):
+    for sample in made["frequent-words"]:
+        listed = sample.context.split("\n\n", 1)[1].split()
+        (dots, most), *others = Counter(listed).most_common()
+        assert dots == "..." and tuple(word for word, _ in others[:3]) == sample.answers
+        for rank, (_, count) in enumerate(others[:6], 2):
+            assert count == pytest.approx(most / rank**2, abs=1)
+        assert others[2][1] > others[3][1]  # the third is no tie
+
+
+def test_common_words_come_more_often_in_long_contexts(tokenizer):
+    (sample,) = samples("common-words", tokenizer, 4096, 1, seed=0)
+    counts = Counter(re.findall(r"\d+\. (\S+)", sample.context))
+    assert {counts[word] for word in sample.answers} == {30}
+
+
+def test_an_unknown_task_and_a_short_length_are_refused(tokenizer):
+    with pytest.raises(UserError, match=r"--tasks must be one of needle, .* got 'noodle'"):
+        samples("noodle", tokenizer, LENGTH, 1, seed=0)
+    with pytest.raises(UserError, match="more than the 20 tokens left for it"):
+        samples("needle", tokenizer, 20, 1, seed=0)
