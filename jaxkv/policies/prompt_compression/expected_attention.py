@@ -21,15 +21,14 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class ExpectedState(NamedTuple):
-    """prompt: the tokens. mean, moment: of the prompt's queries after the sinks, before rotation.
+    """prompt: the tokens. mean, covariance: of the queries after the sinks, before rotation.
 
-    moment is the sum of the outer products of queries minus their mean. M is 1 and D is H before
-    the end of prefill; both are 0 after it.
+    M is 1 and D is H before the end of prefill; both are 0 after it.
     """
 
     prompt: CompressedState
     mean: Float32[Array, "B K M G H"]
-    moment: Float32[Array, "B K D G H"]
+    covariance: Float32[Array, "B K D G H"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ class ExpectedAttention(Policy):
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> ExpectedState:
         base.check_group(spec)
         shape = batch, spec.kv_heads, spec.head_dim, spec.group, spec.head_dim
-        moment = jnp.zeros(shape, jnp.float32)
-        return ExpectedState(base.init(spec, batch, rng, self.start), moment[:, :, :1], moment)
+        zeros = jnp.zeros(shape, jnp.float32)
+        return ExpectedState(base.init(spec, batch, rng, self.start), zeros[:, :, :1], zeros)
 
     def reserve(self, spec: Spec, state: ExpectedState, tokens: int) -> ExpectedState:
         return state._replace(prompt=base.reserve(spec, state.prompt, tokens, self._ends))
@@ -110,7 +109,7 @@ class ExpectedAttention(Policy):
         return partial, state._replace(prompt=after)
 
     def _add_queries(self, state: ExpectedState, chunk: Chunk) -> ExpectedState:
-        """The state with the mean and the moment of the chunk's queries merged into its own."""
+        """The state with the mean and covariance of the chunk's queries merged into its own."""
         counted = ring.token_numbers(state.prompt.dense, chunk.valid) >= self.sinks
         before = jnp.maximum(state.prompt.dense.count - self.sinks, 0).astype(jnp.float32)
         new = jnp.sum(counted, axis=1, dtype=jnp.int32).astype(jnp.float32)
@@ -118,18 +117,18 @@ class ExpectedAttention(Policy):
         batch, kv_heads, _, group, head_dim = state.mean.shape
         q = chunk.q.astype(jnp.float32).reshape(batch, -1, kv_heads, group, head_dim)
         q, there = q.transpose(0, 2, 1, 3, 4), counted[:, None, :, None, None]
-        total = jnp.sum(jnp.where(there, q, 0.0), axis=2, keepdims=True)
-        mean = total / column(jnp.maximum(new, 1.0))
+        few = column(jnp.maximum(new, 1.0))
+        mean = jnp.sum(jnp.where(there, q, 0.0), axis=2, keepdims=True) / few
         centred = jnp.where(there, q - mean, 0.0)
-        moment = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST)
-        # Moments about two means merge by the difference of the means, without cancellation.
-        share, apart = new / jnp.maximum(before + new, 1.0), mean - state.mean
+        own = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / few
+        # The difference of the two means merges both covariances without cancellation.
+        share, apart = column(new / jnp.maximum(before + new, 1.0)), mean - state.mean
         outer = apart[:, :, 0, :, :, None].transpose(0, 1, 3, 2, 4) * apart
-        moment = state.moment + moment + outer * column(before * share)
-        mean = state.mean + apart * column(share)
+        merged = state.covariance + (own - state.covariance) * share + outer * share * (1 - share)
         some = column(new > 0)
         return state._replace(
-            mean=jnp.where(some, mean, state.mean), moment=jnp.where(some, moment, state.moment)
+            mean=jnp.where(some, state.mean + apart * share, state.mean),
+            covariance=jnp.where(some, merged, state.covariance),
         )
 
     def finish_prefill(self, spec: Spec, state: ExpectedState) -> ExpectedState:
@@ -141,7 +140,7 @@ class ExpectedAttention(Policy):
             return base.keep_best(tokens, count, score, self.capacity - self.sinks)
 
         prompt = base.finish_prefill(spec, state.prompt, self._ends, choose)
-        return ExpectedState(prompt, state.mean[:, :, :0], state.moment[:, :, :0])
+        return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
 
     def _score(
         self, spec: Spec, state: ExpectedState, tokens: Sample, count: Int32[Array, " B"]
@@ -157,11 +156,10 @@ class ExpectedAttention(Policy):
         logits = jnp.einsum("bkgh,bksh->bkgs", mean, keys, precision=HIGHEST)
         logits = jnp.float32(spec.scale) * logits
         if self.covariance:
-            moment = jnp.einsum(
-                "bkygx,bxh,byd->bkgdh", state.moment, rotation, rotation, precision=HIGHEST
+            covariance = jnp.einsum(
+                "bkygx,bxh,byd->bkgdh", state.covariance, rotation, rotation, precision=HIGHEST
             )
-            moment = moment / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None, None, None]
-            products = jnp.einsum("bkgdh,bksh->bkgsd", moment, keys, precision=HIGHEST)
+            products = jnp.einsum("bkgdh,bksh->bkgsd", covariance, keys, precision=HIGHEST)
             variance = jnp.sum(products * keys[:, :, None], axis=-1)
             logits += jnp.float32(spec.scale**2 / 2) * variance
         penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])

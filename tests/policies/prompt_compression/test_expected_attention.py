@@ -37,8 +37,8 @@ def tokens(rng):
 
 
 @pytest.mark.parametrize("size", [1, 8, TOKENS])
-def test_mean_and_moment_are_those_of_the_queries_after_the_sinks(tokens, size):
-    """A mean that is thirty times the deviation loses no digits of the moment."""
+def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(tokens, size):
+    """A mean that is thirty times the deviation loses no digits of the covariance."""
     spec = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP)
     state = read(ExpectedAttention(9, SINKS, start=64), spec, *tokens, size)
     for sequence, skipped in ((0, 0), (1, 7)):
@@ -46,8 +46,8 @@ def test_mean_and_moment_are_those_of_the_queries_after_the_sinks(tokens, size):
         for head in range(KV_HEADS * GROUP):
             at = sequence, head // GROUP, slice(None), head % GROUP
             np.testing.assert_allclose(state.mean[at][0], q[:, head].mean(axis=0), rtol=1e-6)
-            wanted = np.cov(q[:, head].T, bias=True) * len(q)
-            np.testing.assert_allclose(state.moment[at], wanted, rtol=2e-5, atol=2e-4)
+            wanted = np.cov(q[:, head].T, bias=True)
+            np.testing.assert_allclose(state.covariance[at], wanted, rtol=2e-5, atol=1e-5)
 
 
 def test_the_score_is_the_expectation_over_normal_queries(rng):
