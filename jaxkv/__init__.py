@@ -33,9 +33,9 @@ _HOME = {
 # A test compares these names with jaxkv.policies.POLICIES.
 _HOME |= dict.fromkeys(
     (
-        *("Balance", "BalanceStream", "Full", "H2O", "MagicPIG", "Oracle", "PyramidKV", "Quest"),
-        *("Reservoir", "SnapKV", "Stratified", "Streaming", "TopK", "TopP", "Uniform"),
-        *("VAttention", "Window"),
+        *("Balance", "BalanceStream", "ExpectedAttention", "Full", "H2O", "KeyDiff", "MagicPIG"),
+        *("Oracle", "PyramidKV", "Quest", "Reservoir", "SnapKV", "Stratified", "Streaming"),
+        *("TopK", "TopP", "Uniform", "VAttention", "Window"),
     ),
     "jaxkv.policies",
 )

@@ -17,6 +17,8 @@ COLOURS = {
     "uniform": "#e69f00",
     "snapkv": "#009e73",
     "pyramidkv": "#000000",
+    "expected-attention": "#d55e00",
+    "keydiff": "#cc79a7",
     # Sparse attention; of those above, only full and uniform share a picture with these.
     "magicpig": "#d55e00",
     "topk": "#0072b2",

@@ -255,6 +255,47 @@ def most_attended(capacity, size, kernel, pool, theta, scale):
     return choose
 
 
+def least_alike(capacity, theta):
+    """KeyDiff: the tokens whose keys have the smallest cosine with the mean key direction."""
+
+    def choose(numbers, inputs):
+        k = inputs.k[: inputs.prompt]
+        k = k if theta is None else rotate(k, np.arange(inputs.prompt), theta)
+        k = k / np.linalg.norm(k, axis=1)[:, None]
+        anchor = k.sum(axis=0)
+        cosines = k @ anchor / np.linalg.norm(anchor)
+        return sorted(numbers, key=lambda n: cosines[n])[:capacity]
+
+    return choose
+
+
+def most_expected(capacity, sinks, future, theta, scale, epsilon=0.0):
+    """Expected attention: E exp(logit) of later queries, which are normal as the prompt's are."""
+
+    def choose(numbers, inputs):
+        if not numbers:
+            return []
+        ahead = inputs.prompt + np.arange(future)
+        k, turn = inputs.k[numbers], np.eye(inputs.k.shape[1])
+        if theta is not None:
+            k = rotate(k, numbers, theta)
+            turn = sum(rotate(turn, [n] * len(turn), theta) for n in ahead) / future
+        share = np.zeros(len(numbers))
+        for head in range(len(inputs.q[0])):
+            q = inputs.q[sinks : inputs.prompt, head] @ turn
+            mean, covariance = q.mean(axis=0), np.atleast_2d(np.cov(q.T, bias=True))
+            logits = scale * (k @ mean) + scale**2 / 2 * np.sum(k @ covariance * k, axis=1)
+            if inputs.slopes is not None:
+                logits = logits - inputs.slopes[head] * (ahead.mean() - np.array(numbers))
+            e = np.exp(logits)
+            share += e / e.sum() / len(inputs.q[0])
+        score = (share + epsilon) * np.linalg.norm(inputs.v[numbers], axis=1)
+        best = sorted(range(len(numbers)), key=lambda i: -score[i])[: capacity - sinks]
+        return [numbers[i] for i in best]
+
+    return choose
+
+
 class Query(NamedTuple):
     """One query of one query head.
 

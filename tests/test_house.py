@@ -32,7 +32,7 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "scipy", "torch", "transformers"),
+        *("matplotlib", "scipy", "torch", "transformers", "kvpress", "safetensors"),
     },
     "tests": None,
     "colab": None,
@@ -41,7 +41,11 @@ MAY_IMPORT = {
         *("jupytext", "nbclient", "nbformat", "PIL"),
     },
 }
-COMPARED_WITH = {"torch", "transformers"}  # imported only in functions: they may be absent
+COMPARED_WITH = {
+    "torch",
+    "transformers",
+    "kvpress",
+}  # imported only in functions: they may be absent
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150
 FILE_BYTES = 10_000_000

@@ -69,6 +69,8 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
         "uniform": compress,
         "snapkv": snap,
         "pyramidkv": snap,
+        "expected-attention": f"capacity={BUDGET},sinks={SINKS}",
+        "keydiff": f"capacity={BUDGET}",
         "magicpig": f"K={bits},L={tables},{ends}",
         "topk": f"share={share:g},{ends}",
         "topp": f"mass=0.9,{ends}",

@@ -14,6 +14,7 @@ from jaxkv.evals.balancekv.claims import BALANCE
 from jaxkv.evals.lib.claim import OPEN, Claim
 from jaxkv.evals.lib.record import RESULTS, ROOT, read
 from jaxkv.evals.magicpig.claims import MAGICPIG
+from jaxkv.evals.peers.claims import PEERS
 from jaxkv.evals.prefix_caching.claims import PREFIXES
 from jaxkv.evals.reservoir.claims import RESERVOIR
 from jaxkv.evals.streaming.claims import STREAMING
@@ -34,6 +35,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "single_layer": "balancekv.single_layer",
+    "peers": "peers.compare",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
@@ -82,6 +84,11 @@ SECTIONS = (  # heading, introduction, claims
      LONG_TASKS),
     ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
     ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
+    ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",
+     "Both sides have the same weights in float32, the same prompts and the same number of tokens "
+     "per KV head. A prompt is compressed without what follows it; then the following tokens are "
+     "scored by teacher forcing. Losses are in nats per token, with two standard errors.",
+     PEERS),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxkv.evals.lib.facts import VALUES
 from jaxkv.evals.lib.record import RESULTS, ROOT, read
+from jaxkv.evals.peers.plots import peers
 from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.streaming import plots as streaming_plots
 from jaxkv.models import pictures
@@ -40,6 +41,7 @@ LEGENDS = {
     "first_token": "upper left",
     **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
+    "peers": "outside right upper",
     "prefix_items": "lower left",
     "agents": "lower right",
 }
@@ -349,6 +351,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "tune_lsh": ("tune_lsh", tune_lsh),
     "sparse": ("sparse", sparse),
     "sparse_recall": ("sparse", sparse_recall),
+    "peers": ("peers", peers),
     "prefix_report": ("prefix_replay", plots.report),
     "prefix_snapshots": ("prefix_replay", plots.snapshots),
     "prefix_items": ("prefix_engine", plots.items),

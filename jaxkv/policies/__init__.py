@@ -6,6 +6,8 @@ from jaxkv.policies.magicpig.policy import MagicPIG
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
 from jaxkv.policies.merge_reduce.stratified import Stratified
 from jaxkv.policies.prompt_compression.balance import Balance
+from jaxkv.policies.prompt_compression.expected_attention import ExpectedAttention
+from jaxkv.policies.prompt_compression.keydiff import KeyDiff
 from jaxkv.policies.prompt_compression.pyramidkv import PyramidKV
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
 from jaxkv.policies.prompt_compression.uniform import Uniform
@@ -30,6 +32,8 @@ POLICIES = {
     "uniform": Uniform,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
+    "expected-attention": ExpectedAttention,
+    "keydiff": KeyDiff,
     "magicpig": MagicPIG,
     "topk": TopK,
     "topp": TopP,

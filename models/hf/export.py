@@ -74,15 +74,16 @@ def export(
     return folder
 
 
-def described(config: Config, dtype: str) -> dict[str, Any]:
+def described(config: Config, dtype: str, theta: float = THETA) -> dict[str, Any]:
     """config.json of a Llama without biases or scaled positions, in the dialect all versions read.
 
-    `models.config.read_config` reads it back as the same description.
+    theta: the base of its rotary frequencies. `models.config.read_config` reads it back as the same
+    description.
     Raises UserError for any other model.
     """
     plain = dataclasses.replace(
         config, family="llama", qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
-        windows=(None,) * config.layers, encoding=rotary(config.head_dim, THETA),
+        windows=(None,) * config.layers, encoding=rotary(config.head_dim, theta),
     )  # fmt: skip
     other = [f.name for f in dataclasses.fields(Config)
              if getattr(config, f.name) != getattr(plain, f.name)]  # fmt: skip
@@ -105,7 +106,7 @@ def described(config: Config, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.context,
-        "rope_theta": THETA,
+        "rope_theta": theta,
         "tie_word_embeddings": config.tied,
         "attention_bias": False,
         "mlp_bias": False,

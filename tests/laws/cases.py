@@ -10,7 +10,9 @@ from jaxkv.policies import (
     H2O,
     Balance,
     BalanceStream,
+    ExpectedAttention,
     Full,
+    KeyDiff,
     MagicPIG,
     Oracle,
     PyramidKV,
@@ -176,6 +178,14 @@ CASES = [
     Case("pyramidkv", PyramidKV(9, 3, 3, "mean", 2, 16, 1, 3), 9,
          oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "mean", THETA, SCALE)), 0, FEW,
          longest=36),
+    Case("expected-attention", ExpectedAttention(9, 2, 6, start=16), 9,
+         oracle.compressed(2, 0, 0, oracle.most_expected(9, 2, 6, THETA, SCALE)), 2, FEW,
+         longest=36),
+    Case("expected-attention-alibi", ExpectedAttention(8, 0, 5, epsilon=0.01, start=16), 8,
+         oracle.compressed(0, 0, 0, oracle.most_expected(8, 0, 5, None, SCALE, 0.01)), 0, FEW,
+         longest=36, encoding=ALIBI),
+    Case("keydiff", KeyDiff(9, start=16), 9,
+         oracle.compressed(0, 0, 0, oracle.least_alike(9, THETA)), 0, FEW, longest=36),
     # New tables are made after 35 tokens, and after 75. Codes of rotated keys depend on the first
     # position.
     Case("magicpig", MagicPIG(2, 5, 2, 3, tail=35, start=8), 5,
@@ -217,18 +227,19 @@ VARIANTS = {
     *("reservoir-geometric", "reservoir-alibi", "balance-stream-walk", "balance-stream-softcap"),
     *("stratified-alibi", "balance-stream-bfloat16", "balance-bfloat16", "balance-walk"),
     *("balance-published", "reservoir-yarn", "balance-stream-yarn"),
-    "quest-rotary",
+    *("quest-rotary", "expected-attention-alibi"),
     *("magicpig-rotary", "magicpig-overflowing", "magicpig-bfloat16", "magicpig-alibi"),
 }
 # Policies whose storage another policy shares: checked in CI.
 SELDOM = VARIANTS | {
-    *("balance-stream", "stratified", "uniform", "pyramidkv"),
+    *("balance-stream", "stratified", "uniform", "pyramidkv", "keydiff"),
     *("topp", "oracle", "quest", "vattention", "magicpig"),
 }
 # Of those, the policies that are compared with the oracle every day.
 COMPARED = {
     *("balance-published", "reservoir-yarn", "balance-stream-yarn", "balance-stream"),
-    *("stratified", "uniform", "topp", "oracle", "quest", "quest-rotary", "vattention"),
+    *("stratified", "uniform", "keydiff", "expected-attention-alibi"),
+    *("topp", "oracle", "quest", "quest-rotary", "vattention"),
     *("magicpig", "magicpig-alibi"),
 }
 

@@ -78,6 +78,24 @@ def check(ends: Ends, start: int, example: tuple[int, int] = (32, 32)) -> None:
         )
 
 
+def check_capacity(capacity: int, least: int, start: int) -> None:
+    """Raise UserError for a capacity below `least` tokens, or impossible first slots."""
+    if not (least <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
+        raise UserError(
+            f"capacity must be from {least} and start from 1, both {MAX_SLOTS} at most, got "
+            f"{capacity} and {start}; try capacity=1024,start=512"
+        )
+
+
+def check_group(spec: Spec) -> None:
+    """Raise UserError where the number of query heads of a KV head is unknown."""
+    if spec.group is None:
+        raise UserError(
+            "this policy stores queries, so it must know how many heads share a KV head; give "
+            "Spec(group=...)"
+        )
+
+
 def check_rounds(rounds: int) -> None:
     """Raise UserError unless a prompt is halved 1 to 10 times."""
     if not 1 <= rounds <= 10:
@@ -93,11 +111,8 @@ def nbytes(spec: Spec, start: int, tokens: int, queries: int = 0) -> int:
 
 def init(spec: Spec, batch: int, rng: jax.Array, start: int, queries: int = 0) -> CompressedState:
     """An empty state; queries: how many of the last queries to store."""
-    if queries and spec.group is None:
-        raise UserError(
-            "this policy stores queries, so it must know how many heads share a KV head; give "
-            "Spec(group=...)"
-        )
+    if queries:
+        check_group(spec)
     shape = batch, spec.kv_heads, queries, spec.group or 0, spec.head_dim
     return CompressedState(
         ring.init(spec, batch, start),
@@ -179,7 +194,8 @@ def finish_prefill(
     else:  # one empty slot: its presence says that prefill is finished
         chosen = per_head.init(spec, batch, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
-    slot = jnp.arange(min(ends.most, size))[None]
+    # One slot at least, because an empty cache cannot grow by doubling.
+    slot = jnp.arange(min(max(ends.most, 1), size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
     exact = Ring(
@@ -201,6 +217,19 @@ def weighted_sample(
     filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
     weight = jnp.where(filled, jnp.float32(weight), -jnp.inf)
     return chosen, jnp.broadcast_to(weight, chosen.positions.shape)
+
+
+def keep_best(
+    tokens: Sample, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+) -> tuple[Sample, Float32[Array, "B K C"]]:
+    """The `budget` highest scores of the first `count` tokens, in the order of the text."""
+    size = tokens.positions.shape[2]
+    budget = min(size, budget)
+    there = jnp.arange(size)[None, None] < count[:, None, None]
+    _, best = jax.lax.top_k(jnp.where(there, score, -jnp.inf), budget)
+    taken = jnp.sort(jnp.where(jnp.take_along_axis(there, best, 2), best, size), axis=2)
+    taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
+    return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
 
 
 def resize(tokens: Sample, size: int) -> Sample:

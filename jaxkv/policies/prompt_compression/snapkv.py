@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import per_head
 from jaxkv.cache.per_head import Sample
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
@@ -83,16 +82,10 @@ class SnapKV(Policy):
 
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]
-            budget = min(size, self.capacity - self.window)
             there = jnp.arange(size)[None, None] < count[:, None, None]
             score = jnp.where(there[:, :, None], attention[..., :size], 0)
             score = jnp.mean(self._pooled(score), axis=2)
-            _, best = jax.lax.top_k(jnp.where(there, score, -1), budget)
-            taken = jnp.sort(jnp.where(jnp.take_along_axis(there, best, 2), best, size), axis=2)
-            taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
-            return base.weighted_sample(
-                per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0
-            )
+            return base.keep_best(tokens, count, score, self.capacity - self.window)
 
         return base.finish_prefill(spec, state, self._ends, choose)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
-from jaxkv.policies import Balance, PyramidKV, SnapKV
+from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV
 from jaxkv.policies.prompt_compression.balance import _as_published
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 from jaxkv.rotary import NoPosition
@@ -47,7 +47,8 @@ def test_the_half_that_the_published_code_keeps():
 
 
 @pytest.mark.parametrize("text", ["uniform:sinks=1,window=2,start=16", "snapkv:capacity=8,window=2",
-                                  "topk", "magicpig:K=4,L=6"])  # fmt: skip
+                                  "keydiff", "expected-attention", "topk",
+                                  "magicpig:K=4,L=6"])  # fmt: skip
 def test_prefill_ends_once(text):
     policy, spec = parse_policy(text), Spec(1, 8, 1.0, NoPosition(), group=1)
     state = policy.finish_prefill(spec, policy.init(spec, 1, jax.random.key(0)))
@@ -69,6 +70,10 @@ def test_prefill_ends_once(text):
         ("uniform:rounds=31", "rounds must be from 1 to 10, got 31"),
         ("snapkv:capacity=32", "capacity must be more than window and .* got 32 and 32"),
         ("snapkv:kernel=4", "kernel must be 1, 3, 5"),
+        ("keydiff:capacity=0", "capacity must be from 1 and start from 1, .* got 0 and 512"),
+        ("expected-attention:capacity=4", "capacity must be from 5 .* got 4 and 512"),
+        ("expected-attention:future=0", "future at least 1, got 4, 0.0 and 0"),
+        ("expected-attention:epsilon=inf", "epsilon must be 0 or more"),
         ("pyramidkv:beta=0", "beta must be at least 1"),
         ("h2o:heavy=0", "heavy and window must be at least 1"),
         ("balance-stream:block=24", "block must be 2, 4, 8, ..., got 24"),
@@ -87,4 +92,6 @@ def test_policies_that_store_queries_need_the_group():
 
     with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
         SnapKV().init(Spec(2, 8, 1.0, NONE), 1, jax.random.key(0))
+    with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
+        ExpectedAttention().init(Spec(2, 8, 1.0, NONE), 1, jax.random.key(0))
     assert Balance().min_prompt == 32 + 32 + 3 + 1 and PyramidKV().min_prompt == 1025

@@ -1,0 +1,128 @@
+"""What is compared with kvpress: the policies here, its presses, and the tokens that both keep.
+
+kvpress keeps the whole part of prompt x (1 - ratio) tokens in each KV head. Its defaults apply to
+both sides: an observation window of 64, mean pooling over 5 neighbours, 4 sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import Sample
+from jaxkv.contract import Policy, Spec
+from jaxkv.policies import ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.typing import Array, Float32
+
+RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
+WINDOW, KERNEL, SINKS, BETA = 64, 5, 4, 20
+ENDS, BUDGETS = "ends of the prompt", "pyramidkv, kvpress's budgets"
+PRESSES = {
+    "snapkv": "SnapKVPress",
+    "pyramidkv": "PyramidKVPress",
+    BUDGETS: "PyramidKVPress",
+    ENDS: "StreamingLLMPress",
+    "streaming": "StreamingLLMPress",
+    "expected-attention": "ExpectedAttentionPress",
+    "keydiff": "KeyDiffPress",
+}
+
+
+@dataclass(frozen=True)
+class PromptEnds(Policy):
+    """Keep the first `sinks` tokens of a finished prompt and its last `window`.
+
+    This is kvpress's StreamingLLM: the prompt is read with full attention, and later tokens evict
+    nothing. start: slots before the prompt, doubled as they fill.
+    """
+
+    sinks: int = SINKS
+    window: int = 252
+    start: int = 512
+
+    leaves: ClassVar[CompressedState] = base.LEAVES
+    grows: ClassVar[bool] = True
+
+    update = staticmethod(base.update)
+    cached = staticmethod(base.cached)
+
+    @property
+    def min_prompt(self) -> int:
+        return self.sinks + self.window + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        return base.init(spec, batch, rng, self.start)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        return base.reserve(spec, state, tokens, Ends(self.sinks, self.window))
+
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        return base.nbytes(spec, self.start, tokens)
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+            none = per_head.init(spec, tokens.k.shape[0], 1)
+            return base.weighted_sample(none, jnp.zeros_like(count), 0.0)
+
+        return base.finish_prefill(spec, state, Ends(self.sinks, self.window), choose)
+
+
+def kept(prompt: int, ratio: float) -> int:
+    """The tokens that kvpress keeps of a prompt, per KV head."""
+    return max(1, int(prompt * (1 - ratio)))
+
+
+def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple[Policy, ...]]:
+    """The policies of one ratio, by case; a tuple has one per layer."""
+    capacity, start = kept(prompt, ratio), {"start": prompt}
+    snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"} | start
+    found: dict[str, Policy | tuple[Policy, ...]] = {
+        "snapkv": SnapKV(capacity, **snap),
+        "pyramidkv": PyramidKV(capacity, beta=BETA, **snap),
+        ENDS: PromptEnds(SINKS, capacity - SINKS, **start),
+        "streaming": Streaming(SINKS, capacity - SINKS, "absolute"),
+        "expected-attention": ExpectedAttention(capacity, SINKS, **start),
+        "keydiff": KeyDiff(capacity, **start),
+    }
+    budgets = pyramid_budgets(prompt, ratio, layers)
+    if len(set(budgets)) > 1:
+        found[BUDGETS] = tuple(SnapKV(max(one, WINDOW + 1), **snap) for one in budgets)
+    return found
+
+
+def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
+    """The tokens that kvpress's PyramidKV keeps in each layer.
+
+    The first layer has at most the prompt without the window. Where the last layer would get less
+    than a window, all layers have the same budget.
+    """
+    total = prompt * (1 - ratio)
+    first = min(2 * total - total / BETA, prompt - WINDOW)
+    last = 2 * total - first
+    if 2 * total - total / BETA < prompt - WINDOW:
+        last = total / BETA
+    if not prompt >= first >= last >= WINDOW:
+        return [max(1, round(total))] * layers
+    return [round(first - layer * (first - last) / (layers - 1)) for layer in range(layers)]
+
+
+def press(name: str, ratio: float) -> dict[str, Any]:
+    """The kvpress side of a case: the name of the press and its fields."""
+    return {"press": PRESSES[name], "fields": {"compression_ratio": ratio}}
+
+
+def keys(prompt: int, layers: int, skip: Sequence[str] = ()) -> list[tuple[str, float]]:
+    """All cases: name and ratio."""
+    return [
+        (name, ratio)
+        for ratio in RATIOS
+        for name in policies(prompt, ratio, layers)
+        if name not in skip
+    ]

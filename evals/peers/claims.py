@@ -1,0 +1,96 @@
+"""Claims about prompt compression, with kvpress on the same weights beside jaxkv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.lib.claim import Claim, Finding, Results, adder, by_all, grade, joined
+from jaxkv.evals.peers.cases import BUDGETS, ENDS
+
+PEERS: list[Claim] = []
+claim = adder(PEERS)
+BAR = 0.02  # nats
+
+
+def shown(one: dict[str, Any]) -> str:
+    return f"{one['mean']:+.4f} ± {2 * one['standard_error']:.4f}"
+
+
+def setting(r: Results) -> str:
+    lengths = " and ".join(f"{int(n):,}" for n in r["prompts"])
+    return f"{len(r['texts'])} novels, prompts of {lengths} tokens, {r['scored']} tokens scored"
+
+
+def differences(r: Results, name: str) -> list[dict[str, Any]]:
+    """Ours minus kvpress's, by prompt length and ratio."""
+    return [
+        row["difference"]
+        for at in r["prompts"].values()
+        for row in at["cases"].get(name, {}).values()
+    ]
+
+
+def listed(r: Results, name: str) -> str:
+    """The differences of a case, as text."""
+    ratios = [ratio for at in r["prompts"].values() for ratio in at["cases"].get(name, {})]
+    each = zip(ratios, differences(r, name), strict=True)
+    return f"{name}: " + ", ".join(f"{float(ratio):.1%} removed {shown(d)}" for ratio, d in each)
+
+
+def same(r: Results, name: str) -> bool:
+    """Whether the mean difference is within the bar at every ratio."""
+    return all(abs(one["mean"]) <= BAR for one in differences(r, name))
+
+
+@claim("peers", "Our `snapkv` has kvpress's loss, within 0.02 nats at each ratio", "our bar")
+def snapkv(r: Results) -> Finding:
+    within = [abs(one["mean"]) <= BAR for one in differences(r, "snapkv")]
+    return f"{setting(r)}; ours minus kvpress's: {listed(r, 'snapkv')}", by_all(within)
+
+
+@claim("peers", "So have `expected-attention`, `keydiff` and a prompt's ends alone", "our bar")
+def others(r: Results) -> Finding:
+    names = ("expected-attention", "keydiff", ENDS)
+    text = joined(listed(r, name) for name in names)
+    return f"{text} (kvpress's StreamingLLM)", by_all([same(r, name) for name in names])
+
+
+@claim("peers", "`pyramidkv` differs only by its budgets", "our bar")
+def pyramidkv(r: Results) -> Finding:
+    kept = ", ".join(
+        f"{row['kept']['ours']:.0f} and {row['kept']['theirs']:.0f}"
+        for at in r["prompts"].values()
+        for row in at["cases"]["pyramidkv"].values()
+    )
+    text = joined(listed(r, name) for name in ("pyramidkv", BUDGETS))
+    return (
+        f"{text}; mean tokens per layer with our budgets and with kvpress's: {kept}. kvpress caps "
+        "the first layer at the prompt without the window, and where the last layer would get "
+        "less than a window it gives all layers the same budget, as snapkv"
+    ), grade(same(r, BUDGETS))
+
+
+@claim("peers", "`streaming` reads the prompt through its window, kvpress with full attention",
+       "explains the difference")  # fmt: skip
+def streaming(r: Results) -> Finding:
+    if not differences(r, "streaming"):
+        return "not among the cases of this run", "not run here"
+    return listed(r, "streaming"), grade(same(r, ENDS) and not same(r, "streaming"))
+
+
+@claim("peers", "Expected attention loses less than SnapKV, KeyDiff and StreamingLLM at each ratio",
+       "Expected Attention, kvpress's board")  # fmt: skip
+def best(r: Results) -> Finding:
+    names = ("expected-attention", "snapkv", "pyramidkv", "keydiff", ENDS)
+    lines, wins = [], []
+    for prompt, at in r["prompts"].items():
+        for ratio in at["cases"]["snapkv"]:
+            over = {name: at["cases"][name][ratio]["over_full"]["ours"] for name in names}
+            least = min(one["mean"] for one in over.values())
+            wins.append(over["expected-attention"]["mean"] == least)
+            each = ", ".join(f"{name} {shown(one)}" for name, one in over.items())
+            lines.append(f"{int(prompt):,} tokens, {float(ratio):.1%} removed: {each}")
+    full = ", ".join(
+        f"{sum(at['full']['losses']['ours']) / len(r['texts']):.4f}" for at in r["prompts"].values()
+    )
+    return f"ours over full attention ({full}): {joined(lines)}", by_all(wins)

@@ -1,0 +1,187 @@
+"""Prompt compression here and in kvpress: the same weights, prompts, ratios and metric.
+
+The first tokens of each text are the prompt, and the tokens after it are scored by teacher forcing.
+They take no part in the compression. kvpress runs in an environment of its own:
+
+    python -m venv PEERS && PEERS/bin/pip install torch kvpress==0.5.5
+    python -m jaxkv.evals.peers.compare --peer-python PEERS/bin/python --texts TEXT ...
+
+Intervals are over texts. Parts are kept under out/, so that an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.peers import cases, our_losses
+from jaxkv.evals.peers.cases import PromptEnds
+from jaxkv.evals.peers.weights import as_folder
+from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.models.llm import Llm
+from jaxkv.policies import Streaming
+from jaxkv.policy_spec import format_policy
+from jaxkv.typing import Float
+
+SCRIPT = Path(__file__).with_name("kvpress_losses.py")
+CHECKED = ("snapkv", 0.5)  # also measured by kvpress's context manager, token by token
+Key = tuple[str, float]
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.peers.compare", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    ask.add_argument("--peer-python", required=True, help="the Python that has kvpress")
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
+    ask.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
+    ask.add_argument("--skip", nargs="*", default=[], choices=list(cases.PRESSES), help="cases")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    llm = models.load(given.model)
+    longest = max(given.prompts) + given.scored + 1
+    texts = {path.stem: tokens_of(llm, path, longest)[0] for path in given.texts}
+    short = [name for name, ids in texts.items() if len(ids) < longest]
+    if short:
+        ask.error(f"--texts must have {longest} tokens, {', '.join(short)} has fewer; give others")
+    record = Record("peers", [*llm.files, *given.texts], quick=given.quick)
+    print("wrote", record.save(run(llm, texts, given, record)))
+    if not given.quick:
+        from jaxkv.evals.lib.figures import draw
+
+        draw("peers")
+
+
+def run(
+    llm: Llm, texts: dict[str, Sequence[int]], given: argparse.Namespace, record: Record
+) -> dict[str, Any]:
+    """All prompt lengths, cases and texts."""
+    parts = Parts(record, 2 * len(texts) * len(given.prompts))
+    found: dict[str, Any] = {}
+    for prompt in given.prompts:
+        keys = cases.keys(prompt, llm.config.layers, given.skip)
+        sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
+        for text, ids in texts.items():
+            some = ids[: prompt + given.scored + 1]
+            of = f"{llm.name}, {text}, {prompt}, {given.scored}, skip {' '.join(given.skip)}"
+            theirs = lambda s=some, p=prompt, k=keys: of_kvpress(llm, s, p, k, given.peer_python)  # noqa: E731
+            ours = lambda s=some, p=prompt, k=keys: of_jaxkv(llm, s, p, k)  # noqa: E731
+            sides["theirs"].append(parts.part(f"kvpress, {of}", theirs))
+            sides["ours"].append(parts.part(f"jaxkv, {of}", ours))
+        found[str(prompt)] = table(keys, sides["ours"], sides["theirs"])
+        chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
+        for name, ratio in keys:
+            row = found[str(prompt)]["cases"][name][f"{ratio:g}"]
+            row["policy"] = format_policy(chosen[ratio][name]) if name != cases.ENDS else name
+    return {
+        "model": llm.name, "texts": list(texts), "scored": given.scored, "prompts": found,
+        "peer_versions": versions_of(given.peer_python), "commits_of_parts": parts.commits,
+    }  # fmt: skip
+
+
+def of_jaxkv(llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key]) -> np.ndarray:
+    """A row per case and one for full attention: the tokens kept, then the losses."""
+    begin, answer = ids[:prompt], ids[prompt:]
+    read = our_losses.read_prompt(llm, begin)
+    rows = []
+    for name, ratio in keys:
+        policy = cases.policies(prompt, ratio, llm.config.layers)[name]
+        if isinstance(policy, Streaming):
+            kept, losses = our_losses.streamed(policy, llm, begin, answer)
+        else:
+            kept, losses = our_losses.losses_of(policy, read, answer)
+        rows.append([kept, *losses])
+    kept, losses = our_losses.losses_of(PromptEnds(0, prompt, prompt), read, answer)
+    return np.array([*rows, [kept, *losses]])
+
+
+def of_kvpress(
+    llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key], python: str
+) -> np.ndarray:
+    """The same, with a last row for the case that is measured in two ways."""
+    asked = [cases.press(*key) for key in keys]
+    different = [one for number, one in enumerate(asked) if one not in asked[:number]]
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "model": str(as_folder(llm, Path(folder))), "tokens": list(map(int, ids)),
+            "prompt": prompt, "cases": different, "check": different.index(cases.press(*CHECKED)),
+        }  # fmt: skip
+        found = json.loads(called(python, str(SCRIPT), given=json.dumps(given)))
+    each = [[kept, *one] for kept, one in zip(found["kept"], found["losses"], strict=True)]
+    rows = [each[different.index(one)] for one in asked]
+    checked = [found["kept"][given["check"]], *found["checked"]]
+    return np.array([*rows, [prompt, *found["full"]], checked])
+
+
+def called(python: str, *words: str, given: str = "") -> str:
+    """The standard output of a command of the other environment; SystemExit where it fails."""
+    done = subprocess.run([python, *words], input=given, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{python} failed, as above; nothing is written")
+    return done.stdout
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """The versions of the packages of the other environment."""
+    code = (
+        "import json; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in ('kvpress', 'transformers', 'torch')}))"
+    )
+    return json.loads(called(python, "-c", code))
+
+
+def table(
+    keys: Sequence[Key], ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """Losses of both sides by case and ratio, and their difference; one array per text."""
+    full = {"ours": [one[-1, 1:].mean() for one in ours],
+            "theirs": [one[-2, 1:].mean() for one in theirs]}  # fmt: skip
+    found: dict[str, Any] = {"full": row(full, full), "cases": {}}
+    for number, (name, ratio) in enumerate(keys):
+        losses = {"ours": [one[number, 1:].mean() for one in ours],
+                  "theirs": [one[number, 1:].mean() for one in theirs]}  # fmt: skip
+        kept = {"ours": ours[0][number, 0], "theirs": theirs[0][number, 0]}
+        tokens = [np.abs(a[number, 1:] - b[number, 1:]).max()
+                  for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+        found["cases"].setdefault(name, {})[f"{ratio:g}"] = row(losses, full) | {
+            "kept": kept, "largest_difference_of_a_token": max(tokens),
+        }  # fmt: skip
+    checked = keys.index(CHECKED)
+    found["checked"] = {
+        "case": f"{CHECKED[0]}, {CHECKED[1]:g} removed",
+        "largest_difference": max(np.abs(one[-1] - one[checked]).max() for one in theirs),
+    }
+    return found
+
+
+def row(
+    losses: Mapping[str, Float[np.ndarray, " X"]], full: Mapping[str, Float[np.ndarray, " X"]]
+) -> dict[str, Any]:
+    """Both sides by text, each over full attention, and ours minus theirs."""
+    over = {side: paired(losses[side], full[side]) for side in losses}
+    return {"losses": losses, "over_full": over,
+            "difference": paired(losses["ours"], losses["theirs"])}  # fmt: skip
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+    """The mean difference over texts, its standard error, and the difference of each text."""
+    by_text = np.subtract(one, other)
+    error = by_text.std(ddof=1) / len(by_text) ** 0.5 if len(by_text) > 1 else 0.0
+    return {"mean": by_text.mean(), "standard_error": error, "by_text": by_text.tolist()}
+
+
+if __name__ == "__main__":
+    main()

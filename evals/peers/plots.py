@@ -1,0 +1,28 @@
+"""The plot of the record `peers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.peers.cases import BUDGETS, ENDS
+from jaxkv.models.palette import COLOURS
+
+
+def peers(axes: Any, results: dict[str, Any]) -> None:
+    """Loss over full attention after compressing a prompt of the first length, with two standard
+    errors over texts. Lines: jaxkv. Crosses: kvpress on the same weights and prompts."""
+    at = next(iter(results["prompts"].values()))
+    for name, rows in at["cases"].items():
+        if name == BUDGETS:
+            continue
+        colour = COLOURS["streaming" if name == ENDS else name]
+        removed = [100 * float(ratio) for ratio in rows]
+        ours, theirs = ([row["over_full"][side] for row in rows.values()]
+                        for side in ("ours", "theirs"))  # fmt: skip
+        axes.errorbar(
+            removed, [one["mean"] for one in ours], [2 * one["standard_error"] for one in ours],
+            color=colour, capsize=2, label=name, linestyle="dotted" if name == "streaming" else "-",
+        )  # fmt: skip
+        axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)
+    axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
+    axes.set(xlabel="of the prompt, removed (%)", ylabel="loss over full attention (nats)")

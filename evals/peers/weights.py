@@ -1,0 +1,36 @@
+"""The weights of a loaded model as a folder that transformers reads, in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxkv.errors import UserError
+from jaxkv.models.gguf import read_header
+from jaxkv.models.hf.export import described
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.llm import Llm
+
+
+def as_folder(llm: Llm, folder: Path) -> Path:
+    """The folder of a model, or for a GGUF file a new one with its dequantised weights.
+
+    No tokenizer is written: both sides get token ids. Raises UserError for a model that is not a
+    plain Llama in float32.
+    """
+    if llm.path.is_dir():
+        return llm.path
+    if llm.dtype != "float32":
+        raise UserError(
+            f"weights are compared in float32, got {llm.dtype}; load with dtype float32"
+        )
+    theta = read_header(llm.path).get("llama.rope.freq_base", float, 10000.0)
+    tensors = {
+        theirs: np.asarray(llm.weights[ours]) for ours, (theirs, _) in shapes(llm.config).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described(llm.config, "float32", theta)))
+    return folder
