@@ -43,6 +43,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: f"speed.{name}" for name in ("serving", "soak")},
     "tasks": "tasks",
 }
+BAR = r"\|"  # a bar inside a cell
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
 HEAD = """\
@@ -146,7 +147,8 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
         found, where = ("", f"{OPEN}: needs a run"), BY_GPU.get(claim.record, command)
     else:
         found, where = claim.find(records[claim.record]["results"]), link(claim.record)
-    return f"| {claim.says} | {claim.paper} | {found[0]} | {found[1]} | {where} |"
+    cells = (claim.says, claim.paper, *found, where)
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
 def bars(name: str, record: dict[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ def tables(axes: Any, results: dict[str, Any]) -> None:
     sinks + 252 plus the mean difference at these tokens."""
     at = results["curve"]["tokens"]
     for name, (label, style) in SINK_LINES.items():
-        axes.plot(at, results["curve"][name], label=label, lw=1.2, **style)
+        axes.plot(at, results["curve"][name], label=label, **{"lw": 1.2} | style)
     pictures.mark(axes, results["context"], "trained context")
     axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)", xlim=(0, at[-1]))
 
@@ -42,7 +42,7 @@ def tables(axes: Any, results: dict[str, Any]) -> None:
 SINK_LINES = {
     "full": ("full attention", {"color": COLOURS["full"]}),
     "0+256": ("window of 256, no sink", {"color": COLOURS["window"]}),
-    "1+255": ("1 sink + 255", {"color": OTHERS[1]}),
+    "1+255": ("1 sink + 255", {"color": OTHERS[1], "lw": 3}),
     "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"]}),
     "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"], "ls": "dashed"}),
 }
