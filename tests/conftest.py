@@ -79,9 +79,9 @@ enable_interrupts()
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--no-typecheck",
+        "--typecheck",
         action="store_true",
-        help="do not check shapes and types of jaxkv's signatures",
+        help="check shapes and types of jaxkv's signatures at each call, as CI does",
     )
     parser.addoption(
         "--must-run",
@@ -102,7 +102,7 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--must-run {marker}: not one of {', '.join(NEEDS)}")
         if missing(marker):
             raise pytest.UsageError(f"--must-run {marker}: {missing(marker)}")
-    if find_spec("jaxtyping") and find_spec("beartype") and not config.option.no_typecheck:
+    if config.option.typecheck:
         from jaxtyping import install_import_hook
 
         from tests import typecheck

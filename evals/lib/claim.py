@@ -81,5 +81,6 @@ def interval(x: Mapping[str, float]) -> str:
 
 
 def over_base(line: Results) -> str:
-    """A loss minus the base, with two standard errors."""
-    return f"({line['loss_over_base']:+.4f} ± {2 * line['standard_error']:.4f})"
+    """A loss minus the base, with two standard errors where there are several texts."""
+    error = line["standard_error"]
+    return f"({line['loss_over_base']:+.4f}" + (")" if error is None else f" ± {2 * error:.4f})")

@@ -59,7 +59,7 @@ TinyStories with a context of 512 tokens) and models trained here, whose sizes a
 results. A Llama of 110 million random weights serves for times only.
 
 `s+w` is a cache of s sinks and a window of w tokens. In parentheses after a perplexity is the loss
-minus that of 4 sinks in a cache of the same size, in nats per token, with two standard errors. An
+minus that of the case without parentheses, in nats per token, with two standard errors. An
 error of attention is relative to the norm of exact attention. `over` means divided by. The last
 section shows the command of each record, with the current name of its module.
 """
@@ -170,6 +170,9 @@ def made(name: str, record: dict[str, Any]) -> str:
     arguments = "".join(f" {word}" for word in record["command"].split()[3:])
     cpu, device = record["cpu"], record["device"]
     changed = " with changes" if record["dirty"] else ""
+    by_text = record["results"].get("by_text", {})  # a record that grows: its parts have commits
+    commits = sorted({c["commit"][:7] for one in by_text.values() for c in one["bins"].values()})
+    changed += f", measured at {', '.join(commits)}" if commits else ""
     on_cpu = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
     return (
         f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`; "

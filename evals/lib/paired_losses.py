@@ -8,16 +8,17 @@ record lacks: the experiments take hours.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, read
+from jaxkv.evals.lib.record import Record, plain, read
 from jaxkv.models import recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
@@ -27,13 +28,14 @@ BIN = 256  # tokens per mean
 
 @dataclass(frozen=True)
 class Case:
-    """policy: a policy string, or recompute:window=W. front: text in front of each text.
+    """policy: a policy string, or recompute:window=W.
 
-    every: only every so-many-th token is predicted. tokens: read only this beginning of each text.
+    prefix: texts that are encoded one by one and put in front of each text, without its BOS. every:
+    only every so-many-th token is predicted. tokens: read only this beginning of each text.
     """
 
     policy: str
-    front: str = ""
+    prefix: tuple[str, ...] = ()
     every: int = 1
     tokens: int | None = None
 
@@ -50,66 +52,83 @@ def measure(
 ) -> ByText:
     """By text and case, the mean loss of each bin of tokens.
 
-    texts: token ids by name. Texts and cases that the committed record has already are taken from
-    it, with the commit that measured them.
+    texts: token ids by name, the stem of their file. Texts and cases that the record has already
+    are taken from it, with the commit that measured them.
     """
-    parts, known = Parts(record, len(cases) * len(texts)), known_bins(llm, cases, record)
+    parts, known = Parts(record, len(cases) * len(texts)), known_bins(llm, cases, base, record)
     found: ByText = {}
     for text, ids in texts.items():
         earlier = known.get(text, {"tokens": 0, "bins": {}})
         earlier = earlier["bins"] if earlier["tokens"] == len(ids) - 1 else {}
-
-        @cache
-        def losses(name: str, text: str = text, ids: Sequence[int] = ids) -> tuple[np.ndarray, str]:
-            case = cases[name]
-            key = f"{llm.name}, {text}, {name}, {min(len(ids), (case.tokens or len(ids)) + 1)}"
-            return parts.part(key, lambda: losses_of(llm, ids, case)), parts.made[key]
-
         bins = {name: earlier[name] for name in cases if name in earlier}
         for name in (name for name in cases if name not in earlier):
-            some, commit = losses(name)
-            bins[name] = {"commit": commit, "loss": binned(some)}
+            losses, commit = part_of(parts, llm, text, ids, cases[name])
+            bins[name] = {"commit": commit, "loss": bin_means(losses)}
             if cases[name].every > 1:
-                of_base = losses(base)[0][: len(some)]
-                bins[name]["base"] = binned(np.where(np.isnan(some), np.nan, of_base))
+                of_base, _ = part_of(parts, llm, text, ids, cases[base])
+                some = np.where(np.isnan(losses), np.nan, of_base[: len(losses)])
+                bins[name]["base"] = bin_means(some)
         found[text] = {"tokens": len(ids) - 1, "bins": {name: bins[name] for name in cases}}
     return found
 
 
-def known_bins(llm: Llm, cases: Mapping[str, Case], record: Record) -> ByText:
-    """What the record of that name holds for this model and for cases that are still the same."""
+def part_of(
+    parts: Parts, llm: Llm, text: str, ids: Sequence[int], case: Case
+) -> tuple[np.ndarray, str]:
+    """The losses of one case on one text, and the commit that measured them."""
+    ids = ids if case.tokens is None else ids[: case.tokens + 1]
+    hash_ = zlib.crc32(np.asarray(ids, np.int32).tobytes())
+    key = f"{llm.name}, {text}, {hash_:x}, {case.policy}, {case.prefix!r}, every {case.every}"
+    return parts.part(key, lambda: losses_of(llm, ids, case)), parts.made[key]
+
+
+def known_bins(llm: Llm, cases: Mapping[str, Case], base: str, record: Record) -> ByText:
+    """What the record of that name has of the same model, texts and cases."""
     if not record.file.exists():
         return {}
-    results = read(record.file.stem, record.file.parent)["results"]
-    if results.get("model") != llm.name:
+    known = read(record.file.stem, record.file.parent)
+    results, data = known["results"], record.about["data"]
+    unchanged = {
+        Path(path).stem for path, hash_ in known["data"].items() if hash_ == data.get(path)
+    }
+    if llm.name not in unchanged:
         return {}
-    same = {name for name, case in cases.items() if results["cases"].get(name) == asdict(case)}
+    same = {n for n, case in cases.items() if results["cases"].get(n) == plain(asdict(case))}
+    if base not in same:  # the losses of the base at the tokens of these cases are stored with them
+        same -= {name for name, case in cases.items() if case.every > 1}
     return {
         text: one | {"bins": {name: bins for name, bins in one["bins"].items() if name in same}}
         for text, one in results["by_text"].items()
+        if text in unchanged
     }
 
 
 def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
-    """The losses of tokens 1, 2, ... of a text, NaN where none was computed."""
-    ids = ids if case.tokens is None else ids[: case.tokens + 1]
+    """The losses of tokens 1, 2, ... of a text, NaN where none was computed.
+
+    Exits where a loss is not finite.
+    """
     window = recompute.window_of(case.policy)
-    front = llm.tokenizer.encode(case.front) if case.front else []
+    prefix = [i for part in case.prefix for i in llm.tokenizer.encode(part, bos=False)]
     if window:
         found = recompute.losses(llm, ids, window, case.every)
     else:
-        policy = f"full:max={len(front) + len(ids)}" if case.policy == "full" else case.policy
-        found = models.losses(llm, [*front, *ids], policy)
-    return gather(found)[0].astype(np.float64)[len(front) :]
+        policy = f"full:max={len(prefix) + len(ids)}" if case.policy == "full" else case.policy
+        found = models.losses(llm, [*prefix, *ids], policy)
+    losses = gather(found)[0].astype(np.float64)[len(prefix) :]
+    later = len(losses) - min(window or len(losses), len(losses))  # those that `every` thins out
+    if np.isfinite(losses).sum() != len(losses) - later + later // case.every:
+        raise SystemExit(f"{case.policy} gives losses that are not finite; nothing is written")
+    return losses
 
 
-def binned(losses: np.ndarray) -> list[float]:
+def bin_means(losses: np.ndarray) -> list[float]:
     """The mean of each whole bin of tokens, over the losses that were computed."""
     size = len(losses) // BIN * BIN
     return np.nanmean(losses[:size].reshape(-1, BIN), axis=1).tolist()
 
 
-def over(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
+def loss_over_base(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
     """A case's loss minus the base's, of the same tokens, by bin of one text."""
     mine = one["bins"][name]
     theirs = mine.get("base", one["bins"][base]["loss"])
@@ -117,30 +136,37 @@ def over(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
     return np.array(mine["loss"][:size]) - np.array(theirs[:size])
 
 
-def compare(by_text: ByText, names: Sequence[str], base: str, skip: int) -> dict[str, Any]:
-    """Perplexity of each case, and its loss minus the base's, beyond the first `skip` tokens.
+def compare(
+    by_text: ByText, names: Sequence[str], base: str, skip: int, end: int | None = None
+) -> dict[str, Any]:
+    """The cases on the bins that each of them has, beyond the first `skip` tokens, up to `end`.
 
-    All cases are compared on the bins that each of them has. skip: a multiple of BIN.
+    `rows` has by case the perplexity, and the loss minus the base's. Where a case predicts only
+    some tokens, its perplexity is that of the base times the exponential of this difference. skip,
+    end: multiples of BIN. Exits where a text is too short.
     """
-    ends = [min(len(one["bins"][name]["loss"]) for name in names) for one in by_text.values()]
-    found = {}
+    shared = min(len(one["bins"][name]["loss"]) for one in by_text.values() for name in names)
+    last = shared if end is None else min(shared, end // BIN)
+    if last <= skip // BIN:
+        raise SystemExit(
+            f"a text must have more than {skip:,} tokens to compare {', '.join(names)}, got "
+            f"{shared * BIN:,}; give longer texts or larger --tokens"
+        )
+    some = slice(skip // BIN, last)
+    of_base = np.mean([np.mean(one["bins"][base]["loss"][some]) for one in by_text.values()])
+    rows = {}
     for name in names:
-        own, gaps = [], []
-        for one, end in zip(by_text.values(), ends, strict=True):
-            some = slice(skip // BIN, end)
-            own.append(np.mean(one["bins"][name]["loss"][some]))
-            gaps.append(float(np.mean(over(one, name, base)[some])))
-        found[name] = {
-            "perplexity": np.exp(np.mean(own)),
-            "loss": np.mean(own),
+        gaps = [float(np.mean(loss_over_base(one, name, base)[some])) for one in by_text.values()]
+        rows[name] = {
+            "perplexity": np.exp(of_base + np.mean(gaps)),
             "loss_over_base": np.mean(gaps),
-            "standard_error": np.std(gaps, ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0,
+            "standard_error": np.std(gaps, ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
             "loss_over_base_by_text": gaps,
         }
-    return found
+    return {"tokens": [skip, last * BIN], "rows": rows}
 
 
-def described(llm: Llm, cases: Mapping[str, Case], by_text: ByText) -> dict[str, Any]:
+def record_header(llm: Llm, cases: Mapping[str, Case], by_text: ByText) -> dict[str, Any]:
     """What every record of paired losses begins with."""
     return {
         "model": llm.name,

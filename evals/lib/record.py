@@ -21,7 +21,7 @@ from jaxkv.models.run_metadata import ROOT, load, run_metadata
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
 CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")
-NUMBERS = re.compile(r'\[\s+([^\[\]{}"]+?)\s+\]')  # a list without strings, lists and objects
+NUMBERS = re.compile(r'\[\n([^\[\]{}"]+)\n\s*\]')  # a list without strings, lists and objects
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.lib.paired_losses import Case, compare, described, measure
+from jaxkv.evals.lib.paired_losses import BIN, Case, compare, measure, record_header
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
@@ -43,10 +43,11 @@ VARIANTS = {  # of those above: fields added
     "weighted, absolute": "weighted=true,positions=absolute",
 }
 BASE = "streaming"
+SKIP = 2 * BIN  # tokens until every cache evicts
 
 
 def cases(llm: Llm) -> dict[str, Case]:
-    """All caches, at the bytes of the largest sampled one."""
+    """All caches, at the bytes of the largest sampled one; `window` and `h2o` at its tokens."""
     most = max(bytes_of(llm, policy) for policy in SAMPLED.values())
     window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
     found = {BASE: Case(plain(window)), "window": Case(f"window:window={4 + window}")}
@@ -94,8 +95,8 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     found = {}
     for tokens in {case.tokens for case in caches.values()}:  # read to the same end
         names = [name for name, case in caches.items() if case.tokens == tokens]
-        rows = compare(by_text, list(dict.fromkeys([BASE, *names])), BASE, skip=256)
-        found |= {name: rows[name] for name in names}
+        compared = compare(by_text, list(dict.fromkeys([BASE, *names])), BASE, SKIP)
+        found |= {n: compared["rows"][n] | {"tokens": compared["tokens"]} for n in names}
     found = {name: found[name] for name in caches}
     for name, case in caches.items():
         found[name] |= {
@@ -103,7 +104,7 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
             "state_bytes": bytes_of(llm, case.policy),
             "cached": mean_cached(parse_policy(case.policy)),
         }
-    return described(llm, caches, by_text) | {"rows": found}
+    return record_header(llm, caches, by_text) | {"rows": found}
 
 
 def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:

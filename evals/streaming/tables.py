@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.paired_losses import BIN, ByText, Case, compare, described, measure, over
+from jaxkv.evals.lib.paired_losses import (
+    BIN,
+    ByText,
+    Case,
+    compare,
+    loss_over_base,
+    measure,
+    record_header,
+)
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
@@ -50,9 +58,9 @@ OTHERS = {  # of the smallest size
     "full": Case("full"),
     f"{BASE}, positions absolute": Case(f"{ring(SINKS, SIZE)},positions=absolute"),
     "4+253": Case("streaming:sinks=4,window=253"),  # the published code evicts after attending
-    "newline+255": Case(ring(1, SIZE), "\n"),
-    "<|endoftext|>+255": Case(ring(1, SIZE), "<|endoftext|>"),
-    "4 newlines+252": Case(ring(SINKS, SIZE), "\n\n\n\n"),
+    "newline+255": Case(ring(1, SIZE), ("\n",)),
+    "<|endoftext|>+255": Case(ring(1, SIZE), ("<|endoftext|>",)),
+    "4 newlines+252": Case(ring(SINKS, SIZE), ("\n",) * 4),
 }
 CURVES = ("full", label(0, SIZE), label(1, SIZE), BASE, "re-computation")
 
@@ -88,9 +96,10 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
         str(size): compare(by_text, [label(n, size) for n in COUNTS], label(SINKS, size), size)
         for size in SIZES
     }
-    return described(llm, cases, by_text) | {
+    return record_header(llm, cases, by_text) | {
         "tables": tables,
         "others": compare(by_text, [BASE, *OTHERS], BASE, SIZE),
+        "within_context": compare(by_text, [BASE, *OTHERS], BASE, SIZE, llm.config.context),
         "beyond_context": compare(by_text, [BASE, *OTHERS], BASE, llm.config.context),
         "table_6": compare(by_text, [*TABLE_6], BASE, max(CACHES)),
         "curve": curve(by_text),
@@ -98,7 +107,7 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
 
 
 def curve(by_text: ByText) -> dict[str, list[float]]:
-    """Loss by position: the mean over texts of each two bins of tokens.
+    """Loss by position: the mean over texts of each two bins of tokens, at their middle.
 
     Few tokens are re-computed, so their mean difference from the base is added to the base's loss.
     """
@@ -108,9 +117,11 @@ def curve(by_text: ByText) -> dict[str, list[float]]:
     def joined(bins: np.ndarray) -> list[float]:
         return bins[:size].reshape(-1, 2).mean(1).tolist()
 
-    return {"tokens": [*range(2 * BIN, BIN * size + 1, 2 * BIN)]} | {
-        name: joined(base + np.mean([over(one, name, BASE)[:size] for one in by_text.values()], 0))
-        for name in CURVES
+    def over(name: str) -> np.ndarray:
+        return np.mean([loss_over_base(one, name, BASE)[:size] for one in by_text.values()], axis=0)
+
+    return {"tokens": [*range(BIN, BIN * size, 2 * BIN)]} | {
+        name: joined(base + over(name)) for name in CURVES
     }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import paired_losses, parts, record
+from jaxkv.evals.lib import claim, paired_losses, parts, record
 from jaxkv.evals.lib.paired_losses import BIN, Case
 from tests.tiny import write_tiny
 
@@ -23,15 +23,24 @@ def texts():
 
 
 @pytest.fixture
-def trial(tmp_path, monkeypatch):
+def trial(tmp_path, monkeypatch, llm):
+    """Opens the record of a run on texts whose files have these contents."""
     monkeypatch.setattr(parts, "TRIALS", tmp_path / "trials")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
-    return lambda: record.Record("paired")
+
+    def begin(**contents):
+        for name, content in contents.items():
+            (tmp_path / f"{name}.txt").write_text(content)
+        found = record.Record("paired", [tmp_path / f"{name}.txt" for name in contents])
+        found.about["data"][f"{llm.name}.gguf"] = "0"
+        return found
+
+    return begin
 
 
 def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, texts, trial):
-    found = paired_losses.measure(llm, texts, CASES, "base", trial())
+    found = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
     base = paired_losses.losses_of(llm, texts["a"], CASES["base"])
     few = paired_losses.losses_of(llm, texts["a"], CASES["few"])
     assert np.isnan(few).sum() > len(few) / 2
@@ -39,40 +48,77 @@ def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, text
         np.nanmean(few[at : at + BIN]) - base[at : at + BIN][~np.isnan(few[at : at + BIN])].mean()
         for at in (0, BIN)
     ]
-    np.testing.assert_allclose(paired_losses.over(found["a"], "few", "base"), expected, rtol=1e-5)
+    gaps = paired_losses.loss_over_base(found["a"], "few", "base")
+    np.testing.assert_allclose(gaps, expected, rtol=1e-5)
     assert len(found["a"]["bins"]["base"]["loss"]) == 2  # whole bins
 
 
 def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monkeypatch):
-    first = trial()
+    first = trial(a="a")
     one = paired_losses.measure(llm, {"a": texts["a"]}, CASES, "base", first)
-    first.save(paired_losses.described(llm, CASES, one))
+    first.save(paired_losses.record_header(llm, CASES, one))
     monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "elsewhere")  # the parts are lost
     measured = []
     of = paired_losses.losses_of
     monkeypatch.setattr(
-        paired_losses, "losses_of", lambda *given: measured.append(given[1]) or of(*given)
+        paired_losses, "losses_of", lambda *given: measured.append(given[1:]) or of(*given)
     )
-    both = paired_losses.measure(llm, texts, CASES, "base", trial())
-    assert measured == [texts["b"]] * len(CASES)
+    both = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
+    assert [text for text, _ in measured] == [texts["b"]] * len(CASES)
     np.testing.assert_allclose(both["a"]["bins"]["few"]["loss"], one["a"]["bins"]["few"]["loss"])
 
+    def cases_again(cases, content):
+        measured.clear()
+        paired_losses.measure(llm, {"a": texts["a"]}, cases, "base", trial(a=content))
+        return [case for _, case in measured]
+
+    # A case that predicts few tokens stores the losses of the base at them.
     other = CASES | {"base": Case("streaming:sinks=2,window=14")}
-    measured.clear()
-    paired_losses.measure(llm, {"a": texts["a"]}, other, "base", trial())
-    assert measured == [texts["a"]]  # the case that changed
+    assert cases_again(other, "a") == [*other.values()]
+    few = CASES | {"few": Case("recompute:window=16", every=32)}
+    assert cases_again(few, "a") == [few["few"], few["base"]]
+    monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "again")
+    assert cases_again(CASES, "another text") == [*CASES.values()]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(llm, texts, monkeypatch):
+    losses = np.zeros(len(texts["a"]) - 1)
+    losses[-1] = np.nan
+    monkeypatch.setattr(models, "losses", lambda *given: [losses])
+    with pytest.raises(SystemExit, match="not finite"):
+        paired_losses.losses_of(llm, texts["a"], CASES["base"])
+
+
+def by_text(*losses):
+    return {
+        str(number): {
+            "bins": {"base": {"loss": one}, "short": {"loss": [x + 0.5 for x in one[:3]]}}
+        }
+        for number, one in enumerate(losses)
+    }
 
 
 def test_rows_compare_the_bins_that_all_cases_have():
-    loss = np.array([[9.0, 2.0, 3.0, 4.0], [8.0, 3.0, 4.0, 6.0]])
-    by_text = {
-        text: {"bins": {"base": {"loss": list(one)}, "short": {"loss": list(one[:3] + 0.5)}}}
-        for text, one in zip("ab", loss, strict=True)
-    }
-    found = paired_losses.compare(by_text, ["base", "short"], "base", skip=BIN)
-    assert found["short"]["loss_over_base"] == pytest.approx(0.5)
-    assert found["short"]["standard_error"] == pytest.approx(0)
-    assert found["short"]["loss"] == pytest.approx(3.5)
-    assert found["base"]["perplexity"] == pytest.approx(np.exp(3))
-    alone = paired_losses.compare(by_text, ["base"], "base", skip=BIN)
-    assert alone["base"]["loss"] == pytest.approx(22 / 6)
+    texts = by_text([9.0, 2.0, 3.0, 4.0], [8.0, 3.0, 4.0, 6.0])
+    found = paired_losses.compare(texts, ["base", "short"], "base", skip=BIN)
+    assert found["tokens"] == [BIN, 3 * BIN]
+    row = found["rows"]["short"]
+    assert row["loss_over_base"] == pytest.approx(0.5)
+    assert row["standard_error"] == pytest.approx(0)
+    assert row["perplexity"] == pytest.approx(np.exp(3.5))
+    assert found["rows"]["base"]["perplexity"] == pytest.approx(np.exp(3))
+    alone = paired_losses.compare(texts, ["base"], "base", skip=BIN)
+    assert alone["rows"]["base"]["perplexity"] == pytest.approx(np.exp(22 / 6))
+    first = paired_losses.compare(texts, ["base"], "base", skip=0, end=BIN)
+    assert first["rows"]["base"]["perplexity"] == pytest.approx(np.exp(8.5))
+
+
+def test_one_text_has_no_interval():
+    row = paired_losses.compare(by_text([9.0, 2.0]), ["base", "short"], "base", 0)["rows"]["short"]
+    assert row["standard_error"] is None
+    assert claim.over_base(row) == "(+0.5000)"
+
+
+def test_texts_that_are_too_short_are_refused():
+    with pytest.raises(SystemExit, match="more than 1,024 tokens"):
+        paired_losses.compare(by_text([9.0, 2.0]), ["base"], "base", skip=4 * BIN)

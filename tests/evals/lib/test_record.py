@@ -77,7 +77,12 @@ def test_no_result_names_a_machine():
 
 
 def test_lists_of_numbers_stand_on_one_line():
-    results = {"a": [1, 2.5, None], "b": ["x, [y]", "z"], "c": [[1, 2], []], "d": [{"e": [True]}]}
+    results = {
+        "a": [1, 2.5, None],
+        "b": ["x, [ y ]  w", "z"],
+        "c": [[1, 2], []],
+        "d": [{"e": [True]}],
+    }
     text = record.dumps(results)
     assert json.loads(text) == results
     assert '"a": [1, 2.5, null]' in text and "[1, 2]" in text and "[true]" in text

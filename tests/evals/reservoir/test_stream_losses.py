@@ -46,7 +46,8 @@ def test_cached_tokens_are_counted(policy, expected):
 
 
 def record(over):
-    row = {"perplexity": 30.0, "loss_over_base": over, "standard_error": 0.01, "cached": 256.0}
+    row = {"loss_over_base": over, "standard_error": 0.01, "loss_over_base_by_text": [over] * 2,
+           "cached": 256.0, "tokens": [512, 20_000]}  # fmt: skip
     rows = {name: row for name in ("streaming", "window", "reservoir")}
     return {"model": "a model", "texts": {"a": 20_000, "b": 20_000}, "rows": rows}
 
@@ -55,4 +56,4 @@ def test_the_verdict_follows_the_loss_of_reservoir():
     (claim,) = [c for c in claims.RESERVOIR if c.record == "stream_losses"]
     assert claim.find(record(-0.03))[1] == HOLDS
     assert claim.find(record(0.03))[1] == NOT
-    assert "2 novels, 20,000 tokens each" in claim.find(record(0.03))[0]
+    assert "256 cached, 20,000 tokens read" in claim.find(record(0.03))[0]

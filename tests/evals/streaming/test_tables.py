@@ -5,7 +5,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib import paired_losses
-from jaxkv.evals.lib.claim import HOLDS, NOT
+from jaxkv.evals.lib.claim import HOLDS, NOT, PART
 from jaxkv.evals.lib.paired_losses import Case
 from jaxkv.evals.streaming import claims, tables
 from tests.tiny import write_tiny
@@ -16,14 +16,14 @@ def llm(tmp_path_factory):
     return models.load(write_tiny(tmp_path_factory.mktemp("sinks") / "model"))
 
 
-def test_a_front_shifts_no_prediction(llm):
+def test_a_prefix_shifts_no_prediction(llm):
     ids = [int(x) for x in np.random.default_rng(0).integers(2, 250, 60)]
     plain = paired_losses.losses_of(llm, ids, Case("full"))
-    front = paired_losses.losses_of(llm, ids, Case("full", front="a"))
+    front = paired_losses.losses_of(llm, ids, Case("full", ("a", "a")))
     assert plain.shape == front.shape == (59,)
-    encoded = llm.tokenizer.encode("a")
-    expected = np.concatenate(list(models.losses(llm, [*encoded, *ids], "full")))
-    np.testing.assert_allclose(front, expected[len(encoded) :], rtol=1e-6)
+    encoded = llm.tokenizer.encode("a", bos=False)
+    expected = np.concatenate(list(models.losses(llm, [*encoded, *encoded, *ids], "full")))
+    np.testing.assert_allclose(front, expected[2 * len(encoded) :], rtol=1e-6)
 
 
 def test_the_curve_of_few_predictions_follows_the_base():
@@ -38,7 +38,7 @@ def test_the_curve_of_few_predictions_follows_the_base():
     means = base[:8].reshape(-1, 2).mean(1)
     np.testing.assert_allclose(curve["re-computation"], means + 0.1 * number)
     np.testing.assert_allclose(curve[tables.BASE], means)
-    assert curve["tokens"] == [512, 1024, 1536, 2048]
+    assert curve["tokens"] == [256, 768, 1280, 1792]
 
 
 def row(gaps):
@@ -50,43 +50,53 @@ def row(gaps):
     }
 
 
-def record(window=0.5, absolute=0.5, full=1.0, two=0.0):
-    """A record with these losses over those of 4 sinks."""
+def record(window=0.5, few=0.05, eight=0.0, larger=0.1, **others):
+    """A record with these losses over those of 4 sinks; others: by case."""
+    gaps = {0: window, 1: few, 2: few, 4: 0.0, 8: eight}
     by_size = {
-        str(size): {
-            f"{n}+{size - n}": row([{0: window, 1: two, 2: two}.get(n, 0.0)] * 5)
-            for n in tables.COUNTS
-        }
+        str(size): table({f"{n}+{size - n}": gaps[n] for n in tables.COUNTS})
         for size in tables.SIZES
     }
-    others = {name: row([0.0] * 5) for name in (tables.BASE, *tables.OTHERS)}
-    others[claims.ABSOLUTE] = row([absolute] * 5)
-    table_6 = {name: row([0.1 * -number] * 5) for number, name in enumerate(tables.TABLE_6)}
+    cases = dict.fromkeys((tables.BASE, *tables.OTHERS), 0.0) | {"full": 1.0}
+    cases |= {claims.ABSOLUTE: others.pop("absolute", 0.5)}
+    places = ("others", "within_context", "beyond_context")
     return {
         "model": "a model",
         "texts": dict.fromkeys("abcde"),
         "tables": by_size,
-        "others": others,
-        "beyond_context": others | {"full": row([full] * 5)},
-        "table_6": table_6,
+        "table_6": table({name: number * larger for number, name in enumerate(tables.TABLE_6)}),
+        **{place: table(cases | others) for place in places},
     }
 
 
+def table(gaps):
+    return {"tokens": [256, 8192], "rows": {name: row([gap] * 5) for name, gap in gaps.items()}}
+
+
+RECOMPUTED = {"re-computation": -0.03}
+NEWLINES = {"4 newlines+252": 0.05}
+
+
 @pytest.mark.parametrize(
-    "says, holds, fails",
+    "says, fails, verdict",
     [
-        ("Full attention fails", record(), record(full=0.0)),
-        ("A window alone", record(), record(window=0.0)),
-        ("One or two sinks", record(two=0.05), record(two=0.0)),
-        ("Positions must", record(), record(absolute=0.0)),
+        ("Full attention fails", record(full=0.0), NOT),
+        ("A window alone", record(window=0.0), NOT),
+        ("With sinks", record(**RECOMPUTED), NOT),
+        ("The first tokens", record(**NEWLINES), NOT),
+        ("One or two sinks", record(few=0.0), PART),
+        ("One or two sinks", record(few=0.0, eight=0.03), NOT),
+        ("A larger cache", record(larger=-0.1), NOT),
+        ("Positions must", record(absolute=0.0), NOT),
+        ("Evicting after", record(**{"4+253": 0.01}), NOT),
     ],
 )
-def test_verdicts_follow_the_losses(says, holds, fails):
+def test_verdicts_follow_the_losses(says, fails, verdict):
     (claim,) = [
         c for c in claims.STREAMING if c.record == "streaming_tables" and c.says.startswith(says)
     ]
-    assert claim.find(holds)[1] == HOLDS
-    assert claim.find(fails)[1] == NOT
+    assert claim.find(record())[1] == HOLDS
+    assert claim.find(fails)[1] == verdict
 
 
 def test_every_claim_finds_its_rows():
