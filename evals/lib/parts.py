@@ -40,7 +40,7 @@ class Parts:
         compute it even if there is a file.
         """
         file = self.folder / f"{name.replace('/', '_')}.npz"
-        self.done += 1
+        self.done += name not in self.made
         if file.exists() and not again:
             with np.load(file) as kept:
                 self.made[name] = str(kept["commit"])
