@@ -50,7 +50,7 @@ def snapkv(r: Results) -> Finding:
     return f"{setting(r)}; ours minus kvpress's: {listed(r, 'snapkv')}", by_all(within)
 
 
-@claim("peers", "`expected-attention`, `keydiff` and a prompt's ends have kvpress's loss, as snapkv",
+@claim("peers", "`expected-attention`, `keydiff` and a prompt's ends have kvpress's loss too",
        "our bar")  # fmt: skip
 def others(r: Results) -> Finding:
     names = ("expected-attention", "keydiff", ENDS)
