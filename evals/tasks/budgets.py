@@ -1,8 +1,9 @@
 """Policies at equal KV budgets: a share of a context of a known length.
 
-Every policy but `full` gets the same number of tokens per KV head, cached or attended to per query,
-at the end of prefill. Half of it is the ends of the context, half a selection of the tokens between
-them, as in evals/comparison/side_by_side.py. `topp` is left out: it chooses its own budget.
+Every policy but `full` gets the same number of tokens per KV head, on average over layers, cached
+or attended to per query, at the end of prefill. Policies that sample, halve or select among the
+tokens between the ends spend about half of it on the ends. `topp` is left out: it chooses its own
+budget.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from jaxkv.models.tokenizer import Tokenizer
 class Sample(NamedTuple):
     """One question about one context.
 
-    lead: the beginning of the model's answer, which is put into its mouth as RULER does. answers:
+    lead: the beginning of the model's answer, with which the answer begins, as in RULER. answers:
     a right answer contains them all.
     """
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.state.memory import show
 
 Results = dict[str, Any]
 
@@ -34,16 +35,19 @@ def table() -> str:
     """One row per case, budget and policy."""
     results = read("tasks", RESULTS)["results"]
     lines = [
-        "| task, tokens | budget | policy | right answers | KL per token (nats) | same top token |",
-        "|---|---|---|---|---|---|",
+        "| task, tokens | budget | policy | right answers | KL per token (nats) | same top token "
+        "| state |",
+        "|---|---|---|---|---|---|---|",
     ]
     for task, length, found in cases(results):
         case = f"{task}, {int(length):,}"
-        lines.append(f"| {case} | all | `full` | {score(found['full'])} | 0 | 100% |")
+        lines.append(f"| {case} | all | `full` | {score(found['full'])} | 0 | 100% "
+                     f"| {show(found['full']['state_bytes'])} |")  # fmt: skip
         for ratio, rows in found["ratios"].items():
             for name, row in rows.items():
                 right = score(row) if found["scored"] else "not scored"
                 lines.append(
-                    f"| {case} | {float(ratio):.0%} | `{name}` | {right} | {divergence(row)} |"
+                    f"| {case} | {float(ratio):.0%} | `{name}` | {right} | {divergence(row)} "
+                    f"| {show(row['state_bytes'])} |"
                 )
     return "\n".join(lines) + "\n"

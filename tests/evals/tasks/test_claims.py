@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, UNSEEN
+from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, PART, UNSEEN
 from jaxkv.evals.tasks import claims, report
 from jaxkv.evals.tasks.score import passes, wilson
 
@@ -11,7 +11,7 @@ SAMPLES = 20
 
 def scored(share):
     low, high = wilson(share, SAMPLES)
-    return {"score": share, "low": low, "high": high}
+    return {"score": share, "low": low, "high": high, "by_depth": [share, share, share, 1.0]}
 
 
 def record(full, **policies):
@@ -19,23 +19,28 @@ def record(full, **policies):
     rows = {}
     for name, share in policies.items():
         rows[name] = scored(share) if passes(full) else {}
-        rows[name] |= {"kl": 0.5, "kl_two_errors": 0.1, "agreement": 0.75}
-    case = {"full": scored(full), "scored": passes(full), "ratios": {"0.25": rows}}
+        rows[name] |= {"kl": 0.5, "kl_two_errors": 0.1, "agreement": 0.75, "state_bytes": 2048}
+    case = {
+        "full": scored(full) | {"state_bytes": 4096},
+        "scored": passes(full),
+        "ratios": {"0.25": rows},
+    }
     return {"model": "a model", "samples": SAMPLES, "tasks": {"needle": {"1024": case}}}
 
 
 @pytest.mark.parametrize(
-    "says, holds, fails",
+    "says, holds, fails, verdict",
     [
-        ("A streaming", record(1.0, streaming=0.2), record(1.0, streaming=0.9)),
-        ("A sample", record(1.0, reservoir=0.95), record(1.0, reservoir=0.4)),
-        ("SnapKV", record(1.0, snapkv=1.0), record(1.0, snapkv=0.5)),
-        ("Attention to", record(0.9, topk=0.75), record(0.9, topk=0.5)),
+        ("A streaming", record(1.0, streaming=0.05), record(1.0, streaming=0.2), HOLDS),
+        ("A sample", record(1.0, reservoir=0.95), record(1.0, reservoir=0.85), HOLDS),
+        ("SnapKV", record(1.0, snapkv=1.0), record(1.0, snapkv=0.5), HOLDS),
+        # Retrieval is half of this claim.
+        ("Attention to", record(0.9, topk=0.85), record(0.9, topk=0.5), PART),
     ],
 )
-def test_verdicts_follow_the_scores(says, holds, fails):
+def test_verdicts_follow_the_scores(says, holds, fails, verdict):
     (claim,) = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
-    assert claim.find(holds)[1] == HOLDS
+    assert claim.find(holds)[1] == verdict
     assert claim.find(fails)[1] == NOT
     assert claim.find(record(1.0, quest=1.0))[1].startswith(OPEN)
 
@@ -53,7 +58,9 @@ def test_the_table_shows_scores_only_beyond_the_gate(monkeypatch):
         found = {"results": record(full, snapkv=0.5)}
         monkeypatch.setattr(report, "read", lambda *_, found=found: found)
         lines[full] = report.table().splitlines()[2:]
-    assert lines[0.95][0] == "| needle, 1,024 | all | `full` | 95% (76 to 99) | 0 | 100% |"
-    middle = "| needle, 1,024 | 25% | `snapkv` | {} | 0.50 ± 0.10 | 75% |"
+    assert (
+        lines[0.95][0] == "| needle, 1,024 | all | `full` | 95% (76 to 99) | 0 | 100% | 4.0 KiB |"
+    )
+    middle = "| needle, 1,024 | 25% | `snapkv` | {} | 0.50 ± 0.10 | 75% | 2.0 KiB |"
     assert lines[0.95][1] == middle.format("50% (30 to 70)")
     assert lines[0.85][1] == middle.format("not scored")
