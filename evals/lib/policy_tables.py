@@ -41,7 +41,7 @@ USE = {
     "expected-attention": ("a long prompt whose questions come later, one or several",
                            "endless text; models whose logits have a softcap"),
     "keydiff": ("a long prompt whose questions come later; it needs no queries",
-                "endless text; removing three quarters of a prompt or more, where its loss is highest"),
+                "endless text; removing most of a prompt, where its loss is the highest"),
     "magicpig": ("prompts of tens of thousands of tokens, to read fewer keys per token",
                  "short prompts; saving memory: it needs more than full"),
     "topk": ("an oracle baseline: attention to the largest logits",
