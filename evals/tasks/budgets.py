@@ -47,6 +47,8 @@ def settings(length: int, ratio: float, slots: int) -> dict[str, str]:
         "balance": f"balance:{halved}",
         "snapkv": f"snapkv:{snap}",
         "pyramidkv": f"pyramidkv:{snap}",
+        "expected-attention": f"expected-attention:capacity={budget},start={slots}",
+        "keydiff": f"keydiff:capacity={budget},start={slots}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
         "oracle": f"oracle:share={share:g},{sparse}",

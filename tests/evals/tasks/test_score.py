@@ -47,7 +47,8 @@ def test_means_have_two_standard_errors():
 
 LENGTH = 256
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 1e4), group=1)
-STORED = ("window", "streaming", "h2o", "reservoir", "uniform", "balance", "snapkv")
+STORED = ("window", "streaming", "h2o", "reservoir", "uniform", "balance", "snapkv",
+          "expected-attention", "keydiff")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
