@@ -21,12 +21,12 @@ def as_folder(llm: Llm, folder: Path) -> Path:
     No tokenizer is written: both sides get token ids. Raises UserError for a model that is not a
     plain Llama in float32.
     """
-    if llm.path.is_dir():
-        return llm.path
     if llm.dtype != "float32":
         raise UserError(
             f"weights are compared in float32, got {llm.dtype}; load with dtype float32"
         )
+    if llm.path.is_dir():
+        return llm.path
     theta = read_header(llm.path).get("llama.rope.freq_base", float, 10000.0)
     tensors = {
         theirs: np.asarray(llm.weights[ours]) for ours, (theirs, _) in shapes(llm.config).items()

@@ -67,8 +67,8 @@ class Batch:
             answers = full.answers if (same == 1).all() else self.greedy(stream)
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [score.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
-        held = np.full(len(counts), stream.state_bytes / len(counts))
-        return np.stack([right, kl, same, counts, held], axis=1)
+        state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
+        return np.stack([right, kl, same, counts, state_bytes], axis=1)
 
     def divergence(self, stream: models.Stream) -> tuple[Float[np.ndarray, " B"], ...]:
         """KL and top-1 agreement of each prompt, means over the tokens of full's answer."""
