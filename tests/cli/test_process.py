@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.seldom import seldom
+
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = ("--max-new-tokens", "1000000000", "--ignore-eos", "--policy", "window:window=16")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
@@ -33,7 +35,7 @@ def test_ctrl_c_keeps_the_text_so_far(model):
     assert first and out.endswith(b"\n") and err == b""
 
 
-@pytest.mark.parametrize("pause", [0.01, 0.05, 0.15])
+@pytest.mark.parametrize("pause", [seldom(0.01), 0.05, seldom(0.15)])
 def test_repeated_ctrl_c_keeps_the_exit_code(model, pause):
     """Also while Python exits."""
     with start("generate", "Hello", "--model", model, *ENDLESS) as process:
