@@ -24,7 +24,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
+from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies.discrepancy import Halving, halve

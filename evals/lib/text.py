@@ -1,7 +1,9 @@
-"""The text that is shipped with the evals: the beginning of a novel."""
+"""Texts to read: the beginning of a novel that is shipped with the evals, files, and books."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
 
 # "The Hound of the Baskervilles" (1902), in the public domain. The default model has not seen it.
 PASSAGE = Path(__file__).resolve().parents[1] / "passage.txt"
+HELD_BACK = ("valid", "test")  # splits of books that the default model has not seen
 
 
 def passage(llm: Llm, most: int) -> list[int]:
@@ -18,3 +21,32 @@ def passage(llm: Llm, most: int) -> list[int]:
     if len(ids) < most:
         print(f"all {len(ids):,} tokens of the passage are used, {most:,} were requested")
     return ids[:most]
+
+
+def tokens_of(
+    llm: Llm, texts: Path, count: int, splits: Sequence[str] = ("train",)
+) -> tuple[list[int], list[Path]]:
+    """The first `count` tokens of a file, or of a folder's books as one text; all, if fewer."""
+    files, text, ids = [], [], []
+    for book in [texts] if texts.is_file() else books(texts, splits):
+        files.append(book)
+        text.append(book.read_text("utf-8"))
+        # A token is rarely shorter than a byte, so encode only once there are enough bytes.
+        if sum(map(len, text)) >= count:
+            ids = llm.tokenizer.encode("\n\n".join(text))
+            if len(ids) >= count:
+                break
+    return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
+
+
+def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:
+    """The books of some splits, those of manifest_more.json last.
+
+    In a folder without manifest.json, every text.
+    """
+    if not (folder / "manifest.json").exists():
+        yield from sorted(folder.glob("*.txt"))
+    for name in ("manifest.json", "manifest_more.json"):
+        if (folder / name).exists():
+            listed = json.loads((folder / name).read_text("utf-8"))["books"]
+            yield from (folder / book["file"] for book in listed if book["split"] in splits)

@@ -28,6 +28,7 @@ from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
 from jaxkv.evals.magicpig.heads import (
@@ -40,7 +41,6 @@ from jaxkv.evals.magicpig.heads import (
     progress,
 )
 from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
-from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Oracle, TopK
 from jaxkv.policies.magicpig import lsh

@@ -28,9 +28,9 @@ from jaxkv import models
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.lib.baseline import LARGE
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import matched_budgets, sparse_tokens
 from jaxkv.evals.magicpig.matched_budgets import DRAWING, Ends
-from jaxkv.evals.streaming.endless import HELD_BACK, tokens_of
 from jaxkv.models.device import cores
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Balance, Full, MagicPIG, SnapKV, Uniform

@@ -24,10 +24,10 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
-from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Streaming
 from jaxkv.policy_spec import format_policy

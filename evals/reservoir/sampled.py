@@ -21,8 +21,9 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
-from jaxkv.evals.streaming.endless import HELD_BACK, read, tokens_of
+from jaxkv.evals.streaming.endless import read
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy, state_bytes

@@ -9,20 +9,16 @@ mean over steps, because a merge-and-reduce tree fills and empties its levels.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.lib.paired_losses import BIN, Case, compare, measure, record_header
+from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, end, measure, record_header
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy, state_bytes
 from jaxkv.rotary import NoPosition
@@ -69,23 +65,8 @@ def bytes_of(llm: Llm, policy: str) -> int:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.reservoir.stream_losses", description=__doc__
-    )
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    ask.add_argument("--tokens", type=int, default=20_000, help="per text")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-
-    llm = models.load(given.model)
-    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
-    record = Record("stream_losses", [*llm.files, *given.texts], [0], quick=given.quick)
-    print("wrote", record.save(run(llm, texts, record)))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("stream_losses")
+    llm, texts, record = begin("jaxkv.evals.reservoir.stream_losses", "stream_losses", __doc__)
+    end(record, run(llm, texts, record))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models import uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights

@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, resident
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.state import batch
 
@@ -142,9 +143,6 @@ def read(
     return lines
 
 
-HELD_BACK = ("valid", "test")  # splits that the default model has not seen
-
-
 def summary(endless: list[dict], wrapped: list[dict], fresh: list[dict]) -> dict[str, Any]:
     """The numbers that decide the claim."""
     loss, wrap, control = (np.array([b["loss"] for b in s]) for s in (endless, wrapped, fresh))
@@ -174,35 +172,6 @@ def compilations() -> Counter:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return counts
-
-
-def tokens_of(
-    llm: Llm, texts: Path, count: int, splits: Sequence[str] = ("train",)
-) -> tuple[list[int], list[Path]]:
-    """The first `count` tokens of a file, or of a folder's books as one text; all, if fewer."""
-    files, text, ids = [], [], []
-    for book in [texts] if texts.is_file() else books(texts, splits):
-        files.append(book)
-        text.append(book.read_text("utf-8"))
-        # A token is rarely shorter than a byte, so encode only once there are enough bytes.
-        if sum(map(len, text)) >= count:
-            ids = llm.tokenizer.encode("\n\n".join(text))
-            if len(ids) >= count:
-                break
-    return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
-
-
-def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:
-    """The books of some splits, those of manifest_more.json last.
-
-    In a folder without manifest.json, every text.
-    """
-    if not (folder / "manifest.json").exists():
-        yield from sorted(folder.glob("*.txt"))
-    for name in ("manifest.json", "manifest_more.json"):
-        if (folder / name).exists():
-            listed = json.loads((folder / name).read_text("utf-8"))["books"]
-            yield from (folder / book["file"] for book in listed if book["split"] in splits)
 
 
 if __name__ == "__main__":

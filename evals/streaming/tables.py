@@ -9,25 +9,23 @@ that the record lacks.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxkv import models
 from jaxkv.evals.lib.paired_losses import (
     BIN,
     ByText,
     Case,
+    begin,
     compare,
+    end,
     loss_over_base,
     measure,
     record_header,
 )
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models.llm import Llm
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
@@ -66,26 +64,8 @@ CURVES = ("full", label(0, SIZE), label(1, SIZE), BASE, "re-computation")
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.streaming.tables", description=__doc__
-    )
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    ask.add_argument(
-        "--tokens", type=int, default=20_000,
-        help=f"per text; caches of more than {SIZE} tokens read {BEGINNING:,} at most",
-    )  # fmt: skip
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-
-    llm = models.load(given.model)
-    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
-    record = Record("streaming_tables", [*llm.files, *given.texts], quick=given.quick)
-    print("wrote", record.save(run(llm, texts, record)))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("streaming_tables")
+    llm, texts, record = begin("jaxkv.evals.streaming.tables", "streaming_tables", __doc__)
+    end(record, run(llm, texts, record))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
-from jaxkv.evals.streaming.endless import tokens_of
 from jaxkv.models import pictures, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights

@@ -8,7 +8,7 @@ import pytest
 from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
-from jaxkv.evals.streaming.endless import tokens_of
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 from tests import oracle

@@ -122,3 +122,12 @@ def test_one_text_has_no_interval():
 def test_texts_that_are_too_short_are_refused():
     with pytest.raises(SystemExit, match="more than 1,024 tokens"):
         paired_losses.compare(by_text([9.0, 2.0]), ["base"], "base", skip=4 * BIN)
+
+
+def test_the_command_line_names_model_and_texts(llm, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text("the cat sat on the mat " * 9)
+    words = ["prog", "--model", str(llm.path), "--texts", str(tmp_path / "book.txt"), "--quick"]
+    monkeypatch.setattr("sys.argv", [*words, "--tokens", "20"])
+    loaded, texts, found = paired_losses.begin("jaxkv.evals.trial", "trial", "About.")
+    assert loaded.name == llm.name and len(texts["book"]) == 21
+    assert found.file == record.TRIALS / "trial.json" and len(found.about["data"]) > 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.reservoir import sampled
-from jaxkv.evals.streaming.endless import tokens_of
 
 CACHES = {
     "reservoir": "reservoir:sinks=1,window=6,sample=8",

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib import timing
+from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.speed import profile
 from jaxkv.evals.streaming import endless
 from jaxkv.models import streams
@@ -27,7 +28,7 @@ def compress(llm):
 @pytest.fixture(scope="module")
 def ids(llm, shared):
     text = shared / "text" / "tinystories" / "valid.txt"
-    return endless.tokens_of(llm, text, 513)[0]
+    return tokens_of(llm, text, 513)[0]
 
 
 def test_a_long_stream_is_compared_with_new_caches_per_block(compress, ids):
@@ -50,9 +51,9 @@ def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
     (tmp_path / "manifest.json").write_text(json.dumps({"books": books}))
     for name, _ in names:
         (tmp_path / name).write_text(name * 9)
-    ids, files = endless.tokens_of(llm, tmp_path, 20)
+    ids, files = tokens_of(llm, tmp_path, 20)
     assert (len(ids), [file.name for file in files]) == (20, ["b.txt"])
-    ids, files = endless.tokens_of(llm, tmp_path, 10_000)
+    ids, files = tokens_of(llm, tmp_path, 10_000)
     assert [file.name for file in files] == ["b.txt", "a.txt"]
 
 
