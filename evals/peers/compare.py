@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,18 @@ def run(
     found: dict[str, Any] = {}
     for prompt in given.prompts:
         keys = cases.keys(prompt, llm.config.layers, given.skip)
+        chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
+        asked = repr([(key, chosen[key[1]][key[0]], cases.press(*key)) for key in keys])
         sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
         for text, ids in texts.items():
             some = ids[: prompt + given.scored + 1]
-            of = f"{llm.name}, {text}, {prompt}, {given.scored}, skip {' '.join(given.skip)}"
+            hash_ = zlib.crc32(f"{asked} {list(some)}".encode())
+            of = f"{llm.name}, {text}, {prompt}, {given.scored}, {hash_:x}"
             theirs = lambda s=some, p=prompt, k=keys: of_kvpress(llm, s, p, k, given.peer_python)  # noqa: E731
             ours = lambda s=some, p=prompt, k=keys: of_jaxkv(llm, s, p, k)  # noqa: E731
             sides["theirs"].append(parts.part(f"kvpress, {of}", theirs))
             sides["ours"].append(parts.part(f"jaxkv, {of}", ours))
         found[str(prompt)] = table(keys, sides["ours"], sides["theirs"])
-        chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
         for name, ratio in keys:
             row = found[str(prompt)]["cases"][name][f"{ratio:g}"]
             row["policy"] = format_policy(chosen[ratio][name]) if name != cases.ENDS else name
