@@ -84,13 +84,12 @@ def measure(
     texts: token ids by name, the stem of their file. Texts and cases that the record has already
     are taken from it, with the commit that measured them.
     """
-    parts, known = Parts(record, len(cases) * len(texts)), known_bins(llm, cases, base, record)
+    known = known_bins(llm, texts, cases, base, record)
+    parts = Parts(record, len(cases) * len(texts) - sum(map(len, known.values())))
     found: ByText = {}
     for text, ids in texts.items():
-        earlier = known.get(text, {"tokens": 0, "bins": {}})
-        earlier = earlier["bins"] if earlier["tokens"] == len(ids) - 1 else {}
-        bins = {name: earlier[name] for name in cases if name in earlier}
-        for name in (name for name in cases if name not in earlier):
+        bins = known[text]
+        for name in (name for name in cases if name not in bins):
             losses, commit = part_of(parts, llm, text, ids, cases[name])
             bins[name] = {"commit": commit, "loss": bin_means(losses)}
             if cases[name].every > 1:
@@ -111,25 +110,30 @@ def part_of(
     return parts.part(key, lambda: losses_of(llm, ids, case)), parts.made[key]
 
 
-def known_bins(llm: Llm, cases: Mapping[str, Case], base: str, record: Record) -> ByText:
-    """What the record of that name has of the same model, texts and cases."""
+def known_bins(
+    llm: Llm,
+    texts: Mapping[str, Sequence[int]],
+    cases: Mapping[str, Case],
+    base: str,
+    record: Record,
+) -> dict[str, dict[str, Any]]:
+    """By text and case, what the record of that name has of the same model, texts and cases."""
+    found: dict[str, dict[str, Any]] = {text: {} for text in texts}
     if not record.file.exists():
-        return {}
+        return found
     known = read(record.file.stem, record.file.parent)
-    results, data = known["results"], record.about["data"]
-    unchanged = {
-        Path(path).stem for path, hash_ in known["data"].items() if hash_ == data.get(path)
-    }
+    results, now = known["results"], record.about["data"]
+    unchanged = {Path(path).stem for path, hash_ in known["data"].items() if hash_ == now.get(path)}
     if llm.name not in unchanged:
-        return {}
+        return found
     same = {n for n, case in cases.items() if results["cases"].get(n) == plain(asdict(case))}
     if base not in same:  # the losses of the base at the tokens of these cases are stored with them
         same -= {name for name, case in cases.items() if case.every > 1}
-    return {
-        text: one | {"bins": {name: bins for name, bins in one["bins"].items() if name in same}}
-        for text, one in results["by_text"].items()
-        if text in unchanged
-    }
+    for text in texts.keys() & unchanged & results["by_text"].keys():
+        earlier = results["by_text"][text]
+        if earlier["tokens"] == len(texts[text]) - 1:
+            found[text] = {name: earlier["bins"][name] for name in same & earlier["bins"].keys()}
+    return found
 
 
 def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
