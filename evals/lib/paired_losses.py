@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import RESULTS, Record, plain, read
+from jaxkv.evals.lib.record import RESULTS, Record, plain, read, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models import recompute
 from jaxkv.models.llm import Llm
@@ -193,7 +193,7 @@ def compare(
         rows[name] = {
             "perplexity": np.exp(of_base + np.mean(gaps)),
             "loss_over_base": np.mean(gaps),
-            "standard_error": np.std(gaps, ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
+            "standard_error": standard_error(gaps),
             "loss_over_base_by_text": gaps,
         }
     return {"tokens": [skip, last * BIN], "rows": rows}

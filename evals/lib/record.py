@@ -72,6 +72,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
+    """The standard error of the mean of independent values; None for a single one."""
+    count = len(values)
+    return float(np.std(values, ddof=1) / count**0.5) if count > 1 else None
+
+
 def plain(value: Any) -> Any:
     """The value in JSON types, floats rounded to 7 digits."""
     if isinstance(value, dict):

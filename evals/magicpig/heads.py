@@ -20,6 +20,7 @@ from jaxkv.attention import blend, scores
 from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES, capture
+from jaxkv.evals.lib.record import standard_error
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
 from jaxkv.policies.magicpig import index
@@ -152,7 +153,7 @@ def interval(values: np.ndarray) -> dict[str, float]:
     """The mean over [...,B] and its standard error over the B stretches, which are independent;
     layers and seeds of one stretch are not."""
     each = values.reshape(-1, values.shape[-1]).mean(axis=0)
-    return {"mean": each.mean(), "standard_error": each.std(ddof=1) / len(each) ** 0.5}
+    return {"mean": each.mean(), "standard_error": standard_error(each)}
 
 
 def progress(items: Iterable[Item], title: str) -> Iterator[Item]:

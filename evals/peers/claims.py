@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.claim import Claim, Finding, Results, adder, by_all, grade, joined
+from jaxkv.evals.lib.record import standard_error
 from jaxkv.evals.peers.cases import BUDGETS, ENDS
 
 PEERS: list[Claim] = []
@@ -15,7 +16,8 @@ BAR = 0.02  # nats
 
 
 def shown(one: dict[str, Any]) -> str:
-    return f"{one['mean']:+.4f} ± {2 * one['standard_error']:.4f}"
+    error = one["standard_error"]
+    return f"{one['mean']:+.4f}" + ("" if error is None else f" ± {2 * error:.4f}")
 
 
 def setting(r: Results) -> str:
@@ -91,8 +93,8 @@ def best(r: Results) -> Finding:
             over = {n: at["cases"][n][ratio]["over_full"]["ours"] for n in (mine, *others)}
             for name in others:
                 gaps = np.subtract(over[name]["by_text"], over[mine]["by_text"])
-                error = gaps.std(ddof=1) / len(gaps) ** 0.5 if len(gaps) > 1 else np.inf
-                wins.append(gaps.mean() > 2 * error)
+                error = standard_error(gaps)
+                wins.append(error is not None and gaps.mean() > 2 * error)
             each = ", ".join(f"{name} {shown(one)}" for name, one in over.items())
             lines.append(f"{int(prompt):,} tokens, {float(ratio):.1%} removed: {each}")
     clear = f"; clearly less than another method in {sum(wins)} of {len(wins)} comparisons"

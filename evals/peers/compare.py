@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
@@ -183,8 +183,11 @@ def row(
 def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
     """The mean difference over texts, its standard error, and the difference of each text."""
     by_text = np.subtract(one, other)
-    error = by_text.std(ddof=1) / len(by_text) ** 0.5 if len(by_text) > 1 else 0.0
-    return {"mean": by_text.mean(), "standard_error": error, "by_text": by_text.tolist()}
+    return {
+        "mean": by_text.mean(),
+        "standard_error": standard_error(by_text),
+        "by_text": by_text.tolist(),
+    }
 
 
 if __name__ == "__main__":

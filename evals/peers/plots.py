@@ -19,8 +19,9 @@ def peers(axes: Any, results: dict[str, Any]) -> None:
         removed = [100 * float(ratio) for ratio in rows]
         ours, theirs = ([row["over_full"][side] for row in rows.values()]
                         for side in ("ours", "theirs"))  # fmt: skip
+        errors = [2 * (one["standard_error"] or 0) for one in ours]
         axes.errorbar(
-            removed, [one["mean"] for one in ours], [2 * one["standard_error"] for one in ours],
+            removed, [one["mean"] for one in ours], errors,
             color=colour, capsize=2, label=name, linestyle="dotted" if name == "streaming" else "-",
         )  # fmt: skip
         axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, spread, standard_error
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.streaming.endless import read
@@ -130,7 +130,7 @@ def over(blocks: list[float | None], base: list[float | None]) -> dict[str, floa
     if None in blocks or None in base:
         return None
     share = np.array(blocks) / np.array(base) - 1
-    return {"mean": share.mean(), "standard_error": share.std(ddof=1) / len(share) ** 0.5}
+    return {"mean": share.mean(), "standard_error": standard_error(share)}
 
 
 def streaming(window: int) -> str:

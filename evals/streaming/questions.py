@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, standard_error
 from jaxkv.models.llm import Llm
 
 CACHE = 256
@@ -59,10 +59,11 @@ def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     for name, policy in POLICIES.items():
         right, tokens = right_in_stream(llm, questions, policy, progress=True)
         gaps = right.astype(float) - alone
-        error = gaps.std(ddof=1) / len(gaps) ** 0.5
         found[name] = {
-            "share": right.mean(), "minus_alone": gaps.mean(), "standard_error": error
-        }  # fmt: skip
+            "share": right.mean(),
+            "minus_alone": gaps.mean(),
+            "standard_error": standard_error(gaps),
+        }
     chance = np.mean([1 / len(one["choices"]) for one in questions])
     return {
         "model": llm.name, "questions": len(questions), "tokens": tokens, "policies": POLICIES,

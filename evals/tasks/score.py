@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.evals.lib.record import standard_error
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.typing import Array, Bool, Float, Float32
@@ -54,9 +55,8 @@ def divergence(
 
 def mean_of(values: np.ndarray) -> tuple[float, float | None]:
     """The mean over samples with two standard errors; None for a single sample."""
-    count = len(values)
-    error = 2 * float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else None
-    return float(values.mean()), error
+    error = standard_error(values)
+    return float(values.mean()), None if error is None else 2 * error
 
 
 def summary(scores: np.ndarray, depths: Sequence[float] = ()) -> dict[str, Any]:

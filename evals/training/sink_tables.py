@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.models import pictures, uncached
@@ -161,7 +161,7 @@ def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:
         "perplexity": np.exp(loss.mean()),
         "loss": loss.mean(),
         "loss_over_base": difference.mean(),
-        "standard_error": spans.std(ddof=1) / len(spans) ** 0.5 if len(spans) > 1 else 0.0,
+        "standard_error": standard_error(spans) or 0.0,
     }
 
 

@@ -76,6 +76,11 @@ def test_no_result_names_a_machine():
         assert not any(name.startswith("/") for name in about["data"]), file.name
 
 
+def test_the_standard_error_of_a_mean():
+    assert record.standard_error([1.0, 2.0, 3.0, 6.0]) == pytest.approx((14 / 3 / 4) ** 0.5)
+    assert record.standard_error([1.0]) is None
+
+
 def test_lists_of_numbers_stand_on_one_line():
     results = {
         "a": [1, 2.5, None],
