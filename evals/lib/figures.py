@@ -191,7 +191,7 @@ def stream_losses(axes: Any, results: dict[str, Any]) -> None:
     are those of the text."""
     rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
     for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
-        axes.errorbar(row["loss_over_base"], -at, xerr=2 * row["standard_error"], marker="o",
+        axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",
                       markersize=4, capsize=2, color=style["color"])  # fmt: skip
     axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
     axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)

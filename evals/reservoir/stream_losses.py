@@ -74,13 +74,10 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     caches = cases(llm)
     by_text = measure(llm, texts, caches, BASE, record)
     found = {}
-    for tokens in {case.tokens for case in caches.values()}:  # read to the same end
-        names = [name for name, case in caches.items() if case.tokens == tokens]
-        compared = compare(by_text, list(dict.fromkeys([BASE, *names])), BASE, SKIP)
-        found |= {n: compared["rows"][n] | {"tokens": compared["tokens"]} for n in names}
-    found = {name: found[name] for name in caches}
     for name, case in caches.items():
-        found[name] |= {
+        compared = compare(by_text, [BASE, name], BASE, SKIP)  # read to the same end
+        found[name] = compared["rows"][name] | {
+            "tokens": compared["tokens"],
             "policy": case.policy,
             "state_bytes": bytes_of(llm, case.policy),
             "cached": mean_cached(parse_policy(case.policy)),

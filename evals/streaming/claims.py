@@ -19,6 +19,8 @@ from jaxkv.evals.lib.claim import (
     pick,
     spread,
 )
+from jaxkv.evals.streaming import tables
+from jaxkv.evals.streaming.tables import ABSOLUTE, BASE, label
 
 STREAMING: list[Claim] = []
 claim = adder(STREAMING)
@@ -28,19 +30,19 @@ FAILS = 0.1  # nats: a larger one counts as failure
 
 
 def losses_claim(
-    says: str, paper: str, tables: Mapping[str, Sequence[str]], rule: Callable[[Gap], str],
+    says: str, paper: str, shown: Mapping[str, Sequence[str]], rule: Callable[[Gap], str],
     note: str = "",
 ) -> None:  # fmt: skip
     """A claim about losses in the record `streaming_tables`.
 
-    tables: paths in the results, and the rows of each that are shown. rule: the verdict, a function
-    of the losses minus the base's, one per text, by path and row.
+    shown: paths of tables in the results, and the rows of each that are shown. rule: the verdict, a
+    function of the losses minus the base's, one per text, by path and row.
     """
 
     @claim("streaming_tables", says, paper)
     def find(r: Results) -> Finding:
         parts = []
-        for path, names in tables.items():
+        for path, names in shown.items():
             table = pick(r, path)
             first, last = table["tokens"]
             rows = (
@@ -54,12 +56,8 @@ def losses_claim(
         return f"{r['model']}, {len(r['texts'])} novels; {joined(parts)}{note}", rule(gap)
 
 
-SIZES = {f"tables/{size}": size for size in (256, 1024, 2048)}
-OTHERS, WITHIN, BEYOND, BASE = "others", "within_context", "beyond_context", "4+252"
-
-
-def label(sinks: int, size: int) -> str:
-    return f"{sinks}+{size - sinks}"
+SIZES = {f"tables/{size}": size for size in tables.SIZES}
+OTHERS, WITHIN, BEYOND = "others", "within_context", "beyond_context"
 
 
 def sinks_needed(gap: Gap) -> str:
@@ -94,10 +92,10 @@ losses_claim(
 losses_claim(
     "One or two sinks are too few, four are enough, more add little",
     "Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54",
-    {path: [label(n, size) for n in (0, 1, 2, 4, 8)] for path, size in SIZES.items()},
-    sinks_needed, note="; one sink is enough here",
+    {path: [label(n, size) for n in tables.COUNTS] for path, size in SIZES.items()},
+    sinks_needed,
 )  # fmt: skip
-CACHES = [label(4, size) for size in (64, 128, 256, 512, 1024, 2048)]
+CACHES = [*tables.TABLE_6]
 losses_claim(
     "A larger cache is not always better",
     "Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59", {"table_6": CACHES},
@@ -105,7 +103,6 @@ losses_claim(
         any(min(np.subtract(gap("table_6", b), gap("table_6", a))) > 0 for a, b in pairwise(CACHES))
     ),
 )  # fmt: skip
-ABSOLUTE = f"{BASE}, positions absolute"
 losses_claim(
     "Positions must be those within the cache, not those in the text", "section 3.2",
     {WITHIN: [BASE, ABSOLUTE], BEYOND: [BASE, ABSOLUTE]},

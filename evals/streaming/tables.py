@@ -49,12 +49,13 @@ def streaming(sinks: int, size: int) -> Case:
 
 
 BASE = label(SINKS, SIZE)
+ABSOLUTE = f"{BASE}, positions absolute"
 RINGS = {label(n, size): streaming(n, size) for size in SIZES for n in COUNTS}
 TABLE_6 = {label(SINKS, size): streaming(SINKS, size) for size in CACHES}
 OTHERS = {  # of the smallest size
     "re-computation": Case(f"recompute:window={SIZE}", every=64),
     "full": Case("full"),
-    f"{BASE}, positions absolute": Case(f"{ring(SINKS, SIZE)},positions=absolute"),
+    ABSOLUTE: Case(f"{ring(SINKS, SIZE)},positions=absolute"),
     "4+253": Case("streaming:sinks=4,window=253"),  # the published code evicts after attending
     "newline+255": Case(ring(1, SIZE), ("\n",)),
     "<|endoftext|>+255": Case(ring(1, SIZE), ("<|endoftext|>",)),
