@@ -53,6 +53,7 @@ def test_every_case_has_a_press_and_its_budget():
     assert cases.press("keydiff", 0.5)["fields"] == {"compression_ratio": 0.5}
 
 
+@pytest.mark.slow
 def test_one_reading_of_the_prompt_serves_every_policy(llm, ids):
     """The losses of every case equal those of its own prefill, scored in its own state."""
     read = our_losses.read_prompt(llm, ids[:PROMPT])
@@ -83,6 +84,7 @@ def test_the_ends_of_a_prompt_are_kept(llm, ids):
     assert sorted(positions[weight == 0]) == [*range(4), *range(PROMPT - 16, PROMPT)]
 
 
+@pytest.mark.slow
 def test_streaming_is_scored_after_its_prompt(llm, ids):
     kept, found = our_losses.streamed(
         cases.policies(PROMPT, 0.5, 2)["streaming"], llm, ids[:PROMPT], ids[PROMPT:]

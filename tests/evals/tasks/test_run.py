@@ -15,7 +15,6 @@ from jaxkv.evals.tasks.prompts import Prompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models import uncached
 from jaxkv.models.chat import Chat
-from tests.seldom import seldom
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -49,6 +48,7 @@ def batch(llm):
     return Batch(llm, some, tokens=6, slots=640, seeds=[0, 1])
 
 
+@pytest.mark.slow
 def test_full_answers_are_greedy(llm, batch):
     for prompt, answer in zip(batch.prompts, batch.full.answers, strict=True):
         ids = [*prompt.context, *prompt.rest]
@@ -59,7 +59,8 @@ def test_full_answers_are_greedy(llm, batch):
         assert len(answer) == batch.tokens or answer[-1] in llm.eos
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], *map(seldom, POLICIES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
     """Full attention without a cache; the policy through `Stream`, token by token."""
     found = dict(zip(COLUMNS, batch.result(policy).T, strict=True))
@@ -85,7 +86,8 @@ def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
         assert found["tokens"][i] == len(answer)
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], seldom(POLICIES[1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES[:2])
 def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
     ours = batch.greedy(batch.prefill(policy))
     for i, (prompt, answer) in enumerate(zip(batch.prompts, ours, strict=True)):
@@ -97,7 +99,8 @@ def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
         assert [t for t in out[0].tolist() if t >= 0] == answer
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], *map(seldom, POLICIES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_score_is_that_of_the_answer_of_the_policy(llm, batch, policy):
     """The prompts ask for what the policy answers, and then for what full attention answers."""
     own, full = batch.greedy(batch.prefill(policy)), batch.full.answers

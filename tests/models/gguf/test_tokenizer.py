@@ -20,7 +20,6 @@ from jaxkv.models.gguf.header import Header
 from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from jaxkv.models.gguf.tokenizer import splitter
 from tests.models.gguf.files import CONTROL, add_bpe
-from tests.seldom import seldom
 
 TEXTS = (
     "Zoë said: naïve café, 東京 🙂👩‍🚀 – and   then\n\tleft. It's 3.14!  ",
@@ -86,7 +85,8 @@ def test_byte_level_bpe_agrees_with_the_original(name, tmp_path):
     assert ours.decode(ours.encode("<|begin|>the cat<|end|>")) == "the cat"
 
 
-@pytest.mark.parametrize("name", ["smollm", seldom("gpt-2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm", "gpt-2"])
 def test_splits_agree_on_every_character(name):
     """Each with letters, digits and spaces around it: character classes are the same."""
     ours, theirs = splitter(PRE_TOKENIZERS[name]), REFERENCES[name]

@@ -23,7 +23,6 @@ from jaxkv.models.gguf.weights import read, supported
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.placement import Tensor
 from tests.models.gguf.files import hf_model, paired, write_gguf
-from tests.seldom import seldom
 
 ROOT = Path(__file__).parents[3]
 NAMES = """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4
@@ -193,8 +192,9 @@ def peak(path: Path, dtype: str) -> int:
     return int(done.stdout) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kind, wanted", [(Type.Q8_0, "float32"), seldom(Type.F16, "bfloat16")])
+@pytest.mark.parametrize("kind, wanted", [(Type.Q8_0, "float32"), (Type.F16, "bfloat16")])
 def test_peak_memory(kind, wanted, tmp_path):
     """One tensor has most of the weights; it is in memory once."""
     config, written = hf_model(tmp_path, "llama32", vocab_size=160_000, hidden_size=256)
