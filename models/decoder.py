@@ -44,8 +44,14 @@ class Layer(nnx.Module):
 
     def __init__(self, config: Config, weights: Weights):
         self.config = config
+        self.names = tuple(weights)
         for name, value in weights.items():
             setattr(self, name, nnx.Param(value))
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """The arrays of this layer, by name."""
+        return {name: getattr(self, name)[...] for name in self.names}
 
     def __call__(
         self,
@@ -95,11 +101,30 @@ class Layer(nnx.Module):
         return y if bias is None else y + along(bias[...].astype(y.dtype), axis, y.ndim)
 
 
+def run_layer(
+    config: Config,
+    policy: Policy,
+    mesh: Mesh | None,
+    weights: Weights,
+    x: Float[Array, "D B T"],
+    state: State,
+    positions: UInt32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> tuple[Float[Array, "D B T"], State]:
+    """One layer with its cache."""
+    run = step if mesh is None else partial(sharded_step, mesh)
+    return Layer(config, weights)(x, policy, state, positions, valid, run)
+
+
+# Within a program, equal layers are traced and lowered once.
+_run_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))
+
+
 class Decoder(nnx.Module):
     """Maps tokens to hidden states and new cache states; `logits` maps hidden states to logits.
 
-    run: the attention between the projections of a layer, with the signature of `jaxkv.step`. By
-    default it is `jaxkv.step`, or its sharded form over the mesh.
+    mesh: attention is sharded over it. run: replaces `jaxkv.step`, the attention between the
+    projections of a layer.
     """
 
     def __init__(
@@ -109,14 +134,13 @@ class Decoder(nnx.Module):
         mesh: Mesh | None = None,
         run: Callable | None = None,
     ):
-        self.config = config
-        self.run = run or (step if mesh is None else partial(sharded_step, mesh))
+        self.config, self.mesh, self.run = config, mesh, run
         self.embed = nnx.Param(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
         self.dtype = weights["layers.0.q"].dtype
         self.head = None if config.tied else nnx.Param(weights["head"])
         self.layers = nnx.data(
-            [Layer(config, _layer_weights(weights, i)) for i in range(config.layers)]
+            [Layer(config, layer_weights(weights, i)) for i in range(config.layers)]
         )
 
     def __call__(
@@ -127,13 +151,25 @@ class Decoder(nnx.Module):
         policies: Sequence[Policy],
         states: Sequence[State],
     ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
-        # In training the embedding is wider than the other matrices.
-        x = jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
-        new = []
+        x, new = self.embedded(tokens), []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            x, state = layer(x, policy, state, positions, valid, self.run)
+            if self.run is not None:
+                x, state = layer(x, policy, state, positions, valid, self.run)
+            else:
+                x, state = _run_shared(
+                    self.config, policy, self.mesh, layer.weights, x, state, positions, valid
+                )
             new.append(state)
-        return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
+        return self.normed(x), tuple(new)
+
+    def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+        """The input of the first layer."""
+        # In training the embedding is wider than the other matrices.
+        return jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
+
+    def normed(self, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
+        """The hidden states, from the output of the last layer."""
+        return rms_norm(x, self.norm[...], self.config.norm_eps)
 
     def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
         """Float32 logits of the next token."""
@@ -162,6 +198,7 @@ def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
     return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
 
 
-def _layer_weights(weights: Weights, layer: int) -> dict[str, Array]:
+def layer_weights(weights: Weights, layer: int) -> dict[str, Array]:
+    """The weights of one layer, by their names within it."""
     prefix = f"layers.{layer}."
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}

@@ -8,7 +8,7 @@ compilation and give the same text.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.decoder import Decoder, Weights, layer_weights, run_layer
 from jaxkv.sampling import Filters, Knobs, draw
 from jaxkv.state import sharding
-from jaxkv.state.loop_carry import deduplicate_shared, flatten_heads, restore_heads
+from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 BLOCK = 256  # most tokens that one call of `decode_block` returns
@@ -59,7 +59,6 @@ def _logits_by_sequence(decoder: Decoder, hidden: Float[Array, "D B 1"]) -> Floa
     return xla_cpu.keep_transpose_apart(decoder.logits(hidden))[:, :, 0].T
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_chunk(
     static: Static,
     weights: Weights,
@@ -68,17 +67,67 @@ def prefill_chunk(
     valid: Bool[Array, "B T"],
 ) -> Decoding:
     """Process one chunk of the prompts; a sequence without a valid token stays unchanged."""
-    offset = jnp.cumsum(valid.astype(jnp.uint32), axis=1) - valid.astype(jnp.uint32)
-    positions = decoding.position[:, None] + offset
-    states = deduplicate_shared(static.policies, decoding.states)
-    decoder, hidden, states = _run_decoder(static, weights, tokens, positions, valid, states)
+    positions = positions_of(decoding.position, valid)
+    x, states = run_layers(static, weights, tokens, positions, valid, decoding.states)
+    return _end_chunk(static, weights, decoding._replace(states=()), x, tokens, valid)._replace(
+        states=states
+    )
+
+
+def run_layers(
+    static: Static,
+    weights: Weights,
+    tokens: Int32[Array, "B T"],
+    positions: UInt32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    states: Sequence[State],
+) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
+    """The output of the last layer and the new states; the old states are donated.
+
+    Each layer is a call of its own, so the program of a chunk is compiled once for all layers with
+    one policy, and not once per layer.
+    """
+    x, new = _embed(static, weights, tokens), []
+    for layer, (policy, state) in enumerate(zip(static.policies, states, strict=True)):
+        of_layer = layer_weights(weights, layer)
+        x, state = run_donated(
+            static.config, policy, static.mesh, of_layer, x, state, positions, valid
+        )
+        new.append(state)
+    return x, tuple(new)
+
+
+run_donated = jax.jit(run_layer, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+
+
+@jax.jit
+def positions_of(position: UInt32[Array, " B"], valid: Bool[Array, "B T"]) -> UInt32[Array, "B T"]:
+    """The positions of a chunk's tokens; position: that of the first valid one."""
+    counts = valid.astype(jnp.uint32)
+    return position[:, None] + jnp.cumsum(counts, axis=1) - counts
+
+
+@partial(jax.jit, static_argnums=0)
+def _embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+    return Decoder(static.config, weights, static.mesh).embedded(tokens)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _end_chunk(
+    static: Static,
+    weights: Weights,
+    decoding: Decoding,
+    x: Float[Array, "D B T"],
+    tokens: Int32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Decoding:
+    decoder = Decoder(static.config, weights, static.mesh)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # The output head is applied to the last valid token of each sequence only.
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
-    last = jnp.take_along_axis(hidden, place[None, :, None], axis=2)
+    last = decoder.normed(jnp.take_along_axis(x, place[None, :, None], axis=2))
     logits = _logits_by_sequence(decoder, last)
     return decoding._replace(
-        states=states,
         logits=jnp.where((new > 0)[:, None], logits, decoding.logits),
         position=decoding.position + new.astype(jnp.uint32),
         done=decoding.done & (new == 0),

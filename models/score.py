@@ -11,43 +11,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy, State
+from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder, Weights
-from jaxkv.models.decoding import Static
+from jaxkv.models.decoding import Static, positions_of, run_layers
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, not_finite
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.policy_spec import format_policy
-from jaxkv.state.loop_carry import deduplicate_shared
-from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+from jaxkv.typing import Array, Float, Int32
 
 # Tokens whose logits are in memory at a time: a vocabulary is often larger than a width.
 _TOKENS_OF_LOGITS = 256
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _score(
-    static: Static,
-    weights: Weights,
-    states: tuple[State, ...],
-    position: UInt32[Array, "1"],
-    tokens: Int32[Array, "1 T"],
-    targets: Int32[Array, "1 T"],
-    valid: Bool[Array, "1 T"],
-) -> tuple[tuple[State, ...], Array]:
-    decoder = Decoder(static.config, weights, static.mesh)
-    positions = position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
-    states = deduplicate_shared(static.policies, states)
-    hidden, states = decoder(tokens, positions, valid, static.policies, states)
-    losses = []
-    for start in range(0, tokens.shape[1], _TOKENS_OF_LOGITS):
+@partial(jax.jit, static_argnums=0)
+def _losses_of_chunk(
+    static: Static, weights: Weights, x: Float[Array, "D 1 T"], targets: Int32[Array, "1 T"]
+) -> Float[Array, " T"]:
+    """The losses of the targets, from the output of the last layer."""
+    decoder, losses = Decoder(static.config, weights, static.mesh), []
+    hidden = decoder.normed(x)
+    for start in range(0, x.shape[2], _TOKENS_OF_LOGITS):
         block = slice(start, start + _TOKENS_OF_LOGITS)
         logits = decoder.logits(hidden[:, :, block])
         picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
         losses.append(jax.nn.logsumexp(logits, axis=0) - picked)
-    return states, jnp.concatenate(losses, axis=1)[0]
+    return jnp.concatenate(losses, axis=1)[0]
 
 
 def losses(
@@ -107,16 +98,13 @@ def _losses_by_chunk(
         fed[0, 0, :size] = ids[begin : begin + size]
         fed[1, 0, :size] = ids[begin + 1 : begin + 1 + size]
         stream.reserve(size)
-        states, loss = _score(
-            static,
-            llm.weights,
-            stream.decoding.states,
-            stream.decoding.position,
-            fed[0],
-            fed[1],
-            np.arange(width)[None, :] < size,
+        position, valid = stream.decoding.position, np.arange(width)[None, :] < size
+        positions = positions_of(position, valid)
+        x, states = run_layers(
+            static, llm.weights, fed[0], positions, valid, stream.decoding.states
         )
-        position = stream.decoding.position + np.uint32(size)
+        loss = _losses_of_chunk(static, llm.weights, x, fed[1])
+        position = position + np.uint32(size)
         stream.decoding = stream.decoding._replace(states=states, position=position)
         yield np.asarray(loss)[:size]
 

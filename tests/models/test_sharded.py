@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.decoding import compiled_decode_block, prefill_chunk
+from jaxkv.models.decoding import compiled_decode_block, run_donated
 from jaxkv.models.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state.sharding import mesh_of
@@ -47,9 +47,9 @@ def test_tokens_do_not_depend_on_the_mesh(tiny, tiny_folder, mesh):
     np.testing.assert_array_equal(stream.decode(WARM, 40, ())[0], alone[:, 60:])
     assert compiled_decode_block()._cache_size() == before + 1
     if prefill:
-        before = prefill_chunk._cache_size()
+        before = run_donated._cache_size()
         stream.prefill(PROMPTS, chunk=16)
-        assert prefill_chunk._cache_size() == before, (
+        assert run_donated._cache_size() == before, (
             "the sharding of the outputs must be that of the inputs"
         )
 
