@@ -1,17 +1,23 @@
-"""The persistent compilation cache, and a clock of the seconds spent compiling."""
+"""The persistent compilation cache, compiling ahead, and a clock of the seconds spent compiling."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import jax
+import numpy as np
 
 VARIABLE = "JAXKV_COMPILATION_CACHE"
+_AHEAD = "jaxkv-compile-ahead"
 
 
 def enable_compilation_cache() -> None:
@@ -72,8 +78,58 @@ def clock() -> Clock:
     running = Clock()
 
     def listen(event: str, duration: float, **_: object) -> None:
-        if event.startswith("/jax/core/compile/"):
+        ahead = threading.current_thread().name.startswith(_AHEAD)
+        if event.startswith("/jax/core/compile/") and not ahead:
             running.add(time.perf_counter(), duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return running
+
+
+class Ahead:
+    """Programs being compiled in other threads, for arrays of given shapes.
+
+    A call of such a program compiles nothing once `wait` has returned.
+    """
+
+    begun: ClassVar[set] = set()  # by this process: a program with its shapes
+
+    def __init__(self) -> None:
+        self._running: dict[str, list[Future]] = {}
+
+    def compile(self, name: str, program: Callable, *arguments: object) -> None:
+        """Begin to compile a jitted program, unless this process has done so before.
+
+        arguments: of a call; shapes may stand for arrays.
+        """
+        leaves, tree = jax.tree.flatten(jax.tree.map(_shape, arguments))
+        key = (program, tree, *leaves)
+        if key in self.begun:
+            return
+        self.begun.add(key)
+        shapes = jax.tree.unflatten(tree, leaves)
+        future = _threads().submit(lambda: program.lower(*shapes).compile())
+        self._running.setdefault(name, []).append(future)
+
+    def wait(self, name: str) -> None:
+        """Wait for all programs of this name; the clock counts the wait and not the threads."""
+        running, begun = self._running.pop(name, ()), time.perf_counter()
+        for future in running:
+            future.exception()  # the call of the program raises it again
+        if running:
+            now = time.perf_counter()
+            clock().add(now, now - begun)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=_AHEAD)
+
+
+def _shape(leaf: object) -> object:
+    """The shape of an array or scalar; other leaves are static arguments and stay."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return leaf
+    committed = isinstance(leaf, jax.Array) and leaf.committed
+    sharding = leaf.sharding if committed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -97,6 +97,29 @@ def run_layers(
     return x, tuple(new)
 
 
+def prefill_programs(
+    static: Static, weights: Weights, decoding: Decoding, width: int
+) -> list[tuple]:
+    """The programs that `prefill_chunk` calls for a chunk of `width` tokens, with arguments.
+
+    Arrays may be shapes.
+    """
+    batch, dtype = decoding.position.shape[0], weights["embed"].dtype
+    shape = partial(jax.ShapeDtypeStruct, (batch, width))
+    tokens, valid, positions = shape(jnp.int32), shape(jnp.bool_), shape(jnp.uint32)
+    x = jax.ShapeDtypeStruct((static.config.width, batch, width), dtype)
+    first = {policy: layer for layer, policy in reversed(list(enumerate(static.policies)))}
+    return [
+        (positions_of, decoding.position, valid),
+        (_embed, static, weights, tokens),
+        *(
+            (run_donated, static.config, policy, static.mesh, layer_weights(weights, layer), x,
+             decoding.states[layer], positions, valid) for policy, layer in first.items()
+        ),
+        (_end_chunk, static, weights, decoding._replace(states=()), x, tokens, valid),
+    ]  # fmt: skip
+
+
 run_donated = jax.jit(run_layer, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 
 

@@ -18,7 +18,8 @@ from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, spec_of
-from jaxkv.models.published import open_published
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.published import Published, open_published
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
 from jaxkv.typing import Array
@@ -29,18 +30,24 @@ DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
 @dataclass(frozen=True, eq=False)
 class Llm:
-    """A loaded model. weights: flat, by name (models/hf/names.py).
+    """A model. weights: flat, by name (models/hf/names.py); shapes until they are loaded.
 
-    path: the folder or the GGUF file that the model was loaded from.
+    path: the folder or the GGUF file that the model is loaded from.
     """
 
     config: Config
-    weights: dict[str, Array]
+    weights: dict[str, Array | jax.ShapeDtypeStruct]
     tokenizer: Tokenizer
     chat: Chat
     path: Path
     dtype: str
     mesh: Mesh | None = None
+
+    @property
+    def unloaded_bytes(self) -> int:
+        """Bytes of the weights that are not loaded yet."""
+        shapes = (w for w in self.weights.values() if isinstance(w, jax.ShapeDtypeStruct))
+        return sum(shape.size * shape.dtype.itemsize for shape in shapes)
 
     @property
     def name(self) -> str:
@@ -92,8 +99,19 @@ def load(
     progress: called with (bytes read, all bytes).
     Raises UserError for anything wrong with the model.
     """
-    enable_compilation_cache()
     published = open_published(name)
+    llm = without_weights(published, dtype, mesh)
+    load_weights(llm, published, progress)
+    return llm
+
+
+def without_weights(
+    published: Published,
+    dtype: str | np.dtype | type | None = None,
+    mesh: Mesh | None = None,
+) -> Llm:
+    """The model of `load` without its weights: programs can be compiled before they are loaded."""
+    enable_compilation_cache()
     config = published.config
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
@@ -101,10 +119,20 @@ def load(
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    weights = {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for name, (_, shape) in shapes(config).items()
+    }
     tokenizer, chat = published.tokenizer(), published.chat()
-    place = None if mesh is None else _placement(mesh)
-    weights = published.weights(jnp.dtype(dtype), place, progress)
     return Llm(config, weights, tokenizer, chat, published.path, dtype, mesh)
+
+
+def load_weights(
+    llm: Llm, published: Published, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
+    place = None if llm.mesh is None else _placement(llm.mesh)
+    llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress))
 
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, check_int
-from jaxkv.models.compilation import clock
+from jaxkv.models.compilation import Ahead, clock
 from jaxkv.models.decoding import (
     BLOCK,
     Decoding,
@@ -25,6 +25,7 @@ from jaxkv.models.decoding import (
     finish_prefill_layer,
     init_layer,
     prefill_chunk,
+    prefill_programs,
 )
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
@@ -67,6 +68,7 @@ class Stream:
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
         self._batch, self._checked = batch, -1
+        self._ahead = Ahead()
         self._check_length(tokens, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
         if not all(isinstance(s, Integral) for s in seeds):
@@ -134,6 +136,7 @@ class Stream:
         if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
             raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
         self.reserve(np.array(list(map(len, prompts))))
+        self._ahead.wait("prefill")
         for start in range(0, longest, chunk):
             width = bucket(min(chunk, longest - start), chunk)
             tokens = np.zeros((batch, width), np.int32)
@@ -180,6 +183,44 @@ class Stream:
         })  # fmt: skip
         self.prefill_finished, self._prompt_lengths = True, self.lengths
 
+    def compile_ahead(
+        self, lengths: Sequence[int], sampling: Sampling, eos: tuple[int, ...]
+    ) -> None:
+        """Begin to compile prefill and `decode` in other threads; each waits for its programs.
+
+        lengths: of prompts, in tokens. The weights may still be shapes. Nothing happens where
+        policies grow or compress the prompt, because the shapes of the caches will change, and
+        over a mesh.
+        """
+        if self.llm.mesh is not None or any(
+            policy.grows or policy.min_prompt is not None for policy in self.policies
+        ):
+            return
+        chunk = self.chunk_of(None)
+        widths = {
+            bucket(min(chunk, length - start), chunk)
+            for length in lengths
+            for start in range(0, length, chunk)
+        }
+        arguments = self._decode_arguments(sampling, eos, BLOCK)
+        self._ahead.compile("decode", compiled_decode_block(), *arguments)
+        for width in sorted(widths):
+            for program, *of_program in prefill_programs(
+                self._static, self.llm.weights, self.decoding, width
+            ):
+                self._ahead.compile("prefill", program, *of_program)
+
+    def _decode_arguments(self, sampling: Sampling, eos: tuple[int, ...], limit: int) -> tuple:
+        return (
+            self._static,
+            sampling.filters,
+            eos,
+            self.llm.weights,
+            self.decoding,
+            sampling.knobs,
+            np.int32(limit),
+        )
+
     def decode(
         self, sampling: Sampling, limit: int, eos: tuple[int, ...]
     ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, " B"]]:
@@ -191,14 +232,9 @@ class Stream:
         """
         limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit)
+        self._ahead.wait("decode")
         self.decoding, out, count, finite = compiled_decode_block()(
-            self._static,
-            sampling.filters,
-            eos,
-            self.llm.weights,
-            self.decoding,
-            sampling.knobs,
-            np.int32(limit),
+            *self._decode_arguments(sampling, eos, limit)
         )
         if not np.asarray(finite).all():
             raise not_finite(self.llm)
@@ -289,6 +325,7 @@ class Stream:
         # The virtual devices of a CPU share one memory.
         split = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
         each = caches // math.prod(split.values()) + logits // split.get("data", 1)
+        each += self.llm.unloaded_bytes // math.prod(split.values())
         name = f"the caches of {self._batch} sequence(s){of}"
         if jax.default_backend() == "cpu":
             memory.check(each + host, name)

@@ -245,6 +245,7 @@ class Generation:
             None if max_new_tokens is None else longest + max_new_tokens,
         )
         self.prefill = self.decode = self.compiled = 0.0
+        self.stream.compile_ahead(list(map(len, prompts)), self.sampling, self.eos)
 
     def blocks(self, progress: Callable[[int, int], None] | None = None) -> Iterator[list[str]]:
         """Yield the new text of every sequence, block by block, until all have ended.

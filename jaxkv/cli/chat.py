@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxkv.models import Conversation, Sampling
 
 EXIT = "/exit"
+USUAL = (16, 64, 256)  # lengths of messages in tokens, for which programs are compiled at the start
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sampling = flags.sampling_of(args)
-    llm = flags.load_model(args, args.policy)
+    llm, load = flags.open_model(args, args.policy)
     from jaxkv.models import Conversation
 
     if llm.chat.template is None:
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     talk = Conversation(llm, args.policy, args.system, args.seed)
+    talk.stream.compile_ahead(USUAL, sampling, () if args.ignore_eos else llm.eos)
+    load()  # while programs are compiled
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):

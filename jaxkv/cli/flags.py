@@ -159,11 +159,20 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     """Load the model of --model; checks the policies against it before it reads the weights."""
-    with Progress("loading", unit="bytes") as progress:
+    llm, load = open_model(args, *policies)
+    load()
+    return llm
+
+
+def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[[], None]]:
+    """The model of --model without its weights, and a function that loads them.
+
+    Meanwhile its programs can be compiled. The policies are checked against the model.
+    """
+    with Progress("loading"):
         import jax
 
-        from jaxkv import models
-        from jaxkv.models.llm import DEFAULT
+        from jaxkv.models.llm import DEFAULT, load_weights, without_weights
         from jaxkv.models.published import open_published
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
@@ -181,7 +190,13 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        return models.load(published.path, args.dtype, mesh, progress.at)
+        llm = without_weights(published, args.dtype, mesh)
+
+    def load() -> None:
+        with Progress("loading", unit="bytes") as progress:
+            load_weights(llm, published, progress.at)
+
+    return llm, load
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompt, sampling = read_prompt(args), flags.sampling_of(args)
-    llm = flags.load_model(args, args.policy)
+    llm, load = flags.open_model(args, args.policy)
     from jaxkv.models.text import Generation, encode
 
     generation = Generation(
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
+    load()  # while its programs are compiled
     show = (lambda text: None) if args.json else _print
     with Progress("compiling and prefilling") as progress:
         blocks = generation.blocks(progress.at)

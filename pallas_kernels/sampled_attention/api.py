@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.pallas_kernels import host_memory, triton
-from jaxkv.pallas_kernels.sampled_attention import dense, gpu, reference, tpu
+from jaxkv.pallas_kernels.sampled_attention import dense, reference
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     AttentionOutput,
@@ -63,6 +63,8 @@ def sampled_attention(
 def _attend(
     settings: LogitSettings, implementation: Implementation | None, *args
 ) -> AttentionOutput:
+    from jaxkv.pallas_kernels.sampled_attention import gpu, tpu  # Pallas takes a quarter second
+
     q, k, _, slots = args[:4]
     group, shape = q.shape[1] // k.shape[1], f"{slots.shape[-1]} of {k.shape[2]} slots"
     kernels: dict[str, Callable] = {"xla": reference.attend}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.pallas_kernels import triton
-from jaxkv.pallas_kernels.sign_walk import gpu, reference, tpu
+from jaxkv.pallas_kernels.sign_walk import reference
 from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
 Array = jax.Array
@@ -77,6 +77,8 @@ def _run(
     implementation: Implementation | None,
     **settings: float,
 ) -> Walk:
+    from jaxkv.pallas_kernels.sign_walk import gpu, tpu  # importing Pallas takes a quarter second
+
     tokens = [array.shape for axes, array in zip(AXES[name], flat, strict=True) if "d" in axes]
     kernels: dict[str, Callable] = {"xla": partial(getattr(reference, name), **settings)}
     width = sum(shape[1] * shape[-1] for shape in tokens)
@@ -104,6 +106,8 @@ def _run(
 
 def on_tpu(name: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:
     """The TPU kernel on any supported number and length of walks, padded to its tiles."""
+    from jaxkv.pallas_kernels.sign_walk import tpu
+
     blocks, steps = flat[THRESHOLDS[name]].shape
     kernel = partial(getattr(tpu, name), **settings, interpret=interpret)
     padded = pad(name, flat, round_up(blocks, tpu.GROUP), round_up(steps, tpu.LANES))
@@ -112,6 +116,8 @@ def on_tpu(name: str, settings: dict, *flat: Array, interpret: object = False) -
 
 def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> tuple:
     """The GPU kernel on any supported length of walks and head dim, padded to powers of two."""
+    from jaxkv.pallas_kernels.sign_walk import gpu
+
     blocks, steps = flat[THRESHOLDS[name]].shape
     kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
     padded = pad(name, flat, blocks, next_power(steps), next_power)
@@ -154,4 +160,6 @@ def round_up(size: int, multiple: int) -> int:
 
 def next_power(size: int) -> int:
     """The next power of two that the GPU kernel supports."""
+    from jaxkv.pallas_kernels.sign_walk import gpu
+
     return max(gpu.PANEL, 1 << (size - 1).bit_length())

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.models import compilation
-from jaxkv.models.compilation import VARIABLE, Clock, clock, enable_compilation_cache
+from jaxkv import models
+from jaxkv.models import Stream, compilation
+from jaxkv.models.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
+from jaxkv.models.llm import load_weights, without_weights
+from jaxkv.models.published import open_published
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +129,85 @@ def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, mon
     assert config.jax_compilation_cache_dir is None
     reported = capsys.readouterr()
     assert reported.err.startswith("jaxkv: no compilation cache: ") and reported.out == ""
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of five equal layers."""
+    return write_tiny(tmp_path_factory.mktemp("deep"), num_hidden_layers=5)
+
+
+@pytest.fixture
+def compilations():
+    """The names of the programs that are compiled, by the thread that compiles them."""
+    jax.clear_caches()
+    Ahead.begun.clear()
+    seen = {"here": [], "ahead": []}
+
+    def listen(event, duration, fun_name="", **_):
+        if event.endswith("/backend_compile_duration"):
+            here = threading.current_thread() is threading.main_thread()
+            seen["here" if here else "ahead"].append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kinds"), [("streaming:sinks=1,window=7", 1), ("pyramidkv:capacity=9,window=3", 5)]
+)
+def test_layers_with_one_policy_share_their_prefill(deep, compilations, policy, kinds):
+    stream = Stream(models.load(deep), policy, tokens=40)
+    stream.prefill([[65] * 20], chunk=16)  # chunks of 16, and of 4 padded to 16
+    assert compilations["here"].count("jit(run_layer)") == kinds
+
+
+def test_a_scored_text_shares_the_prefill_of_its_layers(deep, compilations):
+    models.score(models.load(deep), [65] * 40, "streaming:sinks=1,window=7", chunk=16)
+    assert compilations["here"].count("jit(run_layer)") == 1
+
+
+def test_programs_are_compiled_before_the_weights_are_loaded(deep, compilations):
+    published = open_published(deep)
+    llm = without_weights(published)
+    assert llm.unloaded_bytes > 0
+    stream = Stream(llm, "streaming:sinks=1,window=7")
+    stream.compile_ahead([5, 40], models.Sampling(), llm.eos)
+    load_weights(llm, published)
+    assert llm.unloaded_bytes == 0
+    compilations["here"].clear()
+    stream.prefill([[65] * 40])
+    stream.prefill([[66] * 5])
+    tokens = stream.decode(models.Sampling(), 9, llm.eos)[0].tolist()
+    assert compilations["here"] == []
+    assert {"jit(run_layer)", "jit(decode_block)"} <= set(compilations["ahead"])
+    stream = Stream(models.load(deep), "streaming:sinks=1,window=7")
+    stream.prefill([[65] * 40])
+    stream.prefill([[66] * 5])
+    assert stream.decode(models.Sampling(), 9, llm.eos)[0].tolist() == tokens
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:capacity=9,window=3"])
+def test_nothing_is_compiled_ahead_for_caches_that_change_their_shape(deep, compilations, policy):
+    stream = Stream(models.load(deep), policy)
+    stream.compile_ahead([5], models.Sampling(), ())
+    stream.prefill([[65] * 5])
+    assert compilations["ahead"] == []
+
+
+def test_the_clock_counts_waiting_and_not_other_threads():
+    watch, ahead = clock(), Ahead()
+    before = watch.seconds
+    ahead.compile("one", jax.jit(lambda x: (x @ x @ x).sum()), np.ones((300, 300), np.float32))
+    while not ahead._running["one"][0].done():
+        time.sleep(0.01)
+    assert watch.seconds == before
+    ahead.wait("one")
+    assert before < watch.seconds < before + 0.1
+    counted = watch.seconds
+    ahead.wait("one")
+    assert watch.seconds == counted
 
 
 def test_the_clock_counts_only_compile_time():
