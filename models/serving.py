@@ -10,11 +10,11 @@ from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
-from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.decoder import Decoder, Weights, layer_weights, run_layer
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY
 from jaxkv.models.text import warn_beyond_context
-from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from jaxkv.typing import Array, Float, Float32, Int32
 
 
 def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
@@ -28,22 +28,31 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT
         )
     policies = llm.policies(policy)
 
-    def forward(
-        weights: Weights,
-        tokens: Int32[Array, "B T"],
-        positions: UInt32[Array, "B T"],
-        valid: Bool[Array, "B T"],
-        states: tuple[State, ...],
-        indices: Int32[Array, "B P"],
-    ) -> tuple[Float32[Array, "B P V"], tuple[State, ...]]:
+    def embed(weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+        return Decoder(llm.config, weights, llm.mesh).embedded(tokens)
+
+    def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "D B T"], State]:
+        return run_layer(llm.config, policy, llm.mesh, *arguments)
+
+    def head(
+        weights: Weights, x: Float[Array, "D B T"], indices: Int32[Array, "B P"]
+    ) -> Float32[Array, "B P V"]:
         decoder = Decoder(llm.config, weights, llm.mesh)
-        hidden, states = decoder(tokens, positions, valid, policies, states)
-        selected = jnp.take_along_axis(hidden, indices[None], axis=2)
-        logits = xla_cpu.keep_transpose_apart(decoder.logits(selected))
-        return logits.transpose(1, 2, 0), states
+        selected = decoder.normed(jnp.take_along_axis(x, indices[None], axis=2))
+        return xla_cpu.keep_transpose_apart(decoder.logits(selected)).transpose(1, 2, 0)
 
     identity = f"{llm.name} {llm.config} {llm.dtype}"
-    return Model(forward, llm.weights, policies, llm.spec, llm.config.vocab, identity)
+    return Model(
+        embed,
+        layer,
+        head,
+        layer_weights,
+        llm.weights,
+        policies,
+        llm.spec,
+        llm.config.vocab,
+        identity,
+    )
 
 
 def make_engine(

@@ -1,9 +1,9 @@
-"""Continuous batching over any forward function; the engine knows no model and no tokenizer."""
+"""Continuous batching over any decoder; the engine knows no model and no tokenizer."""
 
 from jaxkv.engine.collect import Collected, answer
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handle import RequestHandle
-from jaxkv.engine.programs import Model
+from jaxkv.engine.model import Model
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
 from jaxkv.engine.store import PrefixConfig
 

@@ -29,7 +29,8 @@ from jaxkv.engine.handle import (
     scored_token,
     sequence_params,
 )
-from jaxkv.engine.programs import Model, PrefillState, Programs, StepOutput, compilations
+from jaxkv.engine.model import Model
+from jaxkv.engine.programs import PrefillState, Programs, StepOutput, compilations
 from jaxkv.engine.queue import RequestQueue
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
 from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
@@ -282,9 +283,7 @@ class Engine:
         width = next(width for width in self._programs.widths if count <= width)
         padded = np.zeros((1, width), np.int32)
         padded[0, :count] = tokens[start : start + count]
-        state, output = self._programs.prefill[width, echo](
-            self._programs.weights, prefill.state, padded, np.uint32(start), np.int32(count)
-        )
+        state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
         if echo:
             self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
         end = start + count

@@ -8,9 +8,11 @@ together, also if few entries are active, so that no sequence affects the bits o
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,32 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy, Spec, State
+from jaxkv.contract import Policy, State
+from jaxkv.engine.model import Model, forward
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
-from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A model that the engine can run.
-
-    forward: (weights, tokens [B,T] int32, positions [B,T] uint32, valid [B,T] bool, states,
-    indices [B,P] int32) -> (float32 logits [B,P,V] of the next tokens after the tokens at those
-    indices, states). states: one per layer, of that layer's policy. vocab: V. identity: names the
-    weights and their dtype, so that a prefix cache of another model never matches.
-    """
-
-    forward: Callable[..., tuple[Array, tuple[State, ...]]]
-    weights: Any
-    policies: tuple[Policy, ...]
-    spec: Spec
-    vocab: int
-    identity: str = ""
 
 
 class PrefillState(NamedTuple):
@@ -104,29 +88,36 @@ def init_prefill(model: Model, max_len: int, seed: UInt32[Array, ""]) -> Prefill
     return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
 
 
-def prefill(
+def begin_chunk(
     model: Model,
-    scored: bool,
     weights: Any,
-    state: PrefillState,
     tokens: Int32[Array, "1 T"],
     start: UInt32[Array, ""],
     count: Int32[Array, ""],
-) -> tuple[PrefillState, StepOutput | None]:
-    """Prefill the first `count` tokens of a chunk; scored: also return each token's scores.
+) -> tuple[Array, UInt32[Array, "1 T"], Bool[Array, "1 T"]]:
+    """The input of the first layer, positions, and which tokens are valid: the first `count`."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return model.embed(weights, tokens), start + index.astype(jnp.uint32), index < count
+
+
+def end_chunk(
+    model: Model,
+    scored: bool,
+    weights: Any,
+    x: Array,
+    before: Float32[Array, "1 V"],
+    tokens: Int32[Array, "1 T"],
+    count: Int32[Array, ""],
+) -> tuple[Float32[Array, "1 V"], StepOutput | None]:
+    """The logits after a chunk; scored: also each token's scores. before: the logits before it.
 
     Nothing predicts the first token of a prompt, so its scores are meaningless.
     """
-    width = tokens.shape[1]
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    positions, valid = start + index.astype(jnp.uint32), index < count
-    wanted = index if scored else jnp.reshape(count - 1, (1, 1))
-    logits, states = model.forward(weights, tokens, positions, valid, _shared(model, state), wanted)
     if not scored:
-        return PrefillState(states, logits[:, 0]), None
+        return model.head(weights, x, jnp.reshape(count - 1, (1, 1)))[:, 0], None
+    logits = model.head(weights, x, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
     last = jax.lax.dynamic_slice_in_dim(logits, count - 1, 1, axis=1)[:, 0]
-    before = jnp.concatenate([state.logits, logits[0, :-1]])
-    return PrefillState(states, last), _score(before, tokens[0], True)
+    return last, _score(jnp.concatenate([before, logits[0, :-1]]), tokens[0], True)
 
 
 def insert(
@@ -138,7 +129,7 @@ def insert(
     params: SequenceParams,
 ) -> tuple[DecodeBatch, StepOutput]:
     """Finish a prefill, insert it as batch entry `index` and sample its first token."""
-    states = tuple(_finish_prefill(model, max_len, *each) for each in _each(model, state.states))
+    states = tuple(_finish_prefill(model, max_len, *each) for each in model.layers(state.states))
     rng = jax.random.key(params.seed[0])
     sequence = DecodeBatch(
         states=states,
@@ -163,12 +154,13 @@ def decode(
     scored: Bool[Array, ""],
 ) -> tuple[DecodeBatch, StepOutput]:
     """Feed each active sequence its token and sample the next; other sequences do not change."""
-    logits, states = model.forward(
+    logits, states = forward(
+        model,
         weights,
         batch.token[:, None],
         batch.position[:, None],
         active[:, None],
-        _shared(model, batch),
+        batch.states,
         jnp.zeros((batch.token.shape[0], 1), jnp.int32),
     )
     fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
@@ -180,7 +172,7 @@ def empty_batch(model: Model, max_batch: int, max_len: int) -> DecodeBatch:
 
     def sequence(_: None) -> tuple[State, ...]:
         state = init_prefill(model, max_len, jnp.uint32(0))
-        return tuple(_finish_prefill(model, max_len, *each) for each in _each(model, state.states))
+        return tuple(_finish_prefill(model, max_len, *each) for each in model.layers(state.states))
 
     shapes = jax.eval_shape(sequence, None)
     states = jax.tree.map(lambda leaf: jnp.zeros((max_batch, *leaf.shape[1:]), leaf.dtype), shapes)
@@ -197,19 +189,11 @@ def empty_batch(model: Model, max_batch: int, max_len: int) -> DecodeBatch:
     )
 
 
-def _each(model: Model, states: Sequence[State]) -> Sequence[tuple[Policy, State]]:
-    return list(zip(model.policies, states, strict=True))
-
-
-def _finish_prefill(model: Model, max_len: int, policy: Policy, state: State) -> State:
+def _finish_prefill(model: Model, max_len: int, _: int, policy: Policy, state: State) -> State:
     if policy.min_prompt is None:
         return state
     state = policy.finish_prefill(model.spec, state)
     return policy.reserve(model.spec, state, max_len)  # counts tokens from the end of prefill on
-
-
-def _shared(model: Model, of: PrefillState | DecodeBatch) -> tuple[State, ...]:
-    return deduplicate_shared(model.policies, of.states)
 
 
 def _sample(
@@ -264,18 +248,26 @@ def compilations() -> Counter[str]:
     return counted
 
 
+class ChunkPrograms(NamedTuple):
+    """The programs of prefill for one width of chunk. layers: by policy. ends: by `scored`."""
+
+    begin: Callable
+    layers: dict[Policy, Callable]
+    ends: dict[bool, Callable]
+
+
 class Programs:
     """All programs of one engine, compiled for its shapes.
 
     widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
-    prefill_bytes: of a PrefillState. num_compiled: the number of programs. prefill: programs by
-    (width, scored). Raises UserError if the batch does not fit into memory.
+    prefill_bytes: of a PrefillState. num_compiled: the number of programs. Raises UserError if the
+    batch does not fit into memory.
     """
 
     def __init__(self, model: Model, max_batch: int, max_len: int, widths: Sequence[int]) -> None:
         self.model, self.widths = model, tuple(widths)
         self.weights = model.weights
-        zero, one = np.int32(0), np.uint32(0)
+        zero = np.int32(0)
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
         batch = jax.eval_shape(lambda: empty_batch(model, max_batch, max_len))
         params = SequenceParams(
@@ -285,30 +277,71 @@ class Programs:
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
         self.prefill_shapes, self.num_compiled = state, 0
+        self._lock = threading.Lock()
         self.prefill_bytes = nbytes(state)
         memory.check(  # before minutes of compilation
             nbytes(batch) + self.prefill_bytes,
             f"{max_batch} sequences and a prefill of {max_len} tokens",
         )
-        self.empty_batch = self.compile(lambda: empty_batch(model, max_batch, max_len))
-        self.init_prefill = self.compile(partial(init_prefill, model, max_len), np.uint32(0))
-        self.prefill = {
-            (width, scored): self.compile(
-                partial(prefill, model, scored), model.weights, state, np.zeros((1, width), "i4"),
-                one, zero, donate=1,
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            begin = partial(threads.submit, self.compile)
+            decoding = begin(
+                partial(decode, model), model.weights, batch, np.zeros(max_batch, bool),
+                np.bool_(False), donate=(1,),
+            )  # fmt: skip
+            chunks = {width: self._begin_prefill(begin, width) for width in self.widths}
+            inserting = begin(
+                partial(insert, model, max_len), batch, zero, state, params, donate=(0,)
             )
-            for width in self.widths for scored in (False, True)
-        }  # fmt: skip
-        self.insert = self.compile(
-            partial(insert, model, max_len), batch, zero, state, params, donate=0
-        )
-        self.decode = self.compile(
-            partial(decode, model), model.weights, batch, np.zeros(max_batch, bool),
-            np.bool_(False), donate=1,
-        )  # fmt: skip
+            empty = begin(lambda: empty_batch(model, max_batch, max_len))
+            init = begin(partial(init_prefill, model, max_len), np.uint32(0))
+        self.decode, self.insert = decoding.result(), inserting.result()
+        self.empty_batch, self.init_prefill = empty.result(), init.result()
+        self._prefill = jax.tree.map(Future.result, chunks)
 
-    def compile(self, function: Callable, *shapes: Any, donate: int | None = None) -> Callable:
-        """Compile a program for arguments of these shapes; donate: the argument to donate."""
-        self.num_compiled += 1
-        donated = () if donate is None else (donate,)
-        return jax.jit(function, donate_argnums=donated).lower(*shapes).compile()
+    def compile(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Callable:
+        """Compile a program for arguments of these shapes; donate: the arguments to donate."""
+        with self._lock:
+            self.num_compiled += 1
+        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+
+    def _begin_prefill(self, begin: Callable[..., Future], width: int) -> ChunkPrograms:
+        """Begin to compile the prefill of a chunk: once for all layers with one policy."""
+        model, state = self.model, self.prefill_shapes
+        tokens, one, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
+        start = partial(begin_chunk, model)
+        x, positions, valid = jax.eval_shape(start, model.weights, tokens, one, zero)
+        first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
+        layers = {
+            policy: begin(
+                partial(model.layer, policy), model.layer_weights(model.weights, number), x, one,
+                positions, valid, donate=(1, 2),
+            )
+            for number, policy, one in first.values()
+        }  # fmt: skip
+        ends = {
+            scored: begin(
+                partial(end_chunk, model, scored), model.weights, x, state.logits, tokens, zero
+            )
+            for scored in (False, True)
+        }
+        return ChunkPrograms(begin(start, model.weights, tokens, one, zero), layers, ends)
+
+    def prefill(
+        self,
+        scored: bool,
+        state: PrefillState,
+        tokens: Int32[np.ndarray, "1 T"],
+        start: int,
+        count: int,
+    ) -> tuple[PrefillState, StepOutput | None]:
+        """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
+        programs, weights = self._prefill[tokens.shape[1]], self.weights
+        x, positions, valid = programs.begin(weights, tokens, np.uint32(start), np.int32(count))
+        states = []
+        for number, policy, one in self.model.layers(state.states):
+            of_layer = self.model.layer_weights(weights, number)
+            x, one = programs.layers[policy](of_layer, x, one, positions, valid)
+            states.append(one)
+        last, output = programs.ends[scored](weights, x, state.logits, tokens, np.int32(count))
+        return PrefillState(tuple(states), last), output

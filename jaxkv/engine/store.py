@@ -21,8 +21,9 @@ from jaxkv.contract import Pages as SlotPages
 from jaxkv.engine import pool
 from jaxkv.engine.engine_metrics import prefix_metrics
 from jaxkv.engine.host_tier import HostTier, transfer
+from jaxkv.engine.model import Model
 from jaxkv.engine.pool import SKIP, Layout, Pool
-from jaxkv.engine.programs import Model, PrefillState, Programs
+from jaxkv.engine.programs import PrefillState, Programs
 from jaxkv.errors import check_choice, check_int
 from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
@@ -314,13 +315,13 @@ class DevicePool:
         table = np.zeros(max(1, layout.max_pages), np.int32)
         self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
         self._save = programs.compile(
-            partial(pool.save, layout), shape, states, zero, zero, zero, donate=0
+            partial(pool.save, layout), shape, states, zero, zero, zero, donate=(0,)
         )
         self._load = programs.compile(load, shape, table, zero, zero)
         if movable:
             piece = jax.eval_shape(pool.take, shape, zero, zero)
             self._take = programs.compile(pool.take, shape, zero, zero)
-            self._put = programs.compile(pool.put, shape, piece, zero, zero, donate=0)
+            self._put = programs.compile(pool.put, shape, piece, zero, zero, donate=(0,))
         self._table, self.layout = table, layout
 
     def save(self, state: PrefillState, number: int, page: int, record: int) -> None:

@@ -29,19 +29,23 @@ def weights(seed: int = 0):
 def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
     policies = by_layer(policy, LAYERS)
 
-    def forward(w, tokens, positions, valid, states, indices):
-        x, new = w["embed"][tokens], []
-        for layer, (one, state) in enumerate(zip(policies, states, strict=True)):
-            q, k, v = (
-                (x @ w[f"{layer}.{name}"]).reshape(*tokens.shape, -1, HEAD_DIM) for name in "qkv"
-            )
-            out, state = jaxkv.step(one, SPEC, state, q, k, v, positions, valid)
-            x = x + out.reshape(*tokens.shape, -1) @ w[f"{layer}.o"]
-            new.append(state)
-        selected = jnp.take_along_axis(x, indices[..., None], axis=1)
-        return selected @ w["embed"].T, tuple(new)
+    def embed(w, tokens):
+        return w["embed"][tokens]
 
-    return Model(forward, weights(seed), policies, SPEC, VOCAB, f"plain {seed}")
+    def layer(one, w, x, state, positions, valid):
+        q, k, v = ((x @ w[name]).reshape(*x.shape[:2], -1, HEAD_DIM) for name in "qkv")
+        out, state = jaxkv.step(one, SPEC, state, q, k, v, positions, valid)
+        return x + out.reshape(*x.shape[:2], -1) @ w["o"], state
+
+    def head(w, x, indices):
+        return jnp.take_along_axis(x, indices[..., None], axis=1) @ w["embed"].T
+
+    def layer_weights(w, number):
+        return {name: w[f"{number}.{name}"] for name in SIZES}
+
+    return Model(
+        embed, layer, head, layer_weights, weights(seed), policies, SPEC, VOCAB, f"plain {seed}"
+    )
 
 
 class Recorder:

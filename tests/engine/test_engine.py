@@ -90,7 +90,8 @@ def test_nothing_is_compiled_while_it_serves(engine):
     )
     ask(engine, *requests(12, 5), *requests(3, 6, echo=True, logprobs=1))
     assert not compiled
-    assert engine.compilations == 3 + 2 * len((16,)) + 1
+    of_chunk = ("begin", "the layers", "end", "end with scores")
+    assert engine.compilations == len(("decode", "insert", "empty", "init")) + len(of_chunk)
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
@@ -268,11 +269,10 @@ def test_a_request_beyond_max_len_raises():
 def test_logits_that_are_not_finite_end_only_one_answer():
     model = plain()
 
-    def forward(w, tokens, positions, valid, states, indices):
-        logits, states = model.forward(w, tokens, positions, valid, states, indices)
-        return jnp.where(jnp.any(tokens == 5, axis=1)[:, None, None], jnp.nan, logits), states
+    def embed(w, tokens):
+        return jnp.where(tokens[..., None] == 5, jnp.nan, model.embed(w, tokens))
 
-    engine = Engine(dataclasses.replace(model, forward=forward), max_batch=2, chunk=16)
+    engine = Engine(dataclasses.replace(model, embed=embed), max_batch=2, chunk=16)
     never, always = ((5, -1e4),), ((5, 1e4),)
     fine, lost, fed = ask(
         engine,
@@ -318,9 +318,7 @@ def test_a_failure_ends_every_answer_once(monkeypatch, broken):
         raise RuntimeError("the device is gone")
 
     programs = engine._programs
-    if broken == "prefill":
-        monkeypatch.setattr(programs, "prefill", dict.fromkeys(programs.prefill, fail))
-    elif broken == "deliver":
+    if broken == "deliver":
         monkeypatch.setattr(engine, "_deliver", fail)
     else:
         monkeypatch.setattr(programs, broken, fail)
