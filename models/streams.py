@@ -35,6 +35,7 @@ from jaxkv.typing import Array, Bool, Int32
 
 DEFAULT_POLICY = "streaming:sinks=4,window=252"
 CHUNK = 1024  # largest prefill chunk, in tokens
+ROOM = 1024  # tokens in advance for which growing caches reserve room, if the text has so many
 PAUSE = 0.1  # target seconds between two blocks of generated tokens
 
 
@@ -67,7 +68,7 @@ class Stream:
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
-        self._batch, self._checked = batch, -1
+        self._batch, self._checked, self._final = batch, -1, tokens
         self._ahead = Ahead()
         self._check_length(tokens, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
@@ -188,13 +189,10 @@ class Stream:
     ) -> None:
         """Begin to compile prefill and `decode` in other threads; each waits for its programs.
 
-        lengths: of prompts, in tokens. The weights may still be shapes. Nothing happens where
-        policies grow or compress the prompt, because the shapes of the caches will change, and
-        over a mesh.
+        lengths: of prompts, in tokens. The weights may still be shapes. Over a mesh nothing
+        happens.
         """
-        if self.llm.mesh is not None or any(
-            policy.grows or policy.min_prompt is not None for policy in self.policies
-        ):
+        if self.llm.mesh is not None:
             return
         chunk = self.chunk_of(None)
         widths = {
@@ -202,21 +200,48 @@ class Stream:
             for length in lengths
             for start in range(0, length, chunk)
         }
-        arguments = self._decode_arguments(sampling, eos, BLOCK)
+        prompt, later = self._states_for(max(lengths))
+        shapes = self.decoding._replace(states=later)
+        arguments = self._decode_arguments(shapes, sampling, eos, BLOCK)
         self._ahead.compile("decode", compiled_decode_block(), *arguments)
+        shapes = self.decoding._replace(states=prompt)
         for width in sorted(widths):
             for program, *of_program in prefill_programs(
-                self._static, self.llm.weights, self.decoding, width
+                self._static, self.llm.weights, shapes, width
             ):
                 self._ahead.compile("prefill", program, *of_program)
 
-    def _decode_arguments(self, sampling: Sampling, eos: tuple[int, ...], limit: int) -> tuple:
+    def _states_for(self, length: int) -> tuple[tuple[State, ...], tuple[State, ...]]:
+        """The shapes of the caches during prefill of a first prompt, and when decoding begins."""
+
+        def shapes(policy: Policy, state: State, tokens: int) -> State:
+            if not policy.grows:
+                return state
+            return jax.eval_shape(partial(policy.reserve, self.llm.spec, tokens=tokens), state)
+
+        prompt, later, final = [], [], self._room(length + 1)
+        for policy, state in zip(self.policies, self.decoding.states, strict=True):
+            prompt.append(shapes(policy, state, length))
+            finished = policy.min_prompt is not None
+            after = prompt[-1]
+            if finished:
+                after = jax.eval_shape(partial(policy.finish_prefill, self.llm.spec), after)
+            later.append(shapes(policy, after, final - length * finished))
+        return tuple(prompt), tuple(later)
+
+    def _room(self, tokens: int) -> int:
+        """The tokens for which decoding reserves room: more than needed now, up to the last one."""
+        return max(tokens, min(self._final, tokens + ROOM))
+
+    def _decode_arguments(
+        self, decoding: Decoding, sampling: Sampling, eos: tuple[int, ...], limit: int
+    ) -> tuple:
         return (
             self._static,
             sampling.filters,
             eos,
             self.llm.weights,
-            self.decoding,
+            decoding,
             sampling.knobs,
             np.int32(limit),
         )
@@ -231,10 +256,10 @@ class Stream:
         Raises UserError where logits are not finite.
         """
         limit, before = min(limit, BLOCK), self.lengths
-        self.reserve(limit)
+        self.reserve(limit, self._room(int(before.max()) + limit))
         self._ahead.wait("decode")
         self.decoding, out, count, finite = compiled_decode_block()(
-            *self._decode_arguments(sampling, eos, limit)
+            *self._decode_arguments(self.decoding, sampling, eos, limit)
         )
         if not np.asarray(finite).all():
             raise not_finite(self.llm)
@@ -258,21 +283,24 @@ class Stream:
             wanted = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
             self.limit = min(BLOCK, wanted, 4 * self.limit)
 
-    def reserve(self, tokens: int | Int32[np.ndarray, " B"]) -> None:
-        """Make room for `tokens` more in growing caches: one number, or one per sequence."""
+    def reserve(self, tokens: int | Int32[np.ndarray, " B"], room: int = 0) -> None:
+        """Make room for `tokens` more in growing caches: one number, or one per sequence.
+
+        room: reserve at least for sequences of this length, so that caches grow less often.
+        """
         lengths = self.lengths + tokens
         grows = [layer for layer, policy in enumerate(self.policies) if policy.grows]
         if grows:
             # After `finish_prefill` a policy counts the tokens that follow the prompt.
-            new_tokens = lengths - self._prompt_lengths
+            longest = max(int(lengths.max()), room)
+            new_tokens = max(int((lengths - self._prompt_lengths).max()),
+                             room - int(self._prompt_lengths.max()))  # fmt: skip
             if not self.prefill_finished:
                 self._check_length(int(lengths.max()), self.state_bytes)
             self._replace_states({
                 layer: partial(
                     self.policies[layer].reserve, self.llm.spec,
-                    tokens=int(
-                        (lengths if self.policies[layer].min_prompt is None else new_tokens).max()
-                    ),
+                    tokens=longest if self.policies[layer].min_prompt is None else new_tokens,
                 ) for layer in grows
             })  # fmt: skip
         self.lengths = lengths  # only now: a refused request leaves the stream as it was

@@ -188,12 +188,24 @@ def test_programs_are_compiled_before_the_weights_are_loaded(deep, compilations)
     assert stream.decode(models.Sampling(), 9, llm.eos)[0].tolist() == tokens
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv:capacity=9,window=3"])
-def test_nothing_is_compiled_ahead_for_caches_that_change_their_shape(deep, compilations, policy):
-    stream = Stream(models.load(deep), policy)
-    stream.compile_ahead([5], models.Sampling(), ())
-    stream.prefill([[65] * 5])
-    assert compilations["ahead"] == []
+@pytest.mark.parametrize(
+    "policy",
+    ["full:start=16", "full:start=64", "snapkv:capacity=9,window=3", "topk:share=0.5,start=16",
+     "magicpig:K=2,L=3,sinks=1,window=2", "balance-stream:window=5,levels=2,block=4",
+     "balance:sinks=1,window=2,block=8,rounds=1,start=16"],
+)  # fmt: skip
+@pytest.mark.parametrize("length", [5, 20])
+@pytest.mark.filterwarnings("ignore:.*needs a prompt of at least")
+def test_a_text_of_known_length_compiles_each_program_once(deep, compilations, policy, length):
+    llm = models.load(deep)
+    stream = Stream(llm, policy, tokens=length + 60)
+    stream.compile_ahead([length], models.Sampling(), ())
+    stream.prefill([[65] * length])
+    stream.finish_prefill()
+    for _ in range(4):
+        stream.decode(models.Sampling(), 15, ())
+    found = compilations["here"] + compilations["ahead"]
+    assert found.count("jit(run_layer)") == found.count("jit(decode_block)") == 1
 
 
 def test_the_clock_counts_waiting_and_not_other_threads():

@@ -17,6 +17,7 @@ from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
 from jaxkv.policies.magicpig.hash_tables import Found
@@ -89,6 +90,7 @@ class MagicPIG(Policy):
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        import_pallas()
         _ = self.settings
         ring.check(self.sinks, self.window, "absolute")
         most = hash_tables.MAX_FOUND

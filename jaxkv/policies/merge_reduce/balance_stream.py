@@ -10,6 +10,7 @@ import jax
 from jaxkv.cache import ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import base
 from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
@@ -47,6 +48,7 @@ class BalanceStream(Policy):
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
 
     def __post_init__(self) -> None:
+        import_pallas()
         ring.check(self.sinks, self.window, self.positions)
         if self.levels < 1:
             raise UserError(f"levels must be at least 1, got {self.levels}; try levels=3")

@@ -14,6 +14,7 @@ from jaxkv.cache import per_head
 from jaxkv.cache.per_head import Sample
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving, halve, walk
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, Ends
@@ -60,6 +61,7 @@ class Balance(Policy):
     cached = staticmethod(base.cached)
 
     def __post_init__(self) -> None:
+        import_pallas()
         base.check_rounds(self.rounds)
         base.check(self._ends, self.start)
         if not 2 <= self.block <= base.MAX_SLOTS or self.block % (1 << self.rounds):
