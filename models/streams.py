@@ -64,7 +64,7 @@ class Stream:
         self.prefill_finished = False
         self._prompt_lengths = self.lengths
         self.limit = 1
-        self._static = Static(llm.config, self.policies, llm.mesh)
+        self.static = Static(llm.config, self.policies, llm.mesh)
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
@@ -146,7 +146,7 @@ class Stream:
                 part = prompt[start : start + chunk]
                 tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
             self.decoding = prefill_chunk(
-                self._static, self.llm.weights, self.decoding, tokens, valid
+                self.static, self.llm.weights, self.decoding, tokens, valid
             )
             if progress is not None:  # report finished chunks, not dispatched ones
                 jax.block_until_ready(self.decoding.position)
@@ -202,12 +202,12 @@ class Stream:
         }
         prompt, later = self._states_for(max(lengths))
         shapes = self.decoding._replace(states=later)
-        arguments = self._decode_arguments(shapes, sampling, eos, BLOCK)
+        arguments = self.decode_arguments(shapes, sampling, eos, BLOCK)
         self._ahead.compile("decode", compiled_decode_block(), *arguments)
         shapes = self.decoding._replace(states=prompt)
         for width in sorted(widths):
             for program, *of_program in prefill_programs(
-                self._static, self.llm.weights, shapes, width
+                self.static, self.llm.weights, shapes, width
             ):
                 self._ahead.compile("prefill", program, *of_program)
 
@@ -233,11 +233,12 @@ class Stream:
         """The tokens for which decoding reserves room: more than needed now, up to the last one."""
         return max(tokens, min(self._final, tokens + ROOM))
 
-    def _decode_arguments(
+    def decode_arguments(
         self, decoding: Decoding, sampling: Sampling, eos: tuple[int, ...], limit: int
     ) -> tuple:
+        """The arguments of `decode_block`."""
         return (
-            self._static,
+            self.static,
             sampling.filters,
             eos,
             self.llm.weights,
@@ -259,7 +260,7 @@ class Stream:
         self.reserve(limit, self._room(int(before.max()) + limit))
         self._ahead.wait("decode")
         self.decoding, out, count, finite = compiled_decode_block()(
-            *self._decode_arguments(self.decoding, sampling, eos, limit)
+            *self.decode_arguments(self.decoding, sampling, eos, limit)
         )
         if not np.asarray(finite).all():
             raise not_finite(self.llm)

@@ -109,7 +109,7 @@ def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
     """One call of `decode` as XLA receives it; its text names no source file."""
     sampling = models.Sampling()
     decode_block = module.compiled_decode_block()
-    return decode_block.lower(stream._static, sampling.filters, (), stream.llm.weights,
+    return decode_block.lower(stream.static, sampling.filters, (), stream.llm.weights,
                               stream.decoding, sampling.knobs, np.int32(1))  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Start-up time: from the command to the first text, each time in a new process.
 
-The first start fills the compilation cache and is not counted. Besides the time of the whole
-command, the compile and run times that it reports are recorded, with and without that cache.
-SmolLM2-135M-Instruct, which is downloaded before, shows the time of a model of 30 layers.
+The first start fills the compilation cache and is not counted. Without the cache everything is
+compiled. SmolLM2-135M-Instruct, which is downloaded before, shows a model of 30 layers: under each
+kind of policy, and in the engine, which compiles all its programs before it serves. `depths` has
+the seconds of tracing, lowering and compiling the programs of that model with other numbers of
+layers; its weights are only shapes.
 """
 
 from __future__ import annotations
@@ -13,71 +15,164 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+import jax
 import numpy as np
 
+from jaxkv import models
 from jaxkv.evals.lib.record import ROOT, Record, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 from jaxkv.models import smollm2
+from jaxkv.models.decoding import compiled_decode_block, prefill_programs
+from jaxkv.models.hf.names import shapes
+from jaxkv.models.llm import Llm, without_weights
+from jaxkv.models.published import open_published
+from jaxkv.models.streams import DEFAULT_POLICY
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
+ENGINE = f"""
+import sys
+from jaxkv import models
+from jaxkv.models.serving import make_engine
+make_engine(models.load("{smollm2.NAME}"), "{DEFAULT_POLICY}")
+print("ready")
+"""
 PROMPT, TOKENS = "Once upon a time", "64"
+# Policies other than the default, with the most that their start may take over its start.
+POLICIES = {"reservoir": 3, "balance-stream": 3, "magicpig": 4}
+DEPTHS, CHUNK = (4, 12, 30, 80), 256
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.startup", description=__doc__)
-    ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
-    ask.add_argument("--rounds", type=int, default=9)
-    ask.add_argument("--quick", action="store_true", help="two rounds, into out/")
+    ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
     given = ask.parse_args()
-    files = [given.model / "model.safetensors", smollm2.fetch()]
-    record = Record("startup", files, quick=given.quick)
-    generate, real = (
-        ["generate", PROMPT, "--model", model, "--max-new-tokens", TOKENS]
-        for model in (str(given.model.resolve()), smollm2.NAME)
-    )
-
+    record = Record("startup", [smollm2.fetch()], quick=given.quick)
+    rounds = 1 if given.quick else given.rounds
+    jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
+    depths = by_depth(DEPTHS[:2] if given.quick else DEPTHS, rounds)
     with tempfile.TemporaryDirectory() as kept:
-        variants = {
-            "help": partial(first_output, [*COMMAND, "--help"], kept),
-            "import jax": partial(
-                first_output, [sys.executable, "-c", "import jax; print()"], kept
-            ),
-            "first text": partial(first_output, [*COMMAND, *generate], kept),
-            "first text of SmolLM2": partial(first_output, [*COMMAND, *real], kept),
-            "first text of SmolLM2, nothing compiled": partial(
-                first_output, [*COMMAND, *real], "off"
-            ),
-            "compile and run, kept": partial(compile_and_run, generate, kept),
-            "compile and run, not kept": partial(compile_and_run, generate, "off"),
-        }
-        # The warm-up round fills the compilation cache.
-        seconds = time_rounds(variants, 2 if given.quick else given.rounds, "startup")
-    share = ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"])
+        seconds = time_rounds(variants(kept), rounds, "startup")
     results = {
-        "seconds": {name: spread(s) for name, s in seconds.items()},
-        "bars": [
-            bar("seconds to the first text, with a filled compilation cache",
-                spread(seconds["first text"]), "<=", 3),
-            bar("seconds to the first text of SmolLM2-135M, with a filled compilation cache",
-                spread(seconds["first text of SmolLM2"]), "<=", 3),
-            bar("seconds to the first text of SmolLM2-135M, with nothing compiled",
-                spread(seconds["first text of SmolLM2, nothing compiled"]), "<=", 8),
-            bar("seconds of jaxkv --help", spread(seconds["help"]), "<=", 0.3),
-            bar("jaxkv --help over import jax", ratio(seconds["help"], seconds["import jax"]),
-                "<=", 1.2),
-            bar("compile and run with a filled compilation cache, over without a cache", share,
-                "<=", 0.35),
-        ],
-    }  # fmt: skip
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "depths": depths,
+        "bars": bars(seconds, depths),
+    }
     for line in results["bars"]:
         word = "met    " if line["met"] else "NOT MET"
-        print(f"{word} {line['bar']}: {line['value']['median']:.3g} {line['ask']}")
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{word} {line['bar']}: {value:.3g} {line['ask']}")
     print("wrote", record.save(results))
+
+
+def variants(kept: str) -> dict[str, Callable[[], float]]:
+    """Every measured start. kept: the folder of the compilation cache, which starts empty."""
+    generate = ["generate", PROMPT, "--max-new-tokens", TOKENS]
+    real = [*COMMAND, *generate, "--model", smollm2.NAME]
+    engine = [sys.executable, "-c", ENGINE]
+    found = {
+        "help": partial(first_output, [*COMMAND, "--help"], kept),
+        "import jax": partial(first_output, IMPORT, kept),
+        "first text": partial(first_output, [*COMMAND, *generate], kept),
+        "compile and run, kept": partial(compile_and_run, generate, kept),
+        "compile and run, not kept": partial(compile_and_run, generate, "off"),
+    }
+    for suffix, cache in (("", kept), (", nothing compiled", "off")):
+        found[f"first text of SmolLM2{suffix}"] = partial(first_output, real, cache)
+        found[f"engine of SmolLM2{suffix}"] = partial(first_output, engine, cache)
+        for policy in POLICIES:
+            command = [*real, "--policy", policy]
+            found[f"first text of SmolLM2, {policy}{suffix}"] = partial(
+                first_output, command, cache
+            )
+    return found
+
+
+def bars(
+    seconds: Mapping[str, list[float]], depths: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, object]]:
+    """The promises about start-up, and whether they are met."""
+    real = "first text of SmolLM2"
+    made = [
+        bar("seconds to the first text, with a filled compilation cache",
+            spread(seconds["first text"]), "<=", 3),
+        bar("seconds to the first text of SmolLM2-135M, with a filled compilation cache",
+            spread(seconds[real]), "<=", 3),
+        bar("seconds to the first text of SmolLM2-135M, with nothing compiled",
+            spread(seconds[f"{real}, nothing compiled"]), "<=", 8),
+        bar("seconds of jaxkv --help", spread(seconds["help"]), "<=", 0.3),
+        bar("jaxkv --help over import jax", ratio(seconds["help"], seconds["import jax"]),
+            "<=", 1.2),
+        bar("compile and run with a filled compilation cache, over without a cache",
+            ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"]),
+            "<=", 0.35),
+    ]  # fmt: skip
+    for policy, most in POLICIES.items():
+        for suffix in ("", ", nothing compiled"):
+            share = ratio(seconds[f"{real}, {policy}{suffix}"], seconds[f"{real}{suffix}"])
+            made.append(bar(f"first text of SmolLM2-135M under {policy} over streaming"
+                            f"{suffix or ', with a filled compilation cache'}",
+                            share, "<=", most))  # fmt: skip
+    if {"12", "80"} <= set(depths):
+        share = depths["80"]["seconds"]["median"] / depths["12"]["seconds"]["median"]
+        made.append(bar("seconds to compile prefill and decoding of 80 layers over 12 layers",
+                        share, "<=", 3))  # fmt: skip
+    return made
+
+
+def by_depth(depths: tuple[int, ...], rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds to trace, lower and compile prefill and decoding of SmolLM2 with other depths."""
+    whole = without_weights(open_published(smollm2.NAME))
+    seconds: dict[str, list[dict[str, list[float]]]] = {str(depth): [] for depth in depths}
+    for _ in range(rounds):
+        for depth in depths:
+            seconds[str(depth)].append(programs(of_depth(whole, depth)))
+    return {
+        depth: {
+            "seconds": spread([sum(map(sum, one.values())) for one in found]),
+            # Of each program: the median seconds of tracing, lowering and compiling.
+            **{name: np.median([one[name] for one in found], axis=0).tolist() for name in found[0]},
+        }
+        for depth, found in seconds.items()
+    }
+
+
+def of_depth(llm: Llm, depth: int) -> Llm:
+    config = replace(llm.config, layers=depth, windows=(None,) * depth)
+    dtype = np.dtype(llm.dtype)
+    named = shapes(config).items()
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (_, shape) in named}
+    return replace(llm, config=config, weights=weights)
+
+
+def programs(llm: Llm) -> dict[str, list[float]]:
+    """Seconds to trace, lower and compile the programs of prefill and decoding."""
+    stream, sampling = models.Stream(llm), models.Sampling()
+    decode = stream.decode_arguments(stream.decoding, sampling, llm.eos, 1)
+    asked = [("decode", compiled_decode_block(), *decode)]
+    asked += [
+        ("prefill", *one)
+        for one in prefill_programs(stream.static, llm.weights, stream.decoding, CHUNK)
+    ]
+    found = {"decode": [0.0] * 3, "prefill": [0.0] * 3}
+    jax.clear_caches()
+    for name, program, *arguments in asked:
+        times = [perf_counter()]
+        traced = program.trace(*arguments)
+        times.append(perf_counter())
+        lowered = traced.lower()
+        times.append(perf_counter())
+        lowered.compile()
+        times.append(perf_counter())
+        found[name] = np.add(found[name], np.diff(times)).tolist()
+    return found
 
 
 def first_output(command: list[str], kept: str) -> float:

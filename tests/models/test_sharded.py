@@ -75,7 +75,7 @@ def test_only_sums_are_communicated(tiny_folder, mesh):
     llm = models.load(tiny_folder, mesh=mesh_of(mesh))
     stream = begin(llm, prefill=mesh == MESHES[0])
     program = compiled_decode_block().lower(
-        stream._static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
+        stream.static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
     )
     found = [
         (kind, dtype, math.prod(map(int, filter(None, shape.split(",")))))
