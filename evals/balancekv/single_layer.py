@@ -52,12 +52,11 @@ def main() -> None:
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
-    ask.add_argument(
-        "--layers", type=int, nargs="+", help="layer numbers (default: first, middle, last)"
-    )
+    ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
     ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
     ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
     ask.add_argument("--seeds", type=int, default=10)
+    ask.add_argument("--name", default="single_layer", help="name of the record")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -73,10 +72,10 @@ def main() -> None:
     if not 0 <= min(layers) <= max(layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {layers}")
     seeds = list(range(given.seeds))
-    record = Record("single_layer", [*llm.files, *files], seeds, quick=given.quick)
+    record = Record(given.name, [*llm.files, *files], seeds, quick=given.quick)
     results: dict[str, Any] = {
-        "tokens": tokens, "stretches": given.stretches, "context": llm.config.context,
-        "ends": ENDS, "rounds": given.rounds,
+        "model": llm.name, "tokens": tokens, "stretches": given.stretches,
+        "context": llm.config.context, "ends": ENDS, "rounds": given.rounds,
     }  # fmt: skip
     each = []
     for number in range(given.stretches):
@@ -94,6 +93,7 @@ def main() -> None:
         lambda *found: np.mean(found, axis=0).tolist(), *each, is_leaf=lambda x: isinstance(x, list)
     )
     results["summary"] = summary(results["layers"], given.rounds)
+    results["by_stretch"] = by_stretch(each, given.rounds)
     results["saturated"] = {
         mode: np.mean([found["saturated"][mode] for found in results["layers"].values()])
         for mode in ("walk", "pairs")
@@ -103,7 +103,7 @@ def main() -> None:
     if not given.quick:
         from jaxkv.evals.lib.figures import draw
 
-        draw("single_layer")
+        draw(given.name)
 
 
 def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -225,14 +225,31 @@ def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
 
 def summary(layers: dict[str, Any], rounds: Sequence[int]) -> dict[str, Any]:
     """The spread over seeds of each method's error, in the mean over layers."""
-    names = [name for name in next(iter(layers.values())) if name != "saturated"]
     return {
         name: {
             str(number): spread(np.mean([found[name][str(number)] for found in layers.values()], 0))
             for number in rounds
         }
-        for name in names
+        for name in methods(layers)
     }
+
+
+def by_stretch(stretches: Sequence[dict[str, Any]], rounds: Sequence[int]) -> dict[str, Any]:
+    """Each method's error in every stretch of the text, the mean over layers and seeds."""
+    return {
+        name: {
+            str(number): [
+                np.mean([found[name][str(number)] for found in layers.values()])
+                for layers in stretches
+            ]
+            for number in rounds
+        }
+        for name in methods(stretches[0])
+    }
+
+
+def methods(layers: dict[str, Any]) -> list[str]:
+    return [name for name in next(iter(layers.values())) if name != "saturated"]
 
 
 def show(results: dict[str, Any]) -> None:

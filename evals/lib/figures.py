@@ -34,7 +34,8 @@ PAGES = (
 )
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
-    **dict.fromkeys(("single_layer", "sampled", "recall", "recall_thinned"), "outside right upper"),
+    **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
+    **dict.fromkeys(("sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     "backcopy_curves": "center right",
     "streaming_tables": "upper left",
@@ -342,6 +343,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "backcopy": ("backcopy", backcopy),
     "backcopy_curves": ("backcopy", backcopy_curves),
     "single_layer": ("single_layer", single_layer),
+    "single_layer_135m": ("single_layer_135m", single_layer),
     "sampled": ("sampled", sampled),
     "stream_losses": ("stream_losses", stream_losses),
     "recall": ("recall", recall),

@@ -67,6 +67,9 @@ def test_more_rounds_err_more_and_weights_help(drawn):
     assert all(0 <= share <= 1 for share in found["saturated"].values())
     shown = single_layer.summary({"0": found, "1": found}, [1, 3])
     assert shown["uniform"]["3"]["median"] == np.median(found["uniform"]["3"])
+    stretches = single_layer.by_stretch([{"0": found, "1": found}] * 2, [1, 3])
+    assert "saturated" not in stretches
+    np.testing.assert_allclose(stretches["uniform"]["3"], [np.mean(found["uniform"]["3"])] * 2)
 
 
 def test_an_error_is_relative_to_each_head():
