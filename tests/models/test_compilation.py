@@ -150,8 +150,7 @@ def compilations():
             seen["here" if here else "ahead"].append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
+    return seen
 
 
 @pytest.mark.parametrize(
