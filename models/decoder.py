@@ -20,11 +20,12 @@ from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
+from jaxkv.models.int8 import Quantised, integers, rows, scaled
 from jaxkv.models.xla_cpu import dot, has_head_last_product
 from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
-Weights = Mapping[str, Array]
+Weights = Mapping[str, Array | Quantised]
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
@@ -46,12 +47,12 @@ class Layer(nnx.Module):
         self.config = config
         self.names = tuple(weights)
         for name, value in weights.items():
-            setattr(self, name, nnx.Param(value))
+            setattr(self, name, _parameter(value))
 
     @property
-    def weights(self) -> dict[str, Array]:
-        """The arrays of this layer, by name."""
-        return {name: getattr(self, name)[...] for name in self.names}
+    def weights(self) -> dict[str, Array | Quantised]:
+        """The weights of this layer, by name."""
+        return {name: _value(getattr(self, name)) for name in self.names}
 
     def __call__(
         self,
@@ -81,20 +82,21 @@ class Layer(nnx.Module):
         return self.sinks[...] if self.config.learned_sinks else np.zeros(self.config.heads, "f4")
 
     def _linear(self, x: Float[Array, "I B T"], name: str) -> Float[Array, "O B T"]:
-        return self._bias(matmul(getattr(self, name)[...], x), name, axis=0)
+        return self._bias(matmul(_value(getattr(self, name)), x), name, axis=0)
 
     def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
         if not has_head_last_product(x, tokens=x.shape[2]):
             y = self._linear(x, name)
             return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
-        y = self._bias(dot(x, getattr(self, name)[...], (0, 1)), name, axis=2)
+        y = self._bias(product(x, _value(getattr(self, name)), (0, 1), axis=2), name, axis=2)
         return y.reshape(*y.shape[:2], -1, self.config.head_dim)
 
     def _from_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "D B T"]:
         batch, tokens = out.shape[:2]
         if not has_head_last_product(out, tokens):
             return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, batch, tokens), "o")
-        return self._bias(dot(self.o[...], out.reshape(batch, tokens, -1), (1, 2)), "o", axis=0)
+        y = product(_value(self.o), out.reshape(batch, tokens, -1), (1, 2), axis=0)
+        return self._bias(y, "o", axis=0)
 
     def _bias(self, y: Array, name: str, axis: int) -> Array:
         bias = getattr(self, f"{name}_bias", None)
@@ -135,10 +137,11 @@ class Decoder(nnx.Module):
         run: Callable | None = None,
     ):
         self.config, self.mesh, self.run = config, mesh, run
-        self.embed = nnx.Param(weights["embed"])
+        self.embed = _parameter(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
-        self.dtype = weights["layers.0.q"].dtype
-        self.head = None if config.tied else nnx.Param(weights["head"])
+        first = weights["layers.0.q"]
+        self.dtype = (weights["norm"] if isinstance(first, Quantised) else first).dtype
+        self.head = None if config.tied else _parameter(weights["head"])
         self.layers = nnx.data(
             [Layer(config, layer_weights(weights, i)) for i in range(config.layers)]
         )
@@ -164,8 +167,11 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
         """The input of the first layer."""
+        embed = _value(self.embed)
+        if isinstance(embed, Quantised):
+            return rows(embed, tokens, self.dtype).transpose(2, 0, 1)
         # In training the embedding is wider than the other matrices.
-        return jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
+        return jnp.take(embed, tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
 
     def normed(self, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
         """The hidden states, from the output of the last layer."""
@@ -173,11 +179,14 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
         """Float32 logits of the next token."""
-        return matmul(self.unembedding().astype(hidden.dtype), hidden, jnp.float32)
+        weight = self.unembedding()
+        if not isinstance(weight, Quantised):
+            weight = weight.astype(hidden.dtype)
+        return matmul(weight, hidden, jnp.float32)
 
-    def unembedding(self) -> Float[Array, "V D"]:
+    def unembedding(self) -> Float[Array, "V D"] | Quantised:
         """The output head, which is the embedding where the two are tied."""
-        return (self.embed if self.head is None else self.head)[...]
+        return _value(self.embed if self.head is None else self.head)
 
 
 def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
@@ -193,9 +202,33 @@ def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
     return vector.reshape([-1 if i == axis % ndim else 1 for i in range(ndim)])
 
 
-def matmul(weight: Array, x: Array, dtype: jnp.dtype | None = None) -> Array:
+def matmul(weight: Array | Quantised, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
+    if isinstance(weight, Quantised):
+        y = xla_cpu.matmul_widened(
+            weight.values, x, lambda values: dot(values, x, (1, 0), jnp.float32)
+        )
+        return scaled(weight, y, axis=0).astype(dtype or x.dtype)
     return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
+
+
+def product(
+    a: Array | Quantised, b: Array | Quantised, contract: tuple[int, int], axis: int
+) -> Array:
+    """`dot(a, b, contract)`, of which one may be quantised; axis: its output channels."""
+    for weight, x in ((a, b), (b, a)):
+        if isinstance(weight, Quantised):
+            a, b = (integers(one, x) if one is weight else one for one in (a, b))
+            return scaled(weight, dot(a, b, contract, jnp.float32), axis).astype(x.dtype)
+    return dot(a, b, contract)
+
+
+def _parameter(weight: Array | Quantised) -> object:
+    return nnx.data(weight) if isinstance(weight, Quantised) else nnx.Param(weight)
+
+
+def _value(weight: object) -> Array | Quantised:
+    return weight if isinstance(weight, Quantised) else weight[...]
 
 
 def layer_weights(weights: Weights, layer: int) -> dict[str, Array]:

@@ -104,7 +104,7 @@ def prefill_programs(
 
     Arrays may be shapes.
     """
-    batch, dtype = decoding.position.shape[0], weights["embed"].dtype
+    batch, dtype = decoding.position.shape[0], weights["norm"].dtype
     shape = partial(jax.ShapeDtypeStruct, (batch, width))
     tokens, valid, positions = shape(jnp.int32), shape(jnp.bool_), shape(jnp.uint32)
     x = jax.ShapeDtypeStruct((static.config.width, batch, width), dtype)

@@ -14,16 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.models import int8
 from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, spec_of
 from jaxkv.models.hf.names import shapes
+from jaxkv.models.int8 import Quantised
 from jaxkv.models.published import Published, open_published
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
 from jaxkv.typing import Array
 
+INT8 = "int8"
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
@@ -32,11 +35,12 @@ DEFAULT = Path(__file__).with_name("default")  # the model in the package
 class Llm:
     """A model. weights: flat, by name (models/hf/names.py); shapes until they are loaded.
 
-    path: the folder or the GGUF file that the model is loaded from.
+    path: the folder or the GGUF file that the model is loaded from. dtype: of the cache, and of
+    weights that are not quantised.
     """
 
     config: Config
-    weights: dict[str, Array | jax.ShapeDtypeStruct]
+    weights: dict[str, Array | Quantised | jax.ShapeDtypeStruct]
     tokenizer: Tokenizer
     chat: Chat
     path: Path
@@ -46,8 +50,14 @@ class Llm:
     @property
     def unloaded_bytes(self) -> int:
         """Bytes of the weights that are not loaded yet."""
-        shapes = (w for w in self.weights.values() if isinstance(w, jax.ShapeDtypeStruct))
+        leaves = jax.tree.leaves(self.weights)
+        shapes = (leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
         return sum(shape.size * shape.dtype.itemsize for shape in shapes)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the matrices are in int8."""
+        return isinstance(self.weights["layers.0.q"], Quantised)
 
     @property
     def name(self) -> str:
@@ -89,6 +99,7 @@ def load(
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
+    weights: str | None = None,
 ) -> Llm:
     """Load a model of the Llama family with its tokenizer.
 
@@ -96,11 +107,12 @@ def load(
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
-    progress: called with (bytes read, all bytes).
-    Raises UserError for anything wrong with the model.
+    progress: called with (bytes read, all bytes). weights: int8 quantises the matrices while they
+    are loaded (models/int8.py); None keeps `dtype`.
+    Raises UserError for anything wrong with the model, and for int8 over a mesh.
     """
     published = open_published(name)
-    llm = without_weights(published, dtype, mesh)
+    llm = without_weights(published, dtype, mesh, weights)
     load_weights(llm, published, progress)
     return llm
 
@@ -109,6 +121,7 @@ def without_weights(
     published: Published,
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
+    weights: str | None = None,
 ) -> Llm:
     """The model of `load` without its weights: programs can be compiled before they are loaded."""
     enable_compilation_cache()
@@ -119,12 +132,18 @@ def without_weights(
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    weights = {
-        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    if weights not in (None, INT8):
+        raise UserError(f"weights must be {INT8}, got {weights!r}; leave it out for {dtype}")
+    if weights is not None and mesh is not None:
+        raise UserError(f"weights in {INT8} run on one device, got a mesh; leave one of them out")
+    found = {
+        name: int8.shapes(shape)
+        if weights is not None and int8.is_matrix(name)
+        else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for name, (_, shape) in shapes(config).items()
     }
     tokenizer, chat = published.tokenizer(), published.chat()
-    return Llm(config, weights, tokenizer, chat, published.path, dtype, mesh)
+    return Llm(config, found, tokenizer, chat, published.path, dtype, mesh)
 
 
 def load_weights(
@@ -132,7 +151,12 @@ def load_weights(
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
-    llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress))
+    quantise = llm.quantised
+
+    def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
+        return int8.quantise(name, host) if quantise and int8.is_matrix(name) else host
+
+    llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))
 
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.

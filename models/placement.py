@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
 
 Progress = Callable[[int, int], None]
+Store = Callable[[str, np.ndarray], Any] | None
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
@@ -61,12 +62,14 @@ def place_all(
     dtype: np.dtype,
     sharding: Sharding = None,
     progress: Progress | None = None,
-) -> dict[str, jax.Array]:
+    store: Store = None,
+) -> dict[str, Any]:
     """Read tensors one by one and place each on its devices; returns them by name.
 
     tensors: names and shapes, in the order of reading. read: a name to its host array of `dtype`.
     sharding: one for all, or a function (name, shape) -> one; None is JAX's default device.
-    progress: called with (bytes done, all bytes).
+    progress: called with (bytes done, all bytes). store: a name and its host array to what is
+    placed instead, such as a quantised matrix.
     """
     tensors = list(tensors)
     total = sum(prod(shape) for _, shape in tensors) * dtype.itemsize
@@ -74,9 +77,10 @@ def place_all(
     for name, shape in tensors:
         host = read(name)
         spec = sharding(name, shape) if callable(sharding) else sharding
-        # Waiting bounds the host copies alive at a time to one tensor.
-        placed[name] = jax.block_until_ready(_place(host, spec))
         done += host.nbytes
+        stored = host if store is None else store(name, host)
+        # Waiting bounds the host copies alive at a time to one tensor.
+        placed[name] = jax.block_until_ready(jax.tree.map(lambda a: _place(a, spec), stored))  # noqa: B023
         if progress:
             progress(done, total)
     return placed

@@ -41,7 +41,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT
         selected = decoder.normed(jnp.take_along_axis(x, indices[None], axis=2))
         return xla_cpu.keep_transpose_apart(decoder.logits(selected)).transpose(1, 2, 0)
 
-    identity = f"{llm.name} {llm.config} {llm.dtype}"
+    identity = f"{llm.name} {llm.config} {llm.dtype} {'int8' if llm.quantised else ''}"
     return Model(
         embed,
         layer,

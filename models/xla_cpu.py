@@ -12,8 +12,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.typing import Array, Float
+from jaxkv.typing import Array, Float, Float32
 
+_BLOCK = 2**20  # integers of a matrix that are widened at a time for one token
 _PARTS = 8  # of the product of one token with a weight of at least _LARGE elements
 _LARGE = 2**18
 
@@ -64,6 +65,46 @@ def _matmul_in_parts(
         preferred_element_type=jnp.float32,
     )
     return y.reshape(-1, 1, 1).astype(dtype or weight.dtype)
+
+
+def widen(values: Array, x: Float[Array, "I B T"]) -> Array:
+    """`values.astype(x.dtype)` for a product with x; on a CPU, inside the loop over tokens.
+
+    XLA:CPU otherwise moves the conversion out of the loop. Each step then reads all weights in
+    float32, and memory holds a float copy of the model. Here the integers depend on x, so a step
+    reads int8. A test checks the memory of the compiled loop; evals/speed/int8.py has the times.
+    """
+    if x.shape[-1] != 1:
+        return values.astype(x.dtype)
+
+    def each_step(values: Array, x: Array) -> Array:
+        first = x.reshape(-1)[0]
+        return (values ^ (first != first).astype(values.dtype)).astype(x.dtype)
+
+    plain = lambda values, x: values.astype(x.dtype)  # noqa: E731
+    return jax.lax.platform_dependent(values, x, cpu=each_step, default=plain)
+
+
+def matmul_widened(
+    values: Array, x: Float[Array, "I B T"], plain: Callable[[Array], Array]
+) -> Float32[Array, "O B T"]:
+    """`plain(values.astype(x.dtype))`, a product with x; large ones by blocks of rows on a CPU.
+
+    The float copy of a block stays in the processor's cache, that of a whole output head does not.
+    """
+    blocks = max(1, values.size // _BLOCK)
+    while values.shape[0] % blocks:
+        blocks -= 1
+    if x.shape[-1] != 1 or blocks == 1:
+        return plain(widen(values, x))
+
+    def by_block(values: Array, x: Array) -> Array:
+        split = values.reshape(blocks, -1, values.shape[1])
+        return jax.lax.map(lambda one: plain(widen(one, x)), split).reshape(-1, *x.shape[1:])
+
+    return jax.lax.platform_dependent(
+        values, x, cpu=by_block, default=lambda values, x: plain(widen(values, x))
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

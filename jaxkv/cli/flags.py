@@ -54,6 +54,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="data type of weights and caches: float32, bfloat16 or float16 (default: by device)",
     )
     group.add_argument(
+        "--weights",
+        metavar="int8",
+        help="quantise the matrices to int8 while they are loaded (default: keep --dtype)",
+    )
+    group.add_argument(
         "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
     )
     group.add_argument(
@@ -190,7 +195,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        llm = without_weights(published, args.dtype, mesh)
+        llm = without_weights(published, args.dtype, mesh, args.weights)
 
     def load() -> None:
         with Progress("loading", unit="bytes") as progress:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +18,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.gguf.header import Header, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
-from jaxkv.models.placement import Progress, Sharding, Tensor, aligned, fill, place_all
+from jaxkv.models.placement import Progress, Sharding, Store, Tensor, aligned, fill, place_all
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
 
@@ -29,7 +29,8 @@ def load_weights(
     dtype: str | np.dtype,
     sharding: Sharding = None,
     progress: Progress | None = None,
-) -> dict[str, jax.Array]:
+    store: Store = None,
+) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.
 
     dtype: of the returned weights. sharding and progress: those of `placement.place_all`.
@@ -45,7 +46,7 @@ def load_weights(
     # Largest first: the tensor in memory twice is then small beside the finished ones.
     largest = sorted(tensors, key=lambda name: -prod(tensors[name].shape))
     order = [(name, tensors[name].shape) for name in largest]
-    placed = place_all(order, read_one, dtype, sharding, progress)
+    placed = place_all(order, read_one, dtype, sharding, progress, store)
     return {name: placed[name] for name in tensors}
 
 

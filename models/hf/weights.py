@@ -14,8 +14,8 @@ import struct
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +23,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
-from jaxkv.models.placement import Progress, Sharding, Tensor, aligned, fill, place_all
+from jaxkv.models.placement import Progress, Sharding, Store, Tensor, aligned, fill, place_all
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,7 +37,8 @@ def load_weights(
     dtype: str | np.dtype,
     sharding: Sharding = None,
     progress: Progress | None = None,
-) -> dict[str, jax.Array]:
+    store: Store = None,
+) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.
 
     dtype: of the returned weights. sharding: one for all, or a function (our name, shape) -> one;
@@ -46,7 +47,8 @@ def load_weights(
     tensors = _match(tensors_in(folder), config, folder)
     dtype = jnp.dtype(dtype)
     order = [(name, tensor.shape) for name, tensor in tensors.items()]
-    placed = place_all(order, lambda name: read(tensors[name], dtype), dtype, sharding, progress)
+    read_one = lambda name: read(tensors[name], dtype)  # noqa: E731
+    placed = place_all(order, read_one, dtype, sharding, progress, store)
     return {name: placed[name] for name in shapes(config)}
 
 
