@@ -205,9 +205,8 @@ def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
 def matmul(weight: Array | Quantised, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
     if isinstance(weight, Quantised):
-        y = xla_cpu.matmul_widened(
-            weight.values, x, lambda values: dot(values, x, (1, 0), jnp.float32)
-        )
+        plain = lambda values, x: dot(values, x, (1, 0), jnp.float32)  # noqa: E731
+        y = xla_cpu.matmul_widened(weight.values, x, plain)
         return scaled(weight, y, axis=0).astype(dtype or x.dtype)
     return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
 

@@ -86,9 +86,9 @@ def widen(values: Array, x: Float[Array, "I B T"]) -> Array:
 
 
 def matmul_widened(
-    values: Array, x: Float[Array, "I B T"], plain: Callable[[Array], Array]
+    values: Array, x: Float[Array, "I B T"], plain: Callable[[Array, Array], Array]
 ) -> Float32[Array, "O B T"]:
-    """`plain(values.astype(x.dtype))`, a product with x; large ones by blocks of rows on a CPU.
+    """`plain(values.astype(x.dtype), x)`; on a CPU large matrices by blocks of rows, in float32.
 
     The float copy of a block stays in the processor's cache, that of a whole output head does not.
     """
@@ -96,14 +96,14 @@ def matmul_widened(
     while values.shape[0] % blocks:
         blocks -= 1
     if x.shape[-1] != 1 or blocks == 1:
-        return plain(widen(values, x))
+        return plain(widen(values, x), x)
 
     def by_block(values: Array, x: Array) -> Array:
-        split = values.reshape(blocks, -1, values.shape[1])
-        return jax.lax.map(lambda one: plain(widen(one, x)), split).reshape(-1, *x.shape[1:])
+        split, x = values.reshape(blocks, -1, values.shape[1]), x.astype(jnp.float32)
+        return jax.lax.map(lambda one: plain(widen(one, x), x), split).reshape(-1, *x.shape[1:])
 
     return jax.lax.platform_dependent(
-        values, x, cpu=by_block, default=lambda values, x: plain(widen(values, x))
+        values, x, cpu=by_block, default=lambda values, x: plain(widen(values, x), x)
     )
 
 
