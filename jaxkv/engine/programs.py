@@ -251,9 +251,15 @@ def compilations() -> Counter[str]:
 class ChunkPrograms(NamedTuple):
     """The programs of prefill for one width of chunk. layers: by policy. ends: by `scored`."""
 
-    begin: Callable
-    layers: dict[Policy, Callable]
-    ends: dict[bool, Callable]
+    begin: Callable | Future
+    layers: dict[Policy, Callable | Future]
+    ends: dict[bool, Callable | Future]
+
+    def result(self) -> ChunkPrograms:
+        """The programs, once they are compiled."""
+        layers = {policy: future.result() for policy, future in self.layers.items()}
+        ends = {scored: future.result() for scored, future in self.ends.items()}
+        return ChunkPrograms(self.begin.result(), layers, ends)
 
 
 class Programs:
@@ -297,7 +303,7 @@ class Programs:
             init = begin(partial(init_prefill, model, max_len), np.uint32(0))
         self.decode, self.insert = decoding.result(), inserting.result()
         self.empty_batch, self.init_prefill = empty.result(), init.result()
-        self._prefill = jax.tree.map(Future.result, chunks)
+        self._prefill = {width: programs.result() for width, programs in chunks.items()}
 
     def compile(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Callable:
         """Compile a program for arguments of these shapes; donate: the arguments to donate."""

@@ -28,7 +28,7 @@ EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,position
               "stratified:sinks=2,window=6,sample=8",
               "balance-stream:sinks=2,window=6,levels=2,block=4",
               "0=full;*=streaming:sinks=2,window=14")  # fmt: skip
-OFTEN = {"full", "streaming:sinks=2,window=14"}
+OFTEN = {"full", "streaming:sinks=2,window=14", "0=full;*=streaming:sinks=2,window=14"}
 
 
 def branches(lengths=(10, 16, 31, 33, 48, 130)):
