@@ -69,7 +69,7 @@ class Stream:
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
         self._batch, self._checked, self._final = batch, -1, tokens
-        self._ahead = Ahead()
+        self._ahead, self._usable = Ahead(), True
         self._check_length(tokens, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
         if not all(isinstance(s, Integral) for s in seeds):
@@ -136,21 +136,35 @@ class Stream:
         longest, vocab = max(map(len, prompts)), self.llm.config.vocab
         if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
             raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
-        self.reserve(np.array(list(map(len, prompts))))
+        self._check_usable()
+        before, done = self.lengths, np.zeros_like(self.lengths)
+        counts = np.array(list(map(len, prompts)))
+        self.reserve(counts)
         self._ahead.wait("prefill")
-        for start in range(0, longest, chunk):
-            width = bucket(min(chunk, longest - start), chunk)
-            tokens = np.zeros((batch, width), np.int32)
-            valid = np.zeros((batch, width), bool)
-            for entry, prompt in enumerate(prompts):
-                part = prompt[start : start + chunk]
-                tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
-            self.decoding = prefill_chunk(
-                self.static, self.llm.weights, self.decoding, tokens, valid
+        try:
+            for start in range(0, longest, chunk):
+                width = bucket(min(chunk, longest - start), chunk)
+                tokens = np.zeros((batch, width), np.int32)
+                valid = np.zeros((batch, width), bool)
+                for entry, prompt in enumerate(prompts):
+                    part = prompt[start : start + chunk]
+                    tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
+                decoding, self._usable = self.decoding, False  # its states are donated
+                weights = self.llm.weights
+                self.decoding = prefill_chunk(self.static, weights, decoding, tokens, valid)
+                self._usable, done = True, np.minimum(counts, start + chunk)
+                if progress is not None:  # report finished chunks, not dispatched ones
+                    jax.block_until_ready(self.decoding.position)
+                    progress(min(start + chunk, longest), longest)
+        finally:  # also after Ctrl-C
+            self.lengths = before + done
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise UserError(
+                "a prefill of this stream was interrupted within a chunk, and its caches are lost; "
+                "make a new Stream"
             )
-            if progress is not None:  # report finished chunks, not dispatched ones
-                jax.block_until_ready(self.decoding.position)
-                progress(min(start + chunk, longest), longest)
 
     def chunk_of(self, chosen: int | None) -> int:
         """Choose the prefill chunk, in tokens; raises UserError for a choice below 1.
@@ -256,6 +270,7 @@ class Stream:
         eos: token ids that end a sequence.
         Raises UserError where logits are not finite.
         """
+        self._check_usable()
         limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit, self._room(int(before.max()) + limit))
         self._ahead.wait("decode")

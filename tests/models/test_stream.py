@@ -147,3 +147,36 @@ def test_hash_tables_that_exceed_memory_are_refused_before_allocation(tiny, monk
     monkeypatch.undo()
     stream.finish_prefill()
     assert stream.state_bytes > free
+
+
+def test_an_interrupted_prefill_keeps_its_finished_chunks(tiny):
+    ids = [65 + number % 26 for number in range(40)]
+
+    def interrupt(done, total):
+        if done == 32:
+            raise KeyboardInterrupt
+
+    stream, part = (Stream(tiny, "streaming:sinks=1,window=7") for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        stream.prefill([ids], chunk=16, progress=interrupt)
+    part.prefill([ids[:32]], chunk=16)
+    assert stream.lengths.tolist() == part.lengths.tolist() == [32]
+    found, wanted = (one.decode(Sampling(), 9, ())[0] for one in (stream, part))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
+    stream = Stream(tiny, "streaming:sinks=1,window=7")
+    stream.prefill([[65] * 16], chunk=16)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxkv.models.streams.prefill_chunk", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stream.prefill([[66] * 16], chunk=16)
+    monkeypatch.undo()
+    assert stream.lengths.tolist() == [16]
+    for again in (lambda: stream.prefill([[66]]), lambda: stream.decode(Sampling(), 1, ())):
+        with pytest.raises(UserError, match="make a new Stream"):
+            again()
