@@ -8,8 +8,6 @@ from jaxkv.evals.balancekv import claims as balance
 from jaxkv.evals.lib.claim import HOLDS, NOT, PART
 from jaxkv.evals.reservoir import claims
 
-METHODS = (*balance.PAPERS, *balance.OTHERS)
-
 
 def chi_squares(uniform, geometric):
     reported = {"uniform": uniform, "geometric": geometric}
@@ -66,25 +64,6 @@ def compressed(balance, *others):
     return answers(dict(zip(names, others, strict=True)) | {"balance": balance}, near=0.5)
 
 
-def errors(*rows, spread=0.0, other_layer=None):
-    """Errors by T, in the order of METHODS, for two seeds `spread` apart."""
-    layer = {
-        name: {str(t + 1): [row[i], row[i] + spread] for t, row in enumerate(rows)}
-        for i, name in enumerate(METHODS)
-    }  # fmt: skip
-    layers = {"0": layer} | ({"1": errors(*other_layer)["layers"]["0"]} if other_layer else {})
-    summary = {
-        name: {t: {"median": x[0]} for t, x in found.items()} for name, found in layer.items()
-    }
-    return {"tokens": 1000, "stretches": 8, "rounds": [*range(1, len(rows) + 1)], "layers": layers,
-            "summary": summary, "saturated": {"walk": 0.5, "pairs": 0.5}}  # fmt: skip
-
-
-NEAREST = (0.1, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
-NO_NEARER = (0.4, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
-BEHIND_STRATIFIED = (0.25, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
-
-
 def halves(**ratio):
     return {"halving": {f"test[{name}-ordered]": {"ratio": x} for name, x in ratio.items()}}
 
@@ -115,15 +94,6 @@ CASES = {
     "best in small": (balance.in_small, compressed(0.8, 0.4, 0.4, 0.4, 0.4), HOLDS),
     "better than some": (balance.in_small, compressed(0.8, 0.8, 0.4, 0.4, 0.4), PART),
     "better than none": (balance.in_small, compressed(0.4, 0.4, 0.4, 0.4, 0.4), NOT),
-    "nearest of all": (balance.nearer_than_uniform, errors(NEAREST), HOLDS),
-    "seeds overlap": (balance.nearer_than_uniform, errors(NEAREST, spread=0.5), NOT),
-    "in one layer of two": (
-        balance.nearer_than_uniform, errors(NEAREST, other_layer=[NO_NEARER]), PART),
-    "no nearer than stratified": (balance.nearer_than_uniform, errors(BEHIND_STRATIFIED), PART),
-    "than stratified at one T of two": (
-        balance.nearer_than_uniform, errors(NEAREST, BEHIND_STRATIFIED), PART),
-    "at one T of two": (balance.nearer_than_uniform, errors(NEAREST, NO_NEARER), PART),
-    "no nearer than uniform": (balance.nearer_than_uniform, errors(NO_NEARER), NOT),
     "by every constant": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=0.5), HOLDS),
     "not by theory": (balance.nearer_on_paper, halves(walk=0.5, pairs=0.5, theory=1.0), PART),
     "by none": (balance.nearer_on_paper, halves(walk=1.0, pairs=0.5, theory=1.0), NOT),
