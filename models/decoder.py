@@ -20,7 +20,7 @@ from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.models.int8 import Quantised, integers, rows, scaled
+from jaxkv.models.int8 import Quantised, rows
 from jaxkv.models.xla_cpu import dot, has_head_last_product
 from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -207,7 +207,7 @@ def matmul(weight: Array | Quantised, x: Array, dtype: jnp.dtype | None = None) 
     if isinstance(weight, Quantised):
         plain = lambda values, x: dot(values, x, (1, 0), jnp.float32)  # noqa: E731
         y = xla_cpu.matmul_widened(weight.values, x, plain)
-        return scaled(weight, y, axis=0).astype(dtype or x.dtype)
+        return (y * along(weight.scale, 0, y.ndim)).astype(dtype or x.dtype)
     return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
 
 
@@ -217,8 +217,10 @@ def product(
     """`dot(a, b, contract)`, of which one may be quantised; axis: its output channels."""
     for weight, x in ((a, b), (b, a)):
         if isinstance(weight, Quantised):
-            a, b = (integers(one, x) if one is weight else one for one in (a, b))
-            return scaled(weight, dot(a, b, contract, jnp.float32), axis).astype(x.dtype)
+            values = xla_cpu.widen(weight.values, x)
+            a, b = (values if one is weight else one for one in (a, b))
+            y = dot(a, b, contract, jnp.float32)
+            return (y * along(weight.scale, axis, y.ndim)).astype(x.dtype)
     return dot(a, b, contract)
 
 

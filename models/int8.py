@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models import xla_cpu
 from jaxkv.typing import Array, Float, Float32, Int8, Int32
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")
@@ -58,17 +57,6 @@ def shapes(shape: tuple[int, ...]) -> Quantised:
     return Quantised(
         jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     )
-
-
-def integers(weight: Quantised, x: Array) -> Array:
-    """The integers of a matrix in the dtype of x, for a product with x; then `scaled`."""
-    return xla_cpu.widen(weight.values, x)
-
-
-def scaled(weight: Quantised, y: Array, axis: int) -> Array:
-    """The product from that of the integers; axis: the output channels of y."""
-    scale = weight.scale.reshape([-1 if i == axis % y.ndim else 1 for i in range(y.ndim)])
-    return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
 
 def rows(weight: Quantised, index: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
