@@ -1,6 +1,7 @@
 """Sampled attention: outputs equal numpy, gradients equal those of a masked softmax.
 
-The kernels are also compiled for TPU and GPU ahead of time, without the hardware.
+The kernels run on their hardware where the tests have it, and are interpreted elsewhere. They are
+also compiled for TPU and GPU ahead of time, without the hardware.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from jaxkv.pallas_kernels.sampled_attention import (
 )
 from jaxkv.policies.magicpig.lsh import Hashing
 from tests.ahead import reports_of
-from tests.pallas_kernels.test_sign_walk import abstract_h100
+from tests.pallas_kernels.test_sign_walk import abstract_h100, interpreted
 from tests.seldom import seldom
 
 ON = {
     "xla": reference.attend,
     "dense": dense.attend,
     "gathered": reference.gathered,
-    "gpu": partial(gpu.attend, interpret=True),
-    "tpu": partial(tpu.attend, interpret=True),
+    "gpu": partial(gpu.attend, interpret=interpreted("gpu")),
+    "tpu": partial(tpu.attend, interpret=interpreted("tpu")),
 }
 ON = {name: jax.jit(attend, static_argnums=0) for name, attend in ON.items()}
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
