@@ -233,7 +233,8 @@ def test_unsupported_implementations_are_refused_by_name():
         attend(implementation="cuda")
     with pytest.raises(ValueError, match=r"go together"):
         sampled_attention(*given, settings=settings_of("angles"))
-    same(attend(), attend(implementation="xla"))
+    if jax.default_backend() == "cpu":
+        same(attend(), attend(implementation="xla"))
 
 
 def test_equal_settings_are_compiled_once():
@@ -303,7 +304,8 @@ def test_only_xla_reads_host_memory():
     call = partial(sampled_attention, settings=settings_of("log"))
     wanted = call(*given, implementation="xla")
     given[1:3] = map(host_memory.to_host, given[1:3])
-    np.testing.assert_array_equal(call(*given, implementation="xla").out, wanted.out)
+    found = call(*given, implementation="xla").out
+    np.testing.assert_allclose(found, wanted.out, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="is supported by xla, got 'dense'"):
         call(*given, implementation="dense")
 
