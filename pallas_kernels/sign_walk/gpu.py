@@ -20,7 +20,7 @@ Array = jax.Array
 PANEL = 16  # Gram rows computed at a time: the minimum of a tensor core
 MAX_STEPS = 1024  # limited by the registers of a program
 SHARED = 32 * 2**10  # bytes of shared memory for one operand of a product, in the fused kernel
-WARPS = 4
+WARPS = 2
 WARPS_OF_WALK = 1  # a sum within one warp needs no barrier
 
 
