@@ -58,7 +58,7 @@ def begin(
     ask.add_argument("--tokens", type=int, default=20_000, help="read of each text, at most")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
-    llm = models.load(given.model)
+    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
     texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
     return llm, texts, Record(record, [*llm.files, *given.texts], [0], quick=given.quick)
 

@@ -48,7 +48,7 @@ def main() -> None:
     if given.block % given.chunk or given.tokens % given.block:
         ask.error("blocks must be whole numbers of chunks, and tokens of blocks: one shape")
 
-    llm = models.load(given.model)
+    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
     ids, files = tokens_of(llm, given.texts, given.tokens + 1, given.splits)
     if len(ids) <= given.tokens:
         ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")

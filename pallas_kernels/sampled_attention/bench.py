@@ -31,25 +31,41 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="of the cache")
     options = parser.parse_args()
-    kernel = KERNEL.get(jax.default_backend())
-    names = ["dense", "xla", *([kernel] if kernel else [])]
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {options.rounds} rounds")
-    titles = [f"{name:>12}{'x dense':>9}{'MB read':>9}" for name in names]
+    titles = [f"{name:>12}{'x dense':>9}{'MB read':>9}" for name in implementations()]
     print(f"{'type':10}{'slots':>8}{'batch':>6}" + "".join(titles))
     for dtype in options.dtype:
         for slots in options.lengths:
             for batch in options.batches:
                 heads = options.heads * options.kv_heads
-                capacity = int(1.5 * shapes.SAMPLED * slots)
-                size = shapes.BenchShape(
-                    batch, heads, options.kv_heads, slots, options.head_dim, capacity, dtype
-                )
-                print_row(size, names, options.rounds)
+                shape = shape_of(slots, dtype, batch, heads, options.kv_heads, options.head_dim)
+                found = time_attention(shape, options.rounds)
+                line = f"{dtype:10}{slots:8}{batch:6}"
+                for row in found.values():
+                    line += f"{statistics.median(row['milliseconds']):9.3f} ms"
+                    line += f"{statistics.median(row['times dense']):9.2f}"
+                    line += f"{row['bytes read'] / 1e6:9.1f}"
+                print(line, flush=True)
 
 
-def print_row(shape: shapes.BenchShape, names: list[str], rounds: int) -> None:
-    """Print the milliseconds of each variant, their ratio to dense, and the bytes each reads."""
+def implementations() -> list[str]:
+    """Those of this platform; a CPU has no kernel."""
+    kernel = KERNEL.get(jax.default_backend())
+    return ["dense", "xla", *([kernel] if kernel else [])]
+
+
+def shape_of(
+    slots: int, dtype: str, batch: int = 1, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
+) -> shapes.BenchShape:
+    """A cache whose samples may hold half as many slots again as they do on average."""
+    capacity = int(1.5 * shapes.SAMPLED * slots)
+    return shapes.BenchShape(batch, heads, kv_heads, slots, head_dim, capacity, dtype)
+
+
+def time_attention(shape: shapes.BenchShape, rounds: int) -> dict[str, dict]:
+    """By implementation: milliseconds, how many times faster than dense, and the bytes it reads."""
+    names = implementations()
     args = shapes.inputs(shape, "log", fraction=shapes.SAMPLED)
     attend = partial(sampled_attention, settings=LogitSettings(shape.head_dim**-0.5))
     run = {name: jax.jit(partial(attend, implementation=name)) for name in names}
@@ -66,12 +82,14 @@ def print_row(shape: shapes.BenchShape, names: list[str], rounds: int) -> None:
     read = {name: int(args[4].sum()) * slot for name in names}
     read["dense"] = shape.batch * shape.kv_heads * shape.slots * slot
     read[names[-1]] *= tile
-    line = f"{shape.dtype:10}{shape.slots:8}{shape.batch:6}"
-    for name in names:
-        ratios = [a / b for a, b in zip(seconds["dense"], seconds[name], strict=True)]
-        line += f"{1e3 * statistics.median(seconds[name]):9.3f} ms{statistics.median(ratios):9.2f}"
-        line += f"{read[name] / 1e6:9.1f}"
-    print(line, flush=True)
+    return {
+        name: {
+            "milliseconds": [1e3 * second for second in seconds[name]],
+            "times dense": [a / b for a, b in zip(seconds["dense"], seconds[name], strict=True)],
+            "bytes read": read[name],
+        }
+        for name in names
+    }
 
 
 if __name__ == "__main__":

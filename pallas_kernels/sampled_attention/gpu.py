@@ -1,4 +1,4 @@
-"""Sampled attention on an NVIDIA GPU in Triton. No GPU has run it yet.
+"""Sampled attention on an NVIDIA GPU in Triton.
 
 A sample is split among programs, which load slots by an array of indices; their sums are merged.
 Pallas has two languages for these GPUs. Triton loads scattered slots and supports every GPU from
@@ -37,7 +37,7 @@ except ImportError:  # deprecated since jax 0.12
     plgpu = None
 
 BLOCK = 32  # slots in the registers of a program at a time
-PROGRAMS = 512  # at least: a few per multiprocessor of a large GPU
+PROGRAMS = 512  # of one sequence, at least: a few per multiprocessor of a large GPU
 WARPS = 4
 
 
@@ -63,7 +63,8 @@ def attend(
     kv_heads, num_slots = k.shape[1:3]
     group, all_heads = heads // kv_heads, batch * heads
     slots = flatten_heads(pad_sample(slots, BLOCK))
-    parts = min(pl.cdiv(PROGRAMS, all_heads), slots.shape[-1] // BLOCK)
+    # Independent of the batch, so that a sequence gives the same bits in any batch.
+    parts = min(pl.cdiv(PROGRAMS, heads), slots.shape[-1] // BLOCK)
     number = pl.BlockSpec((None, 1), lambda i, _: (i, 0))
     of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))  # noqa: E731
     of_group = lambda *shape: pl.BlockSpec(  # noqa: E731

@@ -120,7 +120,9 @@ def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> 
 
     blocks, steps = flat[THRESHOLDS[name]].shape
     kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
-    padded = pad(name, flat, blocks, next_power(steps), next_power)
+    # At least two panels of head dims: the kernel loops over them.
+    wide = lambda size: max(2 * gpu.PANEL, next_power(size))  # noqa: E731
+    padded = pad(name, flat, blocks, next_power(steps), wide)
     return tuple(out[:, :steps] for out in kernel(*padded))
 
 

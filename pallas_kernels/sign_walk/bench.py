@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -25,39 +26,50 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="interleaved timings of each")
     parser.add_argument("--blocks", type=int, help="number of walks (default: as the prompt has)")
     options = parser.parse_args()
-    kernel = KERNEL.get(jax.default_backend())
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {options.rounds} rounds")
     print(f"{'':24}{'scan':>12}{'kernel':>12}{'times faster':>14}{'other signs':>13}")
+    for title, row in measure(options.rounds, options.blocks):
+        line = f"{title:24}" + "".join(
+            f"{statistics.median(row[name]):9.2f} ms" for name in ("xla", "kernel") if name in row
+        )
+        if "kernel" in row:
+            line += f"{statistics.median(row['times faster']):14.1f}{row['other signs']:13.2%}"
+        print(line, flush=True)
+
+
+def measure(rounds: int, blocks: int | None = None) -> Iterator[tuple[str, dict]]:
+    """Yield a title and what `time_walks` returns, for each kind of walk.
+
+    blocks: the number of walks; None: as a prompt of 32,768 tokens has.
+    """
     for name, shape in shapes.PROMPT.items():
-        shape = shape._replace(blocks=options.blocks or shape.blocks)
+        shape = shape._replace(blocks=blocks or shape.blocks)
         tokens = shapes.inputs(shape)
         square = jax.jit(reference.gram, static_argnums=4)(*tokens[:2], *tokens[3:], 1.0)
-        for walk, function, args in (
-            ("walk", api.sign_walk, (square, tokens[2])),
-            ("fused", partial(api.balance_walk, tau=1.0), tokens),
-        ):
-            print_row(f"{name}, {walk}", function, args, kernel, options.rounds)
+        yield f"{name}, walk", time_walks(api.sign_walk, (square, tokens[2]), rounds)
+        yield f"{name}, fused", time_walks(partial(api.balance_walk, tau=1.0), tokens, rounds)
 
 
-def print_row(title: str, function, args: tuple, kernel: str | None, rounds: int) -> None:
-    """Print milliseconds of each variant, their ratio, and the fraction of signs that differ."""
-    names = ["xla", *([kernel] if kernel else [])]
-    run = {name: jax.jit(partial(function, implementation=name)) for name in names}
+def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
+    """Milliseconds of the scan and the kernel, their ratio by round, and the share of other signs.
+
+    A CPU has the scan only.
+    """
+    kernel = KERNEL.get(jax.default_backend())
+    names = {"xla": "xla"} | ({"kernel": kernel} if kernel else {})
+    run = {name: jax.jit(partial(function, implementation=of)) for name, of in names.items()}
     signs = {name: np.asarray(run[name](*args).signs) for name in names}  # also compiles
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    found: dict = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
             start = time.perf_counter()
             jax.block_until_ready(run[name](*args))
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: 1e3 * statistics.median(seconds[name]) for name in names}
-    line = f"{title:24}{median['xla']:9.2f} ms"
+            found[name].append(1e3 * (time.perf_counter() - start))
     if kernel:
-        ratios = [a / b for a, b in zip(seconds["xla"], seconds[kernel], strict=True)]
-        other = np.mean(signs["xla"] != signs[kernel])
-        line += f"{median[kernel]:9.2f} ms{statistics.median(ratios):14.1f}{other:13.2%}"
-    print(line, flush=True)
+        found["times faster"] = [a / b for a, b in zip(found["xla"], found["kernel"], strict=True)]
+        found["other signs"] = float(np.mean(signs["xla"] != signs["kernel"]))
+    return found
 
 
 if __name__ == "__main__":

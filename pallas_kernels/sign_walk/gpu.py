@@ -1,4 +1,4 @@
-"""The walk on an NVIDIA GPU in Triton, one program per walk. No GPU has run it yet."""
+"""The walk on an NVIDIA GPU in Triton, one program per walk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ except ImportError:  # deprecated since jax 0.12
 Array = jax.Array
 PANEL = 16  # Gram rows computed at a time: the minimum of a tensor core
 MAX_STEPS = 1024  # limited by the registers of a program
-# Bytes of shared memory for one operand of a product. GPUs of capability 8.0 or later have at least
-# 99 KiB per program, and more than one operand may need a part of it.
-SHARED = 64 * 2**10
-WARPS = 4
+SHARED = 32 * 2**10  # bytes of shared memory for one operand of a product, in the fused kernel
+WARPS = 2
+WARPS_OF_WALK = 1  # a sum within one warp needs no barrier
 
 
 def supports(steps: int) -> bool:
@@ -40,29 +39,31 @@ def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array
         in_specs=[pl.BlockSpec((None, steps, steps), lambda i: (i, 0, 0)), one],
         out_specs=[one, one],
         out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS_OF_WALK, num_stages=2),
         interpret=interpret,
     )(gram, thresholds)
 
 
 def _walk_block(gram_ref, thresholds_ref, signs_ref, inner_ref) -> None:
-    thresholds = thresholds_ref[...]
-    step = partial(_step, thresholds, lambda i: gram_ref[i, :])
-    zeros = jnp.zeros_like(thresholds)
-    _, signs_ref[...], inner_ref[...] = jax.lax.fori_loop(
-        0, thresholds.shape[0], lambda i, carry: step(i, i, carry), (zeros, zeros, zeros)
-    )
+    steps = thresholds_ref.shape[0]
+
+    def step(i: Array, carry: tuple) -> tuple:
+        s, row = carry
+        # The next row is loaded while this step waits for its sum.
+        following = gram_ref[jnp.minimum(i + 1, np.int32(steps - 1)), :]
+        return _step(i, s, row, thresholds_ref, signs_ref, inner_ref), following
+
+    zeros = jnp.zeros((steps,), jnp.float32)
+    jax.lax.fori_loop(0, steps, step, (zeros, gram_ref[0, :]))
 
 
-def _step(thresholds: Array, row_of, i: Array, at: Array, carry: tuple) -> tuple:
-    """One step: row_of(at) is row i of the Gram matrix."""
-    s, signs, inners = carry
-    here = jnp.arange(s.shape[0]) == i
+def _step(i: Array, s: Array, row: Array, thresholds_ref, signs_ref, inner_ref) -> Array:
+    """Step i, with row i of the Gram matrix: write sign and inner product, return the new sums."""
     # A sum of one number and zeros is exact in any order.
-    pick = lambda x: jnp.broadcast_to(jnp.sum(jnp.where(here, x, 0.0)), x.shape)  # noqa: E731
-    inner = pick(s)
-    sign = sign_of(inner, pick(thresholds))
-    return s + sign * row_of(at), jnp.where(here, sign, signs), jnp.where(here, inner, inners)
+    inner = jnp.sum(jnp.where(jnp.arange(s.shape[0]) == i, s, 0.0))
+    sign = sign_of(inner, thresholds_ref[i])
+    signs_ref[i], inner_ref[i] = sign, inner
+    return s + sign * row
 
 
 def balance(
@@ -88,33 +89,40 @@ def balance(
 def _balance_block(
     keys_ref, values_ref, thresholds_ref, shift_ref, gain_ref, signs_ref, inner_ref, *, tau
 ) -> None:
-    thresholds, shift, gain = thresholds_ref[...], shift_ref[0], gain_ref[0]
-    width = SHARED // (4 * thresholds.shape[0])
+    steps, shift, gain = thresholds_ref.shape[0], shift_ref[0], gain_ref[0]
 
     def dot(ref, p: int, q: int, first: Array) -> Array:
-        size = ref.shape[2]
-        parts = [pl.ds(at, min(width, size)) for at in range(0, size, width)]
-        return sum(
-            jax.lax.dot_general(
-                ref[p, pl.ds(first, PANEL), part], ref[q, :, part], (((1,), (1,)), ((), ())),
+        """Rows first .. first + PANEL of the products of members p and q.
+
+        The head dims are a loop of at least two rounds. Without it Triton would keep all operands
+        of a block in shared memory: 256 KiB for 256 tokens of 128 dims, and an H100 has 227 KiB.
+        """
+        width = max(PANEL, min(ref.shape[2] // 2, SHARED // (4 * steps)))
+
+        def add(part: Array, products: Array) -> Array:
+            some = pl.ds(part * width, width)
+            return products + jax.lax.dot_general(
+                ref[p, pl.ds(first, PANEL), some], ref[q, :, some], (((1,), (1,)), ((), ())),
                 precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-            )
-            for part in parts
-        )  # fmt: skip
+            )  # fmt: skip
+
+        start = jnp.zeros((PANEL, steps), jnp.float32)
+        return jax.lax.fori_loop(0, ref.shape[2] // width, add, start)
 
     def part(first: Array, p: int, q: int) -> Array:
         kernel = jnp.exp(dot(keys_ref, p, q, first) - shift)
         return kernel * (dot(values_ref, p, q, first) + np.float32(tau))
 
-    def panel(number: Array, carry: tuple) -> tuple:
+    def panel(number: Array, s: Array) -> Array:
         first = number * PANEL
         rows = signed_sum(partial(part, first), keys_ref.shape[0]) * gain
         place = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-        row_of = lambda at: jnp.sum(jnp.where(place == at, rows, 0.0), axis=0)  # noqa: E731
-        step = partial(_step, thresholds, row_of)
-        return jax.lax.fori_loop(0, PANEL, lambda at, carry: step(first + at, at, carry), carry)
 
-    zeros = jnp.zeros_like(thresholds)
-    _, signs_ref[...], inner_ref[...] = jax.lax.fori_loop(
-        0, thresholds.shape[0] // PANEL, panel, (zeros, zeros, zeros)
-    )
+        def step(at: Array, s: Array) -> Array:
+            row = jnp.sum(jnp.where(place == at, rows, 0.0), axis=0)
+            return _step(first + at, s, row, thresholds_ref, signs_ref, inner_ref)
+
+        return jax.lax.fori_loop(0, PANEL, step, s)
+
+    zeros = jnp.zeros((steps,), jnp.float32)
+    jax.lax.fori_loop(0, steps // PANEL, panel, zeros)

@@ -37,7 +37,7 @@ def walk(gram: Array, thresholds: Array) -> tuple[Array, Array]:
 
 def sign_of(inner: Array, threshold: Array) -> Array:
     """The sign of a step, for all implementations."""
-    sign = jnp.where(inner < threshold, jnp.ones_like(inner), -jnp.ones_like(inner))
+    sign = jnp.where(inner < threshold, jnp.ones_like(inner), jnp.full_like(inner, -1.0))
     return jnp.where(threshold < NO_STEP, sign, jnp.zeros_like(inner))
 
 

@@ -122,9 +122,11 @@ class ExpectedAttention(Policy):
         centred = jnp.where(there, q - mean, 0.0)
         own = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / few
         # The difference of the two means merges both covariances without cancellation.
-        share, apart = column(new / jnp.maximum(before + new, 1.0)), mean - state.mean
+        # Both shares are divided, because a GPU divides inexactly: 1 - share might not be 0.
+        total, apart = jnp.maximum(before + new, 1.0), mean - state.mean
+        share, rest = column(new / total), column(before / total)
         outer = apart[:, :, 0, :, :, None].transpose(0, 1, 3, 2, 4) * apart
-        merged = state.covariance + (own - state.covariance) * share + outer * share * (1 - share)
+        merged = state.covariance + (own - state.covariance) * share + outer * share * rest
         some = column(new > 0)
         return state._replace(
             mean=jnp.where(some, state.mean + apart * share, state.mean),

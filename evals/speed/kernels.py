@@ -1,0 +1,79 @@
+"""The Pallas kernels on an accelerator, against XLA: milliseconds, ratios, and equal signs.
+
+Sign walks: those of a prompt of 32,768 tokens with 8 KV heads, against a scan. Sampled attention:
+2 % of the keys of each of 32 query heads, against dense attention and against gathered blocks. Both
+sides of a ratio alternate in one process. The record is named after the platform.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import bar
+from jaxkv.pallas_kernels.sampled_attention import bench as attention
+from jaxkv.pallas_kernels.sampled_attention.shapes import LENGTHS
+from jaxkv.pallas_kernels.sign_walk import bench as walks
+
+WALK_FASTER, ATTENTION_FASTER = 10, 2  # bars on an NVIDIA GPU, the second at the longest cache
+DTYPES = "float32", "bfloat16"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.kernels", description=__doc__)
+    ask.add_argument("--rounds", type=int, default=20, help="of each time")
+    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    given = ask.parse_args()
+    platform = jax.default_backend()
+    if platform == "cpu" and not given.quick:
+        ask.error("no accelerator: the kernels run on a GPU or TPU; --quick tries the program")
+    record = Record(f"kernels_{platform}", quick=given.quick)
+    found = run(2 if given.quick else given.rounds, given.quick)
+    for line in found["bars"]:
+        word = "met    " if line["met"] else "NOT MET"
+        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+        print(f"{word} {line['bar']}: {value:.4g} {line['ask']}")
+    print("wrote", record.save(found))
+
+
+def run(rounds: int, quick: bool = False) -> dict[str, Any]:
+    """Rows of both kernels, and the bars where there is a kernel."""
+    bars, signs, attended = [], {}, {}
+    for title, row in walks.measure(rounds, 16 if quick else None):
+        signs[title] = spreads(row)
+        print(f"sign walk, {title}: {signs[title]}", flush=True)
+        if "kernel" in row:
+            bars.append(
+                bar(
+                    f"sign walk, {title}: share of signs that differ",
+                    row["other signs"],
+                    "<=",
+                    0 if title.endswith("walk") else 1e-3,
+                )
+            )
+            bars.append(bar(f"sign walk, {title}: times faster than the scan",
+                            spread(row["times faster"]), ">=", WALK_FASTER))  # fmt: skip
+    for dtype in DTYPES:
+        for slots in LENGTHS[:1] if quick else LENGTHS:
+            title = f"{dtype}, {slots} slots"
+            rows = attention.time_attention(attention.shape_of(slots, dtype), rounds)
+            attended[title] = {name: spreads(row) for name, row in rows.items()}
+            print(f"sampled attention, {title}: {attended[title]}", flush=True)
+            kernel = next((name for name in rows if name.startswith("pallas")), None)
+            if kernel and slots == LENGTHS[-1]:
+                faster = spread(rows[kernel]["times dense"])
+                name = f"sampled attention, {title}: times faster than dense"
+                bars.append(bar(name, faster, ">=", ATTENTION_FASTER))
+    return {"sign_walk": signs, "sampled_attention": attended, "bars": bars}
+
+
+def spreads(row: dict[str, Any]) -> dict[str, Any]:
+    """Lists of measurements by their median and range, single numbers as they are."""
+    return {name: spread(v) if isinstance(v, list) else v for name, v in row.items()}
+
+
+if __name__ == "__main__":
+    main()

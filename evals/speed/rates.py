@@ -1,0 +1,90 @@
+"""Tokens a second of one model under each policy: prefill and decoding, on any device.
+
+A prompt of random tokens is read, then every sequence of the batch generates. All policies
+alternate in one process. `full` is full attention, whose cache holds the prompt and the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
+from jaxkv.models.llm import Llm
+
+POLICIES = {
+    "full": "full",
+    "streaming": "streaming:sinks=4,window=252",
+    "reservoir": "reservoir:sinks=4,window=124,sample=128",
+    "balance-stream": "balance-stream:sinks=4,window=124,levels=3,block=64",
+    "snapkv": "snapkv:capacity=256",
+    "magicpig": "magicpig",
+}
+BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.rates", description=__doc__)
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--dtype", help="default: by device and file")
+    ask.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    ask.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    ask.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    ask.add_argument("--rounds", type=int, default=7)
+    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    given = ask.parse_args()
+    llm = models.load(given.model, given.dtype)
+    record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=given.quick)
+    rounds = 1 if given.quick else given.rounds
+    found = {
+        f"batch {batch}": measure(llm, given.policies, batch, given.prompt, rounds)
+        for batch in given.batches
+    }
+    print("wrote", record.save({"model": llm.name, "dtype": llm.dtype} | found))
+
+
+def measure(
+    llm: Llm, policies: Sequence[str], batch: int, length: int, rounds: int, new: int = NEW
+) -> dict[str, Any]:
+    """Tokens a second of all sequences together, by policy."""
+    prompts = [prompt(llm, length, seed) for seed in range(batch)]
+    reads: dict[str, Variant] = {}
+    decodes: dict[str, Variant] = {}
+    for name in policies:
+        stream = models.Stream(llm, POLICIES[name], batch, tokens=length + new)
+        stream.prefill(prompts)
+        stream.finish_prefill()
+        reads[name] = timed(partial(read, llm, POLICIES[name], prompts, length + new))
+        decodes[name] = decode_variant(stream, new)
+    seconds = time_rounds(reads, rounds, f"prefill, batch {batch}")
+    prefill = {name: rate(batch * length, values) for name, values in seconds.items()}
+    seconds = time_rounds(decodes, rounds, f"decoding, batch {batch}")
+    decoding = {name: rate(batch * new, values) for name, values in seconds.items()}
+    found = {
+        name: {
+            "prefill": prefill[name],
+            "decoding": decoding[name],
+            "step_milliseconds": spread([1e3 * s / new for s in seconds[name]]),
+        }
+        for name in policies
+    }
+    for name, row in found.items():
+        print(f"batch {batch}, {name}: prefill {row['prefill']['median']:,.0f}, decoding "
+              f"{row['decoding']['median']:,.0f} tokens a second", flush=True)  # fmt: skip
+    return {"prompt": length, "new": new, "policies": found}
+
+
+def read(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    stream = models.Stream(llm, policy, len(prompts), tokens=tokens)
+    stream.prefill(prompts)
+    jax.block_until_ready(stream.decoding)
+
+
+if __name__ == "__main__":
+    main()
