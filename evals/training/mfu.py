@@ -49,9 +49,7 @@ def main() -> None:
     results |= measure(recipe, given.vocab, given.rounds, share)
     if given.trace:
         results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), given.vocab)
-    for one in results["bars"]:
-        print(f"{one['bar']}: {one['value']['median']:.3f} ({one['ask']})")
-    print("wrote", record.save(results))
+    record.finish(results)
 
 
 def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
