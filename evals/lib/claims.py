@@ -34,6 +34,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "default_model": "training.default_model",
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
+    "attention_error": "reservoir.attention_error",
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
     "peers": "peers.compare",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
