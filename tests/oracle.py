@@ -60,8 +60,11 @@ def streaming(sinks, size):
     return rule
 
 
-def reservoir(sinks, size, sample, scheme="uniform", weighted=True):
-    """Sinks, a window, and a sample of the evicted tokens, updated at each eviction."""
+def reservoir(sinks, size, sample, scheme="uniform", weighted=1):
+    """Sinks, a window, and a sample of the evicted tokens, updated at each eviction.
+
+    weighted: the exponent of a sampled token's weight, 0 if it counts once.
+    """
 
     def rule(inputs):
         first, newest, sampled, num_evicted = [], [], [], 0
@@ -79,17 +82,18 @@ def reservoir(sinks, size, sample, scheme="uniform", weighted=True):
                 elif draw % (sample + 1) < sample:
                     sampled[draw % (sample + 1)] = evicted
                 num_evicted += 1
-            weight = math.log(num_evicted / sample) if weighted and num_evicted > sample else 0.0
+            weight = weighted * math.log(max(1, num_evicted / sample))
             view = [(n, 0.0) for n in first + newest] + [(n, weight) for n in sampled]
             yield sorted(view), sorted(view)
 
     return rule
 
 
-def merge_and_reduce(sinks, size, levels, slots, choose, weighted=True):
+def merge_and_reduce(sinks, size, levels, slots, choose, weighted=1):
     """Sinks, a window, and the evicted tokens in levels of `slots`. A full level is halved.
 
-    choose(numbers, uniforms, inputs) returns the half that moves up one level.
+    choose(numbers, uniforms, inputs) returns the half that moves up one level. weighted: the
+    exponent of a sampled token's weight, 0 if it counts once.
     """
 
     def rule(inputs):

@@ -99,11 +99,7 @@ def main() -> None:
         for mode in ("walk", "pairs")
     }
     show(results)
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw(given.name)
+    record.finish(results)
 
 
 def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

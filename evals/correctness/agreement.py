@@ -38,7 +38,7 @@ def main() -> None:
     ).parse_args()  # fmt: skip
     record = Record("agreement", [STORIES], seeds=[0])
     results = reported_by(TESTS, "--must-run=parity,tpu_check")
-    print("wrote", record.save(results | {"bars": bars(results)}))
+    record.finish(results | {"bars": bars(results)})
 
 
 def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:

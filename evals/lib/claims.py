@@ -34,6 +34,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "default_model": "training.default_model",
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
+    "attention_error": "reservoir.attention_error",
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
     "peers": "peers.compare",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
@@ -41,6 +42,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"speed.{name}" for name in ("serving", "soak")},
+    **{f"{name}_gpu": f"speed.{name}" for name in ("kernels", "rates")},
     "tasks": "tasks",
 }
 BAR = r"\|"  # a bar inside a cell
@@ -173,11 +175,11 @@ def made(name: str, record: dict[str, Any]) -> str:
     by_text = record["results"].get("by_text", {})  # a record that grows: its parts have commits
     commits = sorted({c["commit"][:7] for one in by_text.values() for c in one["bins"].values()})
     changed += f", measured at {', '.join(commits)}" if commits else ""
-    on_cpu = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
+    if device.startswith("cpu"):
+        device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
     return (
         f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`; "
-        f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
-        + (on_cpu if device.startswith("cpu") else device)
+        f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, {device}"
     )
 
 

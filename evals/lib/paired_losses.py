@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import RESULTS, Record, plain, read, standard_error
+from jaxkv.evals.lib.record import Record, plain, read, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models import recompute
 from jaxkv.models.llm import Llm
@@ -65,11 +65,7 @@ def begin(
 
 def end(record: Record, results: dict[str, Any]) -> None:
     """Write the record, and draw its plot unless the run was quick."""
-    print("wrote", record.save(results))
-    if record.file.parent == RESULTS:
-        from jaxkv.evals.lib.figures import draw
-
-        draw(record.file.stem)
+    record.finish(results)
 
 
 def measure(

@@ -50,6 +50,22 @@ class Record:
         files.write({self.file: (text + "\n").encode()})
         return self.file
 
+    def finish(self, results: dict[str, Any]) -> None:
+        """Print the bars, write the record, and draw its plots unless the run was quick."""
+        for line in results.get("bars", ()):
+            print_bar(line)
+        print("wrote", self.save(results))
+        if self.file.parent == RESULTS:
+            from jaxkv.evals.lib.figures import draw
+
+            draw(self.file.stem)
+
+
+def print_bar(line: dict[str, Any]) -> None:
+    """One line: whether a bar is met, its name, the measured median and what is asked."""
+    value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
+    print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g} {line['ask']}")
+
 
 def dumps(record: dict[str, Any]) -> str:
     """JSON with one member per line, and lists of numbers on one line."""

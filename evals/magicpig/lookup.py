@@ -70,10 +70,7 @@ def main() -> None:
                 bar(f"bytes a token reads over dense, {tokens:,} tokens", found["share_read"],
                     "<=", READ),
             ]  # fmt: skip
-    for line in results["bars"]:
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
-    print("wrote", record.save(results))
+    record.finish(results)
 
 
 def measure(tokens: int, count: int) -> dict[str, Any]:

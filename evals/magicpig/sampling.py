@@ -76,12 +76,9 @@ def main() -> None:
         every, name = layers_of(llm, ids, given.stretches), llm.name
         layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         results["models"][name] = of_model(llm.spec, layers, given, name)
+        jax.clear_caches()  # the programs of several models exceed the memory maps of a process
     show(results)
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("sampling")
+    record.finish(results)
 
 
 def arguments(module: str, about: str | None, model: str) -> argparse.ArgumentParser:

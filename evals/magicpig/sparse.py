@@ -95,11 +95,7 @@ def main() -> None:
         results[part] = PARTS[part](texts, given)
         results["seconds"][part] = perf_counter() - begun
         print(f"{part}: {results['seconds'][part]:.0f} s", file=sys.stderr)
-    print("wrote", record.save(results))
-    if not quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("sparse")
+    record.finish(results)
 
 
 def smaller(given: argparse.Namespace) -> argparse.Namespace:

@@ -72,11 +72,7 @@ def main() -> None:
         layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
         found = results["models"][name] = of_model(llm.spec, layers, given, name)
         show(name, found, given.target)
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("tune_lsh")
+    record.finish(results)
 
 
 def smaller(given: argparse.Namespace) -> argparse.Namespace:

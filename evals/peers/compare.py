@@ -60,11 +60,7 @@ def main() -> None:
     if short:
         ask.error(f"--texts must have {longest} tokens, {', '.join(short)} has fewer; give others")
     record = Record("peers", [*llm.files, *given.texts], quick=given.quick)
-    print("wrote", record.save(run(llm, texts, given, record)))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("peers")
+    record.finish(run(llm, texts, given, record))
 
 
 def run(

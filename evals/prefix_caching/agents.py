@@ -60,11 +60,7 @@ def main() -> None:
         memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
         print(f"{policy}: {point['of_full']:.1%} of what full saves by {slots} states of "
               f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        print("drew", *draw("agents"))
+    record.finish(results)
 
 
 def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:

@@ -62,13 +62,10 @@ def main() -> None:
         ask.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, got "
                   f"{given.traces} and {given.rounds}")  # fmt: skip
     llm = models.load()
-    record = Record("prefix_engine", [*llm.files, *files.values()], [0], given.quick)
+    quick = given.quick or set(given.only) != {"report", *FILES}  # a part is not the record
+    record = Record("prefix_engine", [*llm.files, *files.values()], [0], quick)
     results = measure(llm, files, given)
-    print("wrote", record.save(results))
-    if not given.quick and "report" in given.only:
-        from jaxkv.evals.lib.figures import draw
-
-        print("drew", *draw("prefix_engine"))
+    record.finish(results)
 
 
 def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict[str, Any]:

@@ -216,7 +216,6 @@ def named(capacity: int | None) -> int | str:
 
 def record(given: argparse.Namespace) -> None:
     """Measure everything and write it."""
-    from jaxkv.evals.lib.figures import draw
     from jaxkv.evals.lib.record import Record
     from jaxkv.evals.lib.timing import bar
 
@@ -260,11 +259,7 @@ def record(given: argparse.Namespace) -> None:
         results["bars"].append(bar(f"block look-ups per second, by {keys}", slowest, ">=", FAST))
     if given.agents:
         results["agents"] = agents(Path(given.agents))
-    for line in results["bars"]:
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g}")
-    print("wrote", run.save(results))
-    print("drew", *draw("prefix_replay"))
+    run.finish(results)
 
 
 def measure_report() -> dict[str, Any]:

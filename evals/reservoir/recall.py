@@ -101,11 +101,7 @@ def main() -> None:
                 "beyond": read(endless(llm), FAR, FAR[-1] + 64),
             }
     results["recipe"] = dataclasses.asdict(recipe)
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("recall")
+    record.finish(results)
 
 
 def recipe_of(seed: int, steps: int) -> Recipe:

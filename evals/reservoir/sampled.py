@@ -71,15 +71,8 @@ def main() -> None:
     results: dict[str, Any] = {"bars": []}
     for part in given.only:
         results[part] = PARTS[part](llm, ids, given)
-        for line in results[part].pop("bars"):
-            results["bars"].append(line)
-            value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-            print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.4g}")
-    print("wrote", record.save(results))
-    if not quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("sampled")
+        results["bars"] += results[part].pop("bars")
+    record.finish(results)
 
 
 def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:

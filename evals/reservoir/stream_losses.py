@@ -2,9 +2,9 @@
 
 Every cache reads the beginnings of the same texts. Its loss is compared token by token with that of
 `streaming`, whose window is as long as the bytes of the largest sampled cache allow. A weighted
-sample counts each token for all evicted tokens that it represents. Absolute positions stay within
-the trained context, because only a beginning is read with them. The number of cached tokens is a
-mean over steps, because a merge-and-reduce tree fills and empties its levels.
+sample counts each token for all n evicted tokens that it represents, or for a power of n. Absolute
+positions stay within the trained context, because only a beginning is read with them. The number of
+cached tokens is a mean over steps, because a merge-and-reduce tree fills and empties its levels.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ SAMPLED = {
 }
 VARIANTS = {  # of those above: fields added
     "weighted": "weighted=true",
+    "weighted by n^0.5": "weighted=true,exponent=0.5",
+    "weighted by n^0.25": "weighted=true,exponent=0.25",
     "absolute": "positions=absolute",
     "weighted, absolute": "weighted=true,positions=absolute",
 }

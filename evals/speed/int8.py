@@ -49,11 +49,7 @@ def main() -> None:
         bar("decoding with int8 weights over float32, batch 1: tokens a second",
             found["faster"]["batch 1"], ">=", 1.5),
     ]  # fmt: skip
-    for line in found["bars"]:
-        word = "met    " if line["met"] else "NOT MET"
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{word} {line['bar']}: {value:.4g} {line['ask']}")
-    print("wrote", record.save(found))
+    record.finish(found)
 
 
 def nbytes(llm: Llm) -> int:

@@ -32,11 +32,7 @@ def main() -> None:
         ask.error("no accelerator: the kernels run on a GPU or TPU; --quick tries the program")
     record = Record(f"kernels_{platform}", quick=given.quick)
     found = run(2 if given.quick else given.rounds, given.quick)
-    for line in found["bars"]:
-        word = "met    " if line["met"] else "NOT MET"
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{word} {line['bar']}: {value:.4g} {line['ask']}")
-    print("wrote", record.save(found))
+    record.finish(found)
 
 
 def run(rounds: int, quick: bool = False) -> dict[str, Any]:

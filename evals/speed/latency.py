@@ -93,16 +93,8 @@ def main() -> None:
     results["bars"] = []
     for part in given.only:
         results[part] = PARTS[part](small, large, scale)
-        for line in results[part].pop("bars", []):
-            results["bars"].append(line)
-            value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-            met = "met    " if line["met"] else "NOT MET"
-            print(f"{met} {line['bar']}: {value:.4g} {line['ask']}")
-    print("wrote", record.save(results))
-    if not quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("latency")
+        results["bars"] += results[part].pop("bars", [])
+    record.finish(results)
 
 
 Pair = tuple[Llm, Baseline]

@@ -46,7 +46,7 @@ def main() -> None:
         f"batch {batch}": measure(llm, given.policies, batch, given.prompt, rounds)
         for batch in given.batches
     }
-    print("wrote", record.save({"model": llm.name, "dtype": llm.dtype} | found))
+    record.finish({"model": llm.name, "dtype": llm.dtype} | found)
 
 
 def measure(

@@ -52,10 +52,7 @@ def main() -> None:
         found = PARTS_BY_NAME[part](llm, texts, given.rounds, given.quick)
         results[part] = found
         results["bars"] += found.pop("bars", [])
-    for line in results["bars"]:
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {value:.3g}")
-    print("wrote", record.save(results))
+    record.finish(results)
 
 
 def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[int, ...]]:

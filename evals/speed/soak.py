@@ -62,9 +62,7 @@ def main() -> None:
         found = asyncio.run(soak(policy, bodies(texts), count))
         results["policies"][policy] = found
         results["bars"] += bars(policy, found)
-    for line in results["bars"]:
-        print(f"{'met    ' if line['met'] else 'NOT MET'} {line['bar']}: {line['value']:.4g}")
-    print("wrote", record.save(results))
+    record.finish(results)
 
 
 def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:

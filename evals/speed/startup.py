@@ -65,11 +65,7 @@ def main() -> None:
         "depths": depths,
         "bars": bars(seconds, depths),
     }
-    for line in results["bars"]:
-        word = "met    " if line["met"] else "NOT MET"
-        value = line["value"]["median"] if isinstance(line["value"], dict) else line["value"]
-        print(f"{word} {line['bar']}: {value:.3g} {line['ask']}")
-    print("wrote", record.save(results))
+    record.finish(results)
 
 
 def variants(kept: str) -> dict[str, Callable[[], float]]:

@@ -45,11 +45,7 @@ def main() -> None:
     llm = models.load(given.model)
     texts = {path.stem: tokens_of(llm, path, 50_000)[0] for path in given.texts}
     record = Record("attention_maps", [*llm.files, *given.texts], quick=given.quick)
-    print("wrote", record.save(run(llm, texts, given.stretches)))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("attention_maps")
+    record.finish(run(llm, texts, given.stretches))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, Any]:

@@ -56,11 +56,7 @@ def main() -> None:
     parts = Parts(record, 3 * given.tokens // given.block)
     results = run(llm, ids, given.policy, given.chunk, given.block, parts)
     print(json.dumps(plain(results["summary"]), indent=1))
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw(given.name)
+    record.finish(results)
 
 
 def run(

@@ -49,7 +49,7 @@ def main() -> None:
     lines = given.questions.read_text("utf-8").splitlines()[: given.count]
     questions = [json.loads(line) for line in lines]
     record = Record("questions", [*llm.files, given.questions], quick=given.quick)
-    print("wrote", record.save(run(llm, questions)))
+    record.finish(run(llm, questions))
 
 
 def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> None:
         plan = plan_of(llm, given)
         name = "tasks_query_aware" if given.query_aware else "tasks"
         record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
-        print("wrote", record.save(run(llm, given, plan, record)))
+        record.finish(run(llm, given, plan, record))
     except UserError as error:
         fail(error)
 

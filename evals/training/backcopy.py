@@ -77,11 +77,7 @@ def main() -> None:
         "arms": variants,
         "tries": tries,
     }
-    print("wrote", record.save(results))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import draw
-
-        draw("backcopy")
+    record.finish(results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import tempfile
+from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +37,7 @@ def main() -> None:
     ask.add_argument("--vocab", type=int, default=4096)
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    ask.add_argument("--trace", action="store_true", help="add the time of a step by GPU kernel")
     given = ask.parse_args()
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[given.preset or preset]
@@ -42,9 +47,9 @@ def main() -> None:
     record = Record(name, [], [0], quick=given.quick)
     results = {"preset": given.preset or preset, "vocab": given.vocab}
     results |= measure(recipe, given.vocab, given.rounds, share)
-    for one in results["bars"]:
-        print(f"{one['bar']}: {one['value']['median']:.3f} ({one['ask']})")
-    print("wrote", record.save(results))
+    if given.trace:
+        results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), given.vocab)
+    record.finish(results)
 
 
 def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
@@ -76,6 +81,25 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
         "bars": [bar(f"training, share of the peak, sinks={s}", shares[s], ">=", share)
                  for s in SINKS],
     }  # fmt: skip
+
+
+def traced(recipe: Recipe, vocab: int, steps: int = 3) -> dict[str, float]:
+    """Milliseconds of a training step by kernel of the accelerator, the longest first."""
+    step, total = stepping(recipe, vocab), Counter[str]()
+    step()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                step()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    for plane in planes:
+        for line in plane.lines if "/device:" in plane.name else ():
+            for event in line.events if "Stream" in line.name else ():
+                total[re.sub(r"[.\d]+$", "", event.name)] += event.duration_ns / 1e6 / steps
+    for name, milliseconds in total.most_common(20):
+        print(f"{milliseconds:8.2f} ms {name:.100}")
+    return dict(total.most_common())
 
 
 def stepping(recipe: Recipe, vocab: int) -> Variant:

@@ -75,13 +75,7 @@ def main() -> None:
         where.mkdir(parents=True, exist_ok=True)
         (where / f"{given.name}_{variant}.png").write_bytes(draw(llm, texts, variant))
     record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
-    print("wrote", record.save({"arms": variants}))
-    if not given.quick:
-        from jaxkv.evals.lib.figures import FIGURES
-        from jaxkv.evals.lib.figures import draw as draw_record
-
-        if given.name in FIGURES:
-            print("drew", *draw_record(given.name))
+    record.finish({"arms": variants})
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:

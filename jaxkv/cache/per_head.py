@@ -16,6 +16,7 @@ from jaxkv.attention import slot_attention
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
+from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 GOLDEN = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: its multiples are far apart
@@ -48,6 +49,14 @@ LEAVES = Sample(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
 def nbytes(spec: Spec, slots: int) -> int:
     """Bytes of one sequence."""
     return spec.kv_heads * slots * (spec.kv_bytes + 4)
+
+
+def check_exponent(exponent: float, weighted: bool) -> None:
+    """Raise UserError for an impossible exponent of the weights of sampled tokens."""
+    if not 0 <= exponent <= 1:
+        raise UserError(f"exponent must be from 0 to 1, got {exponent}; try exponent=0.25")
+    if exponent != 1 and not weighted:
+        raise UserError(f"exponent={exponent} belongs to weighted=true; give both or neither")
 
 
 def init(spec: Spec, batch: int, slots: int) -> Sample:

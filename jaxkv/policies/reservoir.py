@@ -47,6 +47,8 @@ class Reservoir(Policy):
     pseudocode as printed: each evicted token enters with probability sample / (sample + 1), so
     sampled tokens are about `sample` tokens old. weighted: a sampled token counts for all evicted
     tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in streaming.
+    exponent: a weighted token that represents n tokens counts for n^exponent; below 1 the estimate
+    is biased and varies less.
     """
 
     sinks: int = 4
@@ -55,6 +57,7 @@ class Reservoir(Policy):
     scheme: Literal["uniform", "geometric"] = "uniform"
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
+    exponent: float = 1.0
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of the evicted tokens"
     source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
@@ -70,6 +73,7 @@ class Reservoir(Policy):
             raise UserError(f"scheme must be uniform or geometric, got {self.scheme!r}")
         if self.weighted and self.scheme == "geometric":
             raise UserError("weighted=true belongs to scheme=uniform, got geometric; leave one out")
+        per_head.check_exponent(self.exponent, self.weighted)
 
     @property
     def cache_relative(self) -> bool:
@@ -257,7 +261,8 @@ class Reservoir(Policy):
     def _log_weight(self, num_evicted: Int32[Array, "..."]) -> Float32[Array, "..."]:
         if not self.weighted:
             return jnp.zeros(num_evicted.shape, jnp.float32)
-        return jnp.log(jnp.maximum(num_evicted.astype(jnp.float32) / np.float32(self.sample), 1))
+        represented = jnp.maximum(num_evicted.astype(jnp.float32) / np.float32(self.sample), 1)
+        return np.float32(self.exponent) * jnp.log(represented)
 
 
 def _add(count: Int32[Array, "..."], new: Array) -> Int32[Array, "..."]:

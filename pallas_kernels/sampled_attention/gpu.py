@@ -63,7 +63,7 @@ def attend(
     kv_heads, num_slots = k.shape[1:3]
     group, all_heads = heads // kv_heads, batch * heads
     slots = flatten_heads(pad_sample(slots, BLOCK))
-    # Independent of the batch, so that a sequence gives the same bits in any batch.
+    # Independent of the batch, so that other sequences do not change how a sample is split.
     parts = min(pl.cdiv(PROGRAMS, heads), slots.shape[-1] // BLOCK)
     number = pl.BlockSpec((None, 1), lambda i, _: (i, 0))
     of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))  # noqa: E731

@@ -55,7 +55,7 @@ def balance_walk(
     tau: float,
     implementation: Implementation | None = None,
 ) -> Walk:
-    """Walks over tokens or differences of two tokens; kernels write no Gram matrix to memory.
+    """Walks over tokens or differences of two tokens; a TPU writes no Gram matrix to memory.
 
     keys [...,P,b,d], scaled by the root of temperature / sqrt d, values [...,P,b,d']: a step is a
     token (P = 1) or the first of two minus the second (P = 2). The inner product of two tokens is
@@ -115,15 +115,12 @@ def on_tpu(name: str, settings: dict, *flat: Array, interpret: object = False) -
 
 
 def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> tuple:
-    """The GPU kernel on any supported length of walks and head dim, padded to powers of two."""
+    """The GPU kernel on any supported length of walks, padded to a power of two."""
     from jaxkv.pallas_kernels.sign_walk import gpu
 
     blocks, steps = flat[THRESHOLDS[name]].shape
     kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
-    # At least two panels of head dims: the kernel loops over them.
-    wide = lambda size: max(2 * gpu.PANEL, next_power(size))  # noqa: E731
-    padded = pad(name, flat, blocks, next_power(steps), wide)
-    return tuple(out[:, :steps] for out in kernel(*padded))
+    return tuple(out[:, :steps] for out in kernel(*pad(name, flat, blocks, next_power(steps))))
 
 
 # The axes of each argument: M walks, b steps, d head dim, P members of a step.
@@ -139,15 +136,14 @@ def pad(
     flat: tuple[Array, ...],
     blocks: int,
     steps: int,
-    wide: Callable[[int], int] = lambda size: size,
 ) -> tuple[Array, ...]:
-    """The arguments padded with empty walks and steps, and tokens padded to `wide(head dim)`."""
-    size = {"M": lambda _: blocks, "b": lambda _: steps, "d": wide, "P": lambda members: members}
+    """The arguments padded with empty walks and steps."""
+    size = {"M": blocks, "b": steps}
     return tuple(
         jnp.pad(
             array,
             [
-                (0, size[letter](length) - length)
+                (0, size.get(letter, length) - length)
                 for letter, length in zip(axes, array.shape, strict=True)
             ],
             constant_values=NO_STEP if axes == "Mb" else 0,
@@ -164,4 +160,4 @@ def next_power(size: int) -> int:
     """The next power of two that the GPU kernel supports."""
     from jaxkv.pallas_kernels.sign_walk import gpu
 
-    return max(gpu.PANEL, 1 << (size - 1).bit_length())
+    return max(gpu.LEAST_STEPS, 1 << (size - 1).bit_length())

@@ -48,7 +48,10 @@ def measure(rounds: int, blocks: int | None = None) -> Iterator[tuple[str, dict]
         tokens = shapes.inputs(shape)
         square = jax.jit(reference.gram, static_argnums=4)(*tokens[:2], *tokens[3:], 1.0)
         yield f"{name}, walk", time_walks(api.sign_walk, (square, tokens[2]), rounds)
-        yield f"{name}, fused", time_walks(partial(api.balance_walk, tau=1.0), tokens, rounds)
+        yield (
+            f"{name}, products and walk",
+            time_walks(partial(api.balance_walk, tau=1.0), tokens, rounds),
+        )
 
 
 def time_walks(function: Callable, args: tuple, rounds: int) -> dict:

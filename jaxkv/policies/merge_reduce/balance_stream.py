@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import ring
+from jaxkv.cache import per_head, ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
@@ -31,7 +31,8 @@ class BalanceStream(Policy):
     level is full, level 0 takes one of two evicted tokens, later one of four, so memory is
     constant. The sample has block/2 x (levels + 1) slots; with the defaults about half of them are
     filled on average. mode, temperature, c: as in balance. weighted: a token counts for all tokens
-    that it represents; otherwise it counts once. positions: as in streaming.
+    that it represents; otherwise it counts once. positions: as in streaming. exponent: as in
+    reservoir.
     """
 
     sinks: int = 4
@@ -43,6 +44,7 @@ class BalanceStream(Policy):
     c: float = 0.25
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
+    exponent: float = 1.0
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
@@ -50,6 +52,7 @@ class BalanceStream(Policy):
     def __post_init__(self) -> None:
         import_pallas()
         ring.check(self.sinks, self.window, self.positions)
+        per_head.check_exponent(self.exponent, self.weighted)
         if self.levels < 1:
             raise UserError(f"levels must be at least 1, got {self.levels}; try levels=3")
         if self.block < 2 or self.block & (self.block - 1):
@@ -66,7 +69,8 @@ class BalanceStream(Policy):
         halving = Halving(self.mode, self.temperature, self.c)
         size = TreeSize(self.levels, self.block)
         cache_relative = self.positions == "cache"
-        return TreeSettings(self.sinks, self.window, size, halving, self.weighted, cache_relative)
+        exponent = self.exponent if self.weighted else 0.0
+        return TreeSettings(self.sinks, self.window, size, halving, exponent, cache_relative)
 
     @property
     def max_lookback(self) -> int | float:

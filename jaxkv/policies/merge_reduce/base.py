@@ -35,13 +35,13 @@ class TreeState(NamedTuple):
 
 
 class TreeSettings(NamedTuple):
-    """The settings of such a policy."""
+    """The settings of such a policy; exponent: of weights, 0 if a token counts once."""
 
     sinks: int
     window: int
     size: TreeSize
     halving: Halving
-    weighted: bool
+    exponent: float
     cache_relative: bool
 
 
@@ -164,8 +164,9 @@ def _bias(
 ) -> Float32[Array, "B K T S"]:
     """Log weights at each query, -inf in empty slots."""
     weights = np.float32(0)
-    if settings.weighted:
-        weights = occupancy.log_weights(settings.size, num_evicted)[:, None]
+    if settings.exponent:
+        weights = np.float32(settings.exponent) * occupancy.log_weights(settings.size, num_evicted)
+        weights = weights[:, None]
     return jnp.where(occupancy.filled_slots(settings.size, num_evicted, rng), weights, -jnp.inf)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import ring
+from jaxkv.cache import per_head, ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
@@ -25,7 +25,7 @@ class Stratified(Policy):
 
     When the sample has `sample` tokens, a coin keeps one of every two neighbours, and r grows by
     one. weighted: a sampled token counts for its whole stretch; otherwise it counts once.
-    positions: as in streaming.
+    positions: as in streaming. exponent: as in reservoir.
     """
 
     sinks: int = 4
@@ -33,12 +33,14 @@ class Stratified(Policy):
     sample: int = 128
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
+    exponent: float = 1.0
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
+        per_head.check_exponent(self.exponent, self.weighted)
         if not 2 <= self.sample <= 2**20 or self.sample & (self.sample - 1):
             raise UserError(f"sample must be 2, 4, 8, ..., got {self.sample}; try sample=128")
 
@@ -46,7 +48,8 @@ class Stratified(Policy):
     def _settings(self) -> TreeSettings:
         cache_relative = self.positions == "cache"
         size, halving = TreeSize(1, self.sample), Halving("coin")
-        return TreeSettings(self.sinks, self.window, size, halving, self.weighted, cache_relative)
+        exponent = self.exponent if self.weighted else 0.0
+        return TreeSettings(self.sinks, self.window, size, halving, exponent, cache_relative)
 
     @property
     def max_lookback(self) -> int | float:

@@ -45,15 +45,21 @@ def test_cached_tokens_are_counted(policy, expected):
     assert found == pytest.approx(expected, abs=0.6)
 
 
-def record(over):
-    row = {"loss_over_base": over, "standard_error": 0.01, "loss_over_base_by_text": [over] * 2,
-           "cached": 256.0, "tokens": [512, 20_000]}  # fmt: skip
-    rows = {name: row for name in ("streaming", "window", "reservoir")}
+def record(over, weighted=0.0):
+    names = {"streaming": 0.0, "window": over, "reservoir": over, "reservoir, weighted": weighted}
+    rows = {
+        name: {"loss_over_base": gap, "standard_error": 0.01, "loss_over_base_by_text": [gap] * 2,
+               "cached": 256.0, "tokens": [512, 20_000]} for name, gap in names.items()
+    }  # fmt: skip
     return {"model": "a model", "texts": {"a": 20_000, "b": 20_000}, "rows": rows}
 
 
-def test_the_verdict_follows_the_loss_of_reservoir():
-    (claim,) = [c for c in claims.RESERVOIR if c.record == "stream_losses"]
-    assert claim.find(record(-0.03))[1] == HOLDS
-    assert claim.find(record(0.03))[1] == NOT
-    assert "256 cached, 20,000 tokens read" in claim.find(record(0.03))[0]
+def test_the_verdicts_follow_the_losses():
+    plain, weights = [c for c in claims.RESERVOIR if c.record == "stream_losses"]
+    assert plain.find(record(-0.03))[1] == HOLDS
+    assert plain.find(record(0.03))[1] == NOT
+    assert "256 cached, 20,000 tokens read" in plain.find(record(0.03))[0]
+    assert weights.find(record(0.03, weighted=0.02))[1] == HOLDS
+    assert weights.find(record(0.03, weighted=0.3))[1] == NOT
+    assert "weighted" in weights.find(record(0.03))[0]
+    assert "weighted" not in plain.find(record(0.03))[0]

@@ -1,0 +1,135 @@
+"""The error of attention under sampled caches, by the exponent of the weights, on a real model.
+
+Keys, values and queries of some layers are captured from the beginnings of texts. Each policy reads
+them with absolute positions, and its output is compared with exact causal attention. The error is
+relative to the norm of exact attention, and its mean is over queries beyond the size of the cache
+and over heads. Intervals are over texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.evals.balancekv.single_layer import capture
+from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.text import tokens_of
+from jaxkv.models import uncached
+from jaxkv.models.llm import Llm
+from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
+from jaxkv.policies.merge_reduce.stratified import Stratified
+from jaxkv.policies.reservoir import Reservoir
+from jaxkv.policies.streaming import Streaming
+from jaxkv.typing import Array
+
+EXPONENTS = (0.0, 0.25, 0.5, 1.0)  # 0: a sampled token counts once
+ENDS = {"sinks": 4, "window": 124, "positions": "absolute"}
+SAMPLED = {
+    "reservoir": Reservoir(sample=128, weighted=True, **ENDS),
+    "stratified": Stratified(sample=128, weighted=True, **ENDS),
+    "balance-stream": BalanceStream(levels=3, block=64, weighted=True, **ENDS),
+}
+STREAMING = Streaming(sinks=4, window=252, positions="absolute")
+SKIP, CHUNK = 512, 128
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.reservoir.attention_error", description=__doc__
+    )
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask.add_argument("--tokens", type=int, default=2_048, help="read of each text")
+    ask.add_argument("--layers", type=int, nargs="+", help="default: every third")
+    ask.add_argument("--seeds", type=int, default=3, help="of the samples")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    if given.tokens <= SKIP or given.tokens % CHUNK:
+        ask.error(f"--tokens must be a multiple of {CHUNK} above {SKIP}, got {given.tokens}")
+    llm = models.load(given.model, "float32")
+    texts = {path.stem: tokens_of(llm, path, given.tokens)[0] for path in given.texts}
+    layers = given.layers or list(range(0, llm.config.layers, 3))
+    seeds = list(range(given.seeds))
+    record = Record("attention_error", [*llm.files, *given.texts], seeds, quick=given.quick)
+    record.finish(run(llm, texts, layers, seeds))
+
+
+def run(
+    llm: Llm, texts: dict[str, Sequence[int]], layers: Sequence[int], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """By policy and exponent, the error of each text and layer, its mean and its interval."""
+    found: dict[str, list[list[float]]] = {}  # by name: of each text, of each layer
+    for text, ids in texts.items():
+        for layer, (q, k, v) in enumerate(capture(llm, ids)):
+            if layer not in layers:
+                continue
+            for name, error in errors(llm.spec, q, k, v, seeds).items():
+                found.setdefault(name, [])
+                if layer == layers[0]:
+                    found[name].append([])
+                found[name][-1].append(error)
+        print(f"{text}: {', '.join(f'{name} {np.mean(e[-1]):.3f}' for name, e in found.items())}",
+              flush=True)  # fmt: skip
+    return {
+        "model": llm.name,
+        "texts": {text: len(ids) for text, ids in texts.items()},
+        "layers": list(layers),
+        "rows": {
+            name: {
+                "error": np.mean(each),
+                "standard_error": standard_error(np.mean(each, axis=1)),
+                "by_text": np.mean(each, axis=1).tolist(),
+                "by_layer": np.mean(each, axis=0).tolist(),
+            }
+            for name, each in found.items()
+        },
+    }
+
+
+def errors(
+    spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, seeds: Sequence[int]
+) -> dict[str, float]:
+    """The mean relative error of every policy and exponent on one layer's q, k, v [T,*,H]."""
+    q, k, v = (jnp.asarray(a)[None] for a in (q, k, v))
+    exact = uncached.attend(None, spec, None, q, k, v, implementation="xla")[0][:, SKIP:]
+
+    def error(policy: Policy, seed: int) -> float:
+        apart = jnp.linalg.norm(read(policy, spec, q, k, v, seed)[:, SKIP:] - exact, axis=-1)
+        return float(jnp.mean(apart / jnp.linalg.norm(exact, axis=-1)))
+
+    found = {"streaming": error(STREAMING, 0)}
+    for name, policy in SAMPLED.items():
+        for exponent in EXPONENTS:
+            some = dataclasses.replace(policy, exponent=exponent)
+            found[f"{name}, {exponent:g}"] = float(np.mean([error(some, s) for s in seeds]))
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def read(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) -> Array:
+    """The output of a policy that reads all tokens in chunks."""
+
+    def one(state: State, at: Array) -> tuple[State, Array]:
+        some = [jax.lax.dynamic_slice_in_dim(a, at, CHUNK, 1) for a in (q, k, v)]
+        positions = (at.astype(jnp.uint32) + jnp.arange(CHUNK, dtype=jnp.uint32))[None]
+        chunk = Chunk(*some, positions, jnp.ones((1, CHUNK), bool))
+        partial_, state = policy.update(spec, state, chunk)
+        return state, partial_.out[0]
+
+    starts = jnp.arange(0, q.shape[1], CHUNK)
+    _, out = jax.lax.scan(one, policy.init(spec, 1, jax.random.key(seed)), starts)
+    return out.reshape(1, q.shape[1], *q.shape[2:])
+
+
+if __name__ == "__main__":
+    main()
