@@ -28,7 +28,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "streaming_tables": "streaming.tables",
     **{name: f"streaming.{name}" for name in ("attention_maps", "questions")},
     **{name: f"speed.{name}" for name in ("latency", "startup", "int8")},
-    **{name: "training.mfu" for name in ("mfu", "mfu_gpu")},
+    **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
     "backcopy": "training.backcopy",
     **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
     "default_model": "training.default_model",
@@ -42,7 +42,8 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"speed.{name}" for name in ("serving", "soak")},
-    **{f"{name}_gpu": f"speed.{name}" for name in ("kernels", "rates")},
+    **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
+    **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
     "tasks": "tasks",
 }
 BAR = r"\|"  # a bar inside a cell
@@ -175,6 +176,7 @@ def made(name: str, record: dict[str, Any]) -> str:
     by_text = record["results"].get("by_text", {})  # a record that grows: its parts have commits
     commits = sorted({c["commit"][:7] for one in by_text.values() for c in one["bins"].values()})
     changed += f", measured at {', '.join(commits)}" if commits else ""
+    changed += f" ({record['incomplete']})" if "incomplete" in record else ""
     if device.startswith("cpu"):
         device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
     return (

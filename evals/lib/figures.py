@@ -188,8 +188,8 @@ def sampled(axes: Any, results: dict[str, Any]) -> None:
 
 def stream_losses(axes: Any, results: dict[str, Any]) -> None:
     """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
-    Weighted: a sampled token counts for all evicted tokens that it represents. Absolute: positions
-    are those of the text."""
+    Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.
+    Absolute: positions are those of the text."""
     rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
     for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
         axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",

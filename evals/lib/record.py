@@ -51,10 +51,10 @@ class Record:
         return self.file
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Print the bars, write the record, and draw its plots unless the run was quick."""
+        """Write the record, print the bars, and draw its plots unless the run was quick."""
+        print("wrote", self.save(results))
         for line in results.get("bars", ()):
             print_bar(line)
-        print("wrote", self.save(results))
         if self.file.parent == RESULTS:
             from jaxkv.evals.lib.figures import draw
 

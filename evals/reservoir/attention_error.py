@@ -2,7 +2,7 @@
 
 Keys, values and queries of some layers are captured from the beginnings of texts. Each policy reads
 them with absolute positions, and its output is compared with exact causal attention. The error is
-relative to the norm of exact attention, and its mean is over queries beyond the size of the cache
+relative to the norm of exact attention, and its mean is over the queries after the first 512 tokens
 and over heads. Intervals are over texts.
 """
 
@@ -58,7 +58,9 @@ def main() -> None:
         ask.error(f"--tokens must be a multiple of {CHUNK} above {SKIP}, got {given.tokens}")
     llm = models.load(given.model, "float32")
     texts = {path.stem: tokens_of(llm, path, given.tokens)[0] for path in given.texts}
-    layers = given.layers or list(range(0, llm.config.layers, 3))
+    layers = sorted(set(given.layers or range(0, llm.config.layers, 3)))
+    if not 0 <= layers[0] <= layers[-1] < llm.config.layers:
+        ask.error(f"--layers must be from 0 to {llm.config.layers - 1}, got {given.layers}")
     seeds = list(range(given.seeds))
     record = Record("attention_error", [*llm.files, *given.texts], seeds, quick=given.quick)
     record.finish(run(llm, texts, layers, seeds))

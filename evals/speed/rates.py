@@ -20,6 +20,7 @@ from jaxkv.models.llm import Llm
 
 POLICIES = {
     "full": "full",
+    "window": "window:window=256",
     "streaming": "streaming:sinks=4,window=252",
     "reservoir": "reservoir:sinks=4,window=124,sample=128",
     "balance-stream": "balance-stream:sinks=4,window=124,levels=3,block=64",
@@ -41,9 +42,10 @@ def main() -> None:
     given = ask.parse_args()
     llm = models.load(given.model, given.dtype)
     record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=given.quick)
-    rounds = 1 if given.quick else given.rounds
+    if given.quick:
+        given.prompt, given.batches, given.rounds = 300, (1, 2), 1
     found = {
-        f"batch {batch}": measure(llm, given.policies, batch, given.prompt, rounds)
+        f"batch {batch}": measure(llm, given.policies, batch, given.prompt, given.rounds)
         for batch in given.batches
     }
     record.finish({"model": llm.name, "dtype": llm.dtype} | found)
@@ -83,6 +85,7 @@ def measure(
 def read(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
     stream = models.Stream(llm, policy, len(prompts), tokens=tokens)
     stream.prefill(prompts)
+    stream.finish_prefill()
     jax.block_until_ready(stream.decoding)
 
 

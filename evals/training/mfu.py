@@ -37,7 +37,11 @@ def main() -> None:
     ask.add_argument("--vocab", type=int, default=4096)
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    ask.add_argument("--trace", action="store_true", help="add the time of a step by GPU kernel")
+    ask.add_argument(
+        "--trace",
+        action="store_true",
+        help="add the time of a step by GPU kernel, with sinks=token",
+    )
     given = ask.parse_args()
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[given.preset or preset]

@@ -47,8 +47,8 @@ class Reservoir(Policy):
     pseudocode as printed: each evicted token enters with probability sample / (sample + 1), so
     sampled tokens are about `sample` tokens old. weighted: a sampled token counts for all evicted
     tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in streaming.
-    exponent: a weighted token that represents n tokens counts for n^exponent; below 1 the estimate
-    is biased and varies less.
+    exponent: a weighted token that represents n tokens counts for n^exponent. With an exponent
+    below 1 the estimate is biased and has a lower variance.
     """
 
     sinks: int = 4

@@ -37,7 +37,7 @@ except ImportError:  # deprecated since jax 0.12
     plgpu = None
 
 BLOCK = 32  # slots in the registers of a program at a time
-PROGRAMS = 512  # of one sequence, at least: a few per multiprocessor of a large GPU
+PROGRAMS = 512  # aimed at per sequence: a few per multiprocessor of a large GPU
 WARPS = 4
 
 

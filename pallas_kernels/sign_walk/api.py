@@ -87,11 +87,11 @@ def _run(
     if gpu.supports(next_power(steps)):
         kernels["pallas_gpu"] = partial(on_gpu, name, settings)
     if implementation is None:
-        fused = kernels.get("pallas_gpu") if triton.is_supported() else None
+        in_triton = kernels.get("pallas_gpu") if triton.is_supported() else None
         signs, inner = jax.lax.platform_dependent(
             *flat,
             tpu=kernels.get("pallas_tpu", kernels["xla"]),
-            cuda=fused or kernels["xla"],
+            cuda=in_triton or kernels["xla"],
             default=kernels["xla"],
         )
     elif implementation in kernels:

@@ -31,7 +31,7 @@ CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 def interpreted(platform):
-    """Whether the kernels of a platform are interpreted: it is not the one of these tests."""
+    """Whether the kernels of a platform are interpreted: true unless the tests run on it."""
     return jax.default_backend() != platform
 
 
@@ -95,17 +95,17 @@ def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd):
     found = api.on_tpu("walk", {}, *given, interpret=CHECKED)
     np.testing.assert_array_equal(found[0], signs)
     np.testing.assert_array_equal(found[1], inner)
-    check_fused("tpu", shapes.SMALL["pairs"], CHECKED)
+    check_products_and_walk("tpu", shapes.SMALL["pairs"], CHECKED)
     assert "RACE" not in capfd.readouterr().out, "jax only prints races"
 
 
 @pytest.mark.parametrize("platform", ON)
 @pytest.mark.parametrize("name", [seldom(n) if n == "one" else n for n in shapes.SMALL])
-def test_the_fused_kernels_give_the_same_signs(platform, name):
-    check_fused(platform, shapes.SMALL[name], interpreted(platform))
+def test_products_and_walk_give_the_same_signs(platform, name):
+    check_products_and_walk(platform, shapes.SMALL[name], interpreted(platform))
 
 
-def check_fused(platform, shape, interpret):
+def check_products_and_walk(platform, shape, interpret):
     """Signs must be equal until a step where s is close to its threshold."""
     given = shapes.inputs(shape, share=0.8)
     wanted, inner = (np.asarray(x) for x in reference.balance(*given, TAU))

@@ -44,15 +44,18 @@ ABOUT = {
 }
 
 
-@pytest.mark.parametrize("change, verdict", [(0.004, claim.HOLDS), (0.006, claim.NOT)])
-def test_a_verdict_depends_on_the_numbers(tmp_path, change, verdict):
+@pytest.mark.parametrize(
+    "change, tokens, verdict",
+    [(0.004, 4_000_000, claim.HOLDS), (0.004, 400_000, claim.PART), (0.006, 4_000_000, claim.NOT)],
+)
+def test_a_verdict_depends_on_the_numbers(tmp_path, change, tokens, verdict):
     summary = {
         "worst_change": change,
         "worst_change_wrapped": 0.0,
         "not_finite": 0,
         "resident_bytes": {"growth": 0},
     }
-    results = {"policy": "p", "tokens": 1, "block": 1, "endless": [], "summary": summary}
+    results = {"policy": "p", "tokens": tokens, "block": 1, "endless": [], "summary": summary}
     results["bars"] = [{"bar": "x", "value": 2.0, "ask": "<= 1", "met": False}]
     (tmp_path / "endless.json").write_text(json.dumps(ABOUT | {"results": results}))
     lines = claims.page(tmp_path).splitlines()

@@ -91,3 +91,11 @@ def test_lists_of_numbers_stand_on_one_line():
     text = record.dumps(results)
     assert json.loads(text) == results
     assert '"a": [1, 2.5, null]' in text and "[1, 2]" in text and "[true]" in text
+
+
+def test_a_record_is_written_before_its_bars_are_printed(results, monkeypatch, capsys):
+    monkeypatch.setattr(record, "TRIALS", results / "trials")
+    line = {"bar": "speed", "value": {"median": 2.0}, "ask": ">= 3", "met": False}
+    Record("trial", quick=True).finish({"bars": [line]})
+    file = results / "trials" / "trial.json"
+    assert capsys.readouterr().out == f"wrote {file}\nNOT MET speed: 2 >= 3\n"

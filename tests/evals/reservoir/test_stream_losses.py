@@ -51,7 +51,9 @@ def record(over, weighted=0.0):
         name: {"loss_over_base": gap, "standard_error": 0.01, "loss_over_base_by_text": [gap] * 2,
                "cached": 256.0, "tokens": [512, 20_000]} for name, gap in names.items()
     }  # fmt: skip
-    return {"model": "a model", "texts": {"a": 20_000, "b": 20_000}, "rows": rows}
+    bins = {name: {"commit": "0" * 40, "loss": [3 + gap] * 4} for name, gap in names.items()}
+    by_text = {name: {"tokens": 1024, "bins": bins} for name in ("a", "b")}
+    return {"model": "a model", "texts": {"a": 1024, "b": 1024}, "rows": rows, "by_text": by_text}
 
 
 def test_the_verdicts_follow_the_losses():

@@ -9,9 +9,10 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.speed import profile
+from jaxkv.evals.speed import kernels, profile, rates
 from jaxkv.evals.streaming import endless
 from jaxkv.models import streams
+from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,22 @@ def test_variants_alternate():
 def test_a_bar_compares_the_median():
     assert timing.bar("x", timing.ratio([1, 2, 9], [1, 1, 1]), ">=", 2)["met"]
     assert not timing.bar("x", 1.06, "<=", 1.05)["met"]
+
+
+def test_kernels_are_timed(monkeypatch):
+    """A CPU has no kernel, so there is no bar."""
+    tiny = [walk_shapes.BenchShape(2, 16, 1, 8), walk_shapes.BenchShape(2, 16, 2, 8)]
+    monkeypatch.setattr(walk_shapes, "PROMPT", dict(zip(("tokens", "pairs"), tiny, strict=True)))
+    monkeypatch.setattr(kernels, "LENGTHS", (256,))
+    found = kernels.run(2, quick=True)
+    assert set(found["sign_walk"]) == {
+        f"{name}, {what}" for name in ("tokens", "pairs") for what in ("walk", "products and walk")
+    }
+    assert set(found["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
+    assert found["sign_walk"]["tokens, walk"]["xla"]["n"] == 2 and found["bars"] == []
+
+
+def test_rates_of_each_policy(compress):
+    found = rates.measure(compress, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
+    assert all(row["prefill"]["median"] > 0 for row in found.values())
+    assert found["snapkv"]["step_milliseconds"]["n"] == 1
