@@ -80,7 +80,9 @@ def test_gram_matrices_are_those_of_the_formula():
 
 @pytest.mark.parametrize("platform", ON)
 def test_the_kernels_equal_the_scan_bit_for_bit(platform):
-    for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (MANY, 1.0)]:
+    # Interpreting the GPU kernel is slow: a quarter of the walks there.
+    many = MANY._replace(blocks=100) if platform == "gpu" and interpreted("gpu") else MANY
+    for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (many, 1.0)]:
         given = gram(shape, share)
         signs, inner = reference.walk(*given)
         found = ON[platform]("walk", {}, *given, interpret=interpreted(platform))
