@@ -8,7 +8,6 @@ record lacks: the experiments take hours.
 
 from __future__ import annotations
 
-import argparse
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, read, standard_error
-from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.models import recompute
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
@@ -52,20 +51,12 @@ def begin(
 
     module: its full name. record: the record's name. about: the help text.
     """
-    ask = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask = ask_for_texts(module, about)
     ask.add_argument("--tokens", type=int, default=20_000, help="read of each text, at most")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
     llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
     texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
     return llm, texts, Record(record, [*llm.files, *given.texts], [0], quick=given.quick)
-
-
-def end(record: Record, results: dict[str, Any]) -> None:
-    """Write the record, and draw its plot unless the run was quick."""
-    record.finish(results)
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,22 @@ if TYPE_CHECKING:
 # "The Hound of the Baskervilles" (1902), in the public domain. The default model has not seen it.
 PASSAGE = Path(__file__).resolve().parents[1] / "passage.txt"
 HELD_BACK = ("valid", "test")  # splits of books that the default model has not seen
+
+
+def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The arguments of an experiment on text files: --model, --texts and --quick.
+
+    module: its full name. about: the help text.
+    """
+    ask = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    return ask
 
 
 def passage(llm: Llm, most: int) -> list[int]:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, standard_error
-from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
@@ -40,18 +40,12 @@ Key = tuple[str, float]
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.peers.compare", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    ask = ask_for_texts("jaxkv.evals.peers.compare", __doc__)
     ask.add_argument("--peer-python", required=True, help="the Python that has kvpress")
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
     ask.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
     ask.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
     optional = [name for name in cases.PRESSES if name != CHECKED[0]]
     ask.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
     llm = models.load(given.model)
     longest = max(given.prompts) + given.scored + 1

@@ -8,11 +8,9 @@ and over heads. Intervals are over texts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
 from jaxkv.evals.lib.record import Record, standard_error
-from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.models import uncached
 from jaxkv.models.llm import Llm
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
@@ -40,22 +38,17 @@ SAMPLED = {
     "balance-stream": BalanceStream(levels=3, block=64, weighted=True, **ENDS),
 }
 STREAMING = Streaming(sinks=4, window=252, positions="absolute")
-SKIP, CHUNK = 512, 128
+SKIP = 512
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.reservoir.attention_error", description=__doc__
-    )
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask = ask_for_texts("jaxkv.evals.reservoir.attention_error", __doc__)
     ask.add_argument("--tokens", type=int, default=2_048, help="read of each text")
     ask.add_argument("--layers", type=int, nargs="+", help="default: every third")
     ask.add_argument("--seeds", type=int, default=3, help="of the samples")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
-    if given.tokens <= SKIP or given.tokens % CHUNK:
-        ask.error(f"--tokens must be a multiple of {CHUNK} above {SKIP}, got {given.tokens}")
+    if given.tokens <= SKIP:
+        ask.error(f"--tokens must be above {SKIP}, got {given.tokens}")
     llm = models.load(given.model, "float32")
     texts = {path.stem: tokens_of(llm, path, given.tokens)[0] for path in given.texts}
     layers = sorted(set(given.layers or range(0, llm.config.layers, 3)))
@@ -70,31 +63,25 @@ def run(
     llm: Llm, texts: dict[str, Sequence[int]], layers: Sequence[int], seeds: Sequence[int]
 ) -> dict[str, Any]:
     """By policy and exponent, the error of each text and layer, its mean and its interval."""
-    found: dict[str, list[list[float]]] = {}  # by name: of each text, of each layer
+    by_text = []
     for text, ids in texts.items():
-        for layer, (q, k, v) in enumerate(capture(llm, ids)):
-            if layer not in layers:
-                continue
-            for name, error in errors(llm.spec, q, k, v, seeds).items():
-                found.setdefault(name, [])
-                if layer == layers[0]:
-                    found[name].append([])
-                found[name][-1].append(error)
-        print(f"{text}: {', '.join(f'{name} {np.mean(e[-1]):.3f}' for name, e in found.items())}",
-              flush=True)  # fmt: skip
+        captured = capture(llm, ids)
+        by_text.append([errors(llm.spec, *captured[layer], seeds) for layer in layers])
+        print(f"{text}: {len(layers)} layers", flush=True)
+    rows = {}
+    for name in by_text[0][0]:
+        each = np.array([[found[name] for found in by_layer] for by_layer in by_text])
+        rows[name] = {
+            "error": np.mean(each),
+            "standard_error": standard_error(np.mean(each, axis=1)),
+            "by_text": np.mean(each, axis=1).tolist(),
+            "by_layer": np.mean(each, axis=0).tolist(),
+        }
     return {
         "model": llm.name,
         "texts": {text: len(ids) for text, ids in texts.items()},
         "layers": list(layers),
-        "rows": {
-            name: {
-                "error": np.mean(each),
-                "standard_error": standard_error(np.mean(each, axis=1)),
-                "by_text": np.mean(each, axis=1).tolist(),
-                "by_layer": np.mean(each, axis=0).tolist(),
-            }
-            for name, each in found.items()
-        },
+        "rows": rows,
     }
 
 
@@ -119,18 +106,10 @@ def errors(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def read(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) -> Array:
-    """The output of a policy that reads all tokens in chunks."""
-
-    def one(state: State, at: Array) -> tuple[State, Array]:
-        some = [jax.lax.dynamic_slice_in_dim(a, at, CHUNK, 1) for a in (q, k, v)]
-        positions = (at.astype(jnp.uint32) + jnp.arange(CHUNK, dtype=jnp.uint32))[None]
-        chunk = Chunk(*some, positions, jnp.ones((1, CHUNK), bool))
-        partial_, state = policy.update(spec, state, chunk)
-        return state, partial_.out[0]
-
-    starts = jnp.arange(0, q.shape[1], CHUNK)
-    _, out = jax.lax.scan(one, policy.init(spec, 1, jax.random.key(seed)), starts)
-    return out.reshape(1, q.shape[1], *q.shape[2:])
+    """The output of a policy that reads all tokens."""
+    positions = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
+    chunk = Chunk(q, k, v, positions, jnp.ones(positions.shape, bool))
+    return policy.update(spec, policy.init(spec, 1, jax.random.key(seed)), chunk)[0].out
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from jaxkv.evals.lib.claim import (
     pick,
     spread,
 )
-from jaxkv.evals.lib.paired_losses import BIN, compare
+from jaxkv.evals.lib.paired_losses import compare
+from jaxkv.evals.reservoir.stream_losses import SKIP
 
 ACCEPTED = 119.9  # 99.99th percentile of chi-square with 63 degrees of freedom
 FELT = 0.05  # of all answers: the smallest difference that counts
 OURS = "the default model"
-SKIP = 2 * BIN  # tokens until every cache evicts
 RESERVOIR: list[Claim] = []
 claim = adder(RESERVOIR)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, end, measure, record_header
+from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
 from jaxkv.evals.lib.record import Record
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy, state_bytes
@@ -68,7 +68,7 @@ def bytes_of(llm: Llm, policy: str) -> int:
 
 def main() -> None:
     llm, texts, record = begin("jaxkv.evals.reservoir.stream_losses", "stream_losses", __doc__)
-    end(record, run(llm, texts, record))
+    record.finish(run(llm, texts, record))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:

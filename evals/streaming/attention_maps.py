@@ -8,10 +8,8 @@ on the first token of 64 is above 0.3.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.models import uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
@@ -33,13 +31,8 @@ LONG, SKIP = 512, 64  # tokens of a longer stretch; queries of it that have too 
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.streaming.attention_maps", description=__doc__
-    )
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    ask = ask_for_texts("jaxkv.evals.streaming.attention_maps", __doc__)
     ask.add_argument("--stretches", type=int, default=2, help="longer stretches per text")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
     llm = models.load(given.model)

@@ -20,7 +20,6 @@ from jaxkv.evals.lib.paired_losses import (
     Case,
     begin,
     compare,
-    end,
     loss_over_base,
     measure,
     record_header,
@@ -66,7 +65,7 @@ CURVES = ("full", label(0, SIZE), label(1, SIZE), BASE, "re-computation")
 
 def main() -> None:
     llm, texts, record = begin("jaxkv.evals.streaming.tables", "streaming_tables", __doc__)
-    end(record, run(llm, texts, record))
+    record.finish(run(llm, texts, record))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
