@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from functools import partial
 
 import jax
 
 from jaxkv.pallas_kernels.sampled_attention import shapes
 from jaxkv.pallas_kernels.sampled_attention.api import LogitSettings, sampled_attention
-
-KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # by jax.default_backend()
+from jaxkv.pallas_kernels.timing import KERNEL, time_interleaved
 
 
 def main() -> None:
@@ -69,14 +67,7 @@ def time_attention(shape: shapes.BenchShape, rounds: int) -> dict[str, dict]:
     args = shapes.inputs(shape, "log", fraction=shapes.SAMPLED)
     attend = partial(sampled_attention, settings=LogitSettings(shape.head_dim**-0.5))
     run = {name: jax.jit(partial(attend, implementation=name)) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        jax.block_until_ready(run[name](*args))  # compiles
-    for _ in range(rounds):
-        for name in names:
-            start = time.perf_counter()
-            jax.block_until_ready(run[name](*args))
-            seconds[name].append(time.perf_counter() - start)
+    times = time_interleaved(run, args, rounds)
     slot = 2 * shape.head_dim * args[1].dtype.itemsize
     tile = 8 if names[-1] == "pallas_tpu" and shape.dtype != "float32" else 1
     read = {name: int(args[4].sum()) * slot for name in names}
@@ -84,8 +75,8 @@ def time_attention(shape: shapes.BenchShape, rounds: int) -> dict[str, dict]:
     read[names[-1]] *= tile
     return {
         name: {
-            "milliseconds": [1e3 * second for second in seconds[name]],
-            "times dense": [a / b for a, b in zip(seconds["dense"], seconds[name], strict=True)],
+            "milliseconds": times[name],
+            "times dense": [a / b for a, b in zip(times["dense"], times[name], strict=True)],
             "bytes read": read[name],
         }
         for name in names

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,8 +16,7 @@ import jax
 import numpy as np
 
 from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
-
-KERNEL = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # by jax.default_backend()
+from jaxkv.pallas_kernels.timing import KERNEL, time_interleaved
 
 
 def main() -> None:
@@ -62,14 +60,9 @@ def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
     kernel = KERNEL.get(jax.default_backend())
     names = {"xla": "xla"} | ({"kernel": kernel} if kernel else {})
     run = {name: jax.jit(partial(function, implementation=of)) for name, of in names.items()}
-    signs = {name: np.asarray(run[name](*args).signs) for name in names}  # also compiles
-    found: dict = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            start = time.perf_counter()
-            jax.block_until_ready(run[name](*args))
-            found[name].append(1e3 * (time.perf_counter() - start))
+    found: dict = time_interleaved(run, args, rounds)
     if kernel:
+        signs = {name: np.asarray(run[name](*args).signs) for name in names}
         found["times faster"] = [a / b for a, b in zip(found["xla"], found["kernel"], strict=True)]
         found["other signs"] = float(np.mean(signs["xla"] != signs["kernel"]))
     return found
