@@ -116,15 +116,14 @@ def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None =
     the product itself.
     No recorded measurement.
     """
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(
+    return jax.lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        # A GPU would write a float32 result to memory before it converts it.
+        preferred_element_type=dtype or a.dtype,
     )
-    return y.astype(dtype or a.dtype)
 
 
 def _dot_forward(

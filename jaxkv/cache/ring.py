@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
+from jaxkv import xla_cpu, xla_gpu
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
@@ -185,6 +185,8 @@ def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
 def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "B W"]) -> Array:
     """old [B,K,S,H] or [B,S] with fresh ([B,K,W,H] or [B,W]) from slot `start` on, where hit."""
     axis, width = 0 if old.ndim == 2 else 1, hit.shape[1]
+    if xla_gpu.writes_by_scatter(old, width):
+        return xla_gpu.scatter_slot(old, fresh, start, hit)
     hit = hit if old.ndim == 2 else hit[:, None, :, None]
     if width == old.shape[axis + 1]:
         return jnp.where(hit, fresh.astype(old.dtype), old)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.decoder import matmul
+from jaxkv.models.xla_cpu import dot
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
@@ -24,3 +25,9 @@ def test_products(rng, shape, columns, dtype, tolerance):
     np.testing.assert_allclose(
         found.astype(jnp.float32), exact, atol=tolerance * np.abs(exact).max()
     )
+
+
+def test_a_product_in_half_precision_is_not_written_in_float32():
+    a, b, ct = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 8), (8, 2, 3), (4, 2, 3)))
+    back = lambda a, b, ct: jax.vjp(lambda a, b: dot(a, b, (1, 0)), a, b)[1](ct)  # noqa: E731
+    assert "f32" not in str(jax.make_jaxpr(back)(a, b, ct))

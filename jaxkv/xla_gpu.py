@@ -1,0 +1,28 @@
+"""Forms for XLA:GPU. Each says what was measured. Other platforms compile the plain form."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.typing import Array, Bool, Int32
+
+
+def writes_by_scatter(old: Array, width: int) -> bool:
+    """Whether `scatter_slot` writes one token of every sequence."""
+    return width == 1 and old.shape[0] > 1 and jax.default_backend() == "gpu"
+
+
+def scatter_slot(
+    old: Array, fresh: Array, slot: Int32[Array, " B"], hit: Bool[Array, "B 1"]
+) -> Array:
+    """old [B,K,S,H] or [B,S] with fresh [B,K,1,H] or [B,1] in one slot of each sequence, where hit.
+
+    A form that reads the old slot first is fused with its write, so XLA:GPU copies the whole cache.
+    """
+    size = old.shape[-2] if old.ndim == 4 else old.shape[-1]
+    sequence, slot = jnp.arange(old.shape[0]), jnp.where(hit[:, 0], slot, size)
+    fresh = fresh.astype(old.dtype)
+    if old.ndim == 2:
+        return old.at[sequence, slot].set(fresh[:, 0], mode="drop", unique_indices=True)
+    return old.at[sequence, :, slot].set(fresh[:, :, 0], mode="drop", unique_indices=True)
