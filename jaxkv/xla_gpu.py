@@ -19,6 +19,8 @@ def scatter_slot(
     """old [B,K,S,H] or [B,S] with fresh [B,K,1,H] or [B,1] in one slot of each sequence, where hit.
 
     A form that reads the old slot first is fused with its write, so XLA:GPU copies the whole cache.
+    Measured on an H200: without these copies a decode step of 32 sequences is a sixth faster
+    (SmolLM2-135M, 256 slots).
     """
     size = old.shape[-2] if old.ndim == 4 else old.shape[-1]
     sequence, slot = jnp.arange(old.shape[0]), jnp.where(hit[:, 0], slot, size)

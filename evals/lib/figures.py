@@ -31,6 +31,7 @@ from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, 
 PAGES = (
     *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
     ROOT / "evals" / "NEGATIVE.md",
+    ROOT / "ACCELERATOR.md",
 )
 LEGENDS = {
     **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
