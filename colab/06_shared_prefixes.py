@@ -84,7 +84,8 @@ SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # pages and states of 
 served = {
     policy: conversations.serve_both(
         llm, policy, partial(conversations.run_conversations, said=said),
-        conversations.max_length(said), PrefixConfig(slots), chunk=64, rounds=runtime.size(3, 1),
+        conversations.max_length(said), PrefixConfig(num_blocks=slots), chunk=64,
+        rounds=runtime.size(3, 1),
     )
     for policy, slots in SLOTS.items()
 }  # fmt: skip
@@ -145,7 +146,7 @@ longest = max(len(request.tokens) + request.max_new_tokens for request in load.r
 POLICY = "streaming:sinks=4,window=124"
 recorded = conversations.serve_both(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
-    PrefixConfig(runtime.size(512, 128)), load.chunk, rounds=1,
+    PrefixConfig(num_blocks=runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
 runtime.Text(conversations.reuse_table({POLICY: recorded}))
 
@@ -166,7 +167,7 @@ conversations.draw_first_token_by_length(recorded, caption)
 # The same engine runs behind an HTTP server for OpenAI clients:
 #
 # ```bash
-# jaxkv serve --policy streaming:sinks=4,window=252 --prefix-slots 256
+# jaxkv serve --policy streaming:sinks=4,window=252 --prefix-memory 1GiB
 # ```
 #
 # ```python

@@ -37,9 +37,9 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
     if not equals:
         return _parse_one(text)
     if not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
-        raise UserError(
-            f"fields follow the name and a colon, as in streaming:sinks=4,window=252, got {text!r}"
-        )
+        both = name in POLICIES and name in (field.name for field in _fields(POLICIES[name]))
+        example = f"{name}:{text}" if both else "streaming:sinks=4,window=252"
+        raise UserError(f"fields follow the name and a colon, as in {example}, got {text!r}")
     named: dict[str, Policy] = {}
     for part in filter(None, text.split(";")):
         layer, equals, rest = part.partition("=")
@@ -191,7 +191,7 @@ def _type_name(kind: type, field: str) -> str:
 def _parse_one(text: str) -> Policy:
     name, _, fields = (piece.strip() for piece in text.partition(":"))
     if name not in POLICIES:
-        raise UserError(f"unknown policy {name!r}{_nearest(name, POLICIES)}")
+        raise UserError(f"unknown policy {name!r}{nearest(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
     known = [f.name for f in _fields(kind)]
@@ -199,7 +199,7 @@ def _parse_one(text: str) -> Policy:
     for part in filter(None, fields.split(",")):
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if field not in known:
-            raise UserError(f"{name} has no field {field!r}{_nearest(field, known)}")
+            raise UserError(f"{name} has no field {field!r}{nearest(field, known)}")
         if not equals:
             raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
         if field in values:
@@ -238,7 +238,8 @@ def _written(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: a suggestion, and the known words."""
     known = list(known)
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"

@@ -43,7 +43,7 @@ def open_published(name: str | Path) -> Published:
         gguf_package()  # where it is absent, nothing is downloaded
         path = smollm2.fetch()
     else:
-        path = find(name)
+        path = find(name, [smollm2.NAME])
     if path.is_file():
         header = gguf.read_header(path)
         config = gguf.read_config(header)

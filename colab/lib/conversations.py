@@ -115,7 +115,7 @@ def serve_both(
         for name in list(engines)[:: 1 if number % 2 else -1]:
             engines[name].reset_prefix_cache()
             reported[name].append(talk(engines[name]))
-    return {name: Served(reported[name], engines[name].prefix_bytes) for name in engines}
+    return {name: Served(reported[name], engines[name].bytes["prefixes"]) for name in engines}
 
 
 def max_length(said: Turns) -> int:

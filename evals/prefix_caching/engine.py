@@ -148,7 +148,7 @@ def run(
     engines = {
         name: make_engine(llm, policy, max_batch=slots, max_len=longest, chunk=load.chunk,
                         queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
-        for name, prefixes in (("none", None), ("kept", PrefixConfig(kept)))
+        for name, prefixes in (("none", None), ("kept", PrefixConfig(num_blocks=kept)))
     }  # fmt: skip
     answers: dict[str, list] = {}
 
@@ -177,7 +177,7 @@ def summary(
         "prompt_tokens": sum(len(one.tokens) for one in load.requests),
         "new_tokens": sum(one.max_new_tokens for one in load.requests),
         "hit_rate_tokens": cached / sum(len(one.tokens) for one in load.requests),
-        "bytes_of_prefixes": engine.prefix_bytes,
+        "bytes_of_prefixes": engine.bytes["prefixes"],
         "items_per_second": {
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
         },

@@ -120,7 +120,7 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
     results: dict[str, Any] = {"prompt_tokens": size, "policies": {}, "bars": []}
     for policy in POLICIES:
         engine = make_engine(
-            llm, policy, max_batch=2, max_len=2 * LONG, prefix_cache=PrefixConfig(256)
+            llm, policy, max_batch=2, max_len=2 * LONG, prefix_cache=PrefixConfig(num_blocks=256)
         )
         new, held = passages(texts, 1), next(passages(texts, 2))[:size]
         answer(engine, [Request(held, 1)])
@@ -156,7 +156,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
     for policy in POLICIES:
         engines = {
             name: make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
-            for name, prefixes in (("none", None), ("kept", PrefixConfig(64)))
+            for name, prefixes in (("none", None), ("kept", PrefixConfig(num_blocks=64)))
         }
         size = 512 if quick else LONG // 2
         new = {name: passages(texts, 3) for name in engines}

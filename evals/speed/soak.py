@@ -84,7 +84,7 @@ async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str
     """The whole experiment for one policy, against its own server."""
     alone = await answers_alone(policy, kinds)
     words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-             "--slots", "16", "--max-len", "1024", "--prefix-slots", "64"]  # fmt: skip
+             "--max-batch", "16", "--max-len", "1024", "--prefix-memory", "64MiB"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         port = port_of(process)
@@ -116,7 +116,7 @@ async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str
 async def answers_alone(policy: str, kinds: list[dict[str, Any]]) -> list[str]:
     """Each answer from an idle server without prefix caching."""
     words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-             "--slots", "16", "--max-len", "1024", "--prefix-slots", "0"]  # fmt: skip
+             "--max-batch", "16", "--max-len", "1024", "--prefix-memory", "0"]  # fmt: skip
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         port = port_of(process)

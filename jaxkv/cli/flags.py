@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,16 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def memory(text: str) -> int:
+    """The type of a flag for an amount of memory, such as 512MiB or 1.5GiB; 0 is allowed."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be bytes, such as 512MiB or 1.5GiB, got {text!r}")
+    count, unit = found.groups()
+    unit = (unit or "B").upper()
+    return int(float(count) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -26,10 +26,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxkv.policies import POLICIES
-    from jaxkv.policy_spec import describe
+    from jaxkv.policy_spec import describe, nearest
 
     if args.name is not None and args.name not in POLICIES:
-        raise UserError(f"unknown policy {args.name!r}; give one of {', '.join(POLICIES)}")
+        raise UserError(f"unknown policy {args.name!r}{nearest(args.name, POLICIES)}")
     policies = [
         policy | {"about": about(POLICIES[policy["name"]])}
         for policy in describe()

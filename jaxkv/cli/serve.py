@@ -41,8 +41,7 @@ FLAGS = (
      "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
     (SERVER, "per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
      "(default: no limit)"),
-    (ENGINE, "slots", COUNT, 16, "N", "maximum number of sequences that decode together: the size "
-     "of the decode batch"),
+    (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
@@ -51,10 +50,10 @@ FLAGS = (
      "status 503"),
     (ENGINE, "queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
      "requests"),
-    (PREFIXES, "prefix-slots", flags.whole(0), 256, "N", "number of blocks (append-only caches) or "
-     "snapshots (evicting caches) in device memory; 0 disables the prefix cache"),
-    (PREFIXES, "prefix-host-slots", flags.whole(0), 0, "N", "number of further blocks or snapshots "
-     "in host memory"),
+    (PREFIXES, "prefix-memory", flags.memory, 2**29, "SIZE", "device memory of the prefix cache, "
+     "such as 4GiB; 0 disables it (default 512MiB)"),
+    (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
+     "device evicts (default 0)"),
     (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
      "used), lru-deepest-first (LRU; of blocks last used together, the deepest) or lfu (least "
      "frequently used)"),
@@ -74,7 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, name, kind, default, metavar, text in FLAGS:
         group = groups.get(title) or parser.add_argument_group(title)
         groups[title] = group
-        shown = text if default is None else f"{text} (default {default})"
+        stated = default is None or kind is flags.memory
+        shown = text if stated else f"{text} (default {default})"
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
     groups[PREFIXES].add_argument(
         "--no-cached-tokens", action="store_true",
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
-            f"(policy {args.policy}, slots {args.slots})",
+            f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         pressed, running = threading.Event(), server.make_server(app)
@@ -169,14 +169,14 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import PrefixConfig
 
-    if not args.prefix_slots:
-        if args.prefix_host_slots:
+    if not args.prefix_memory:
+        if args.prefix_host_memory:
             raise UserError(
-                f"--prefix-host-slots needs --prefix-slots, got {args.prefix_host_slots} and 0; "
-                "give --prefix-slots too"
+                f"--prefix-host-memory needs --prefix-memory, got {args.prefix_host_memory} and 0; "
+                "give --prefix-memory too"
             )
         return None
-    fields = (args.prefix_slots, args.prefix_order, args.prefix_where, args.prefix_host_slots)
+    fields = (args.prefix_memory, args.prefix_order, args.prefix_where, args.prefix_host_memory)
     try:
         return PrefixConfig(*fields)
     except UserError as error:  # the message begins with the name of a field
@@ -189,9 +189,16 @@ def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> E
         from jaxkv.models.serving import make_engine
 
         return make_engine(
-            llm, args.policy, max_batch=args.slots, max_len=args.max_len, chunk=args.chunk,
+            llm, args.policy, max_batch=args.max_batch, max_len=args.max_len, chunk=args.chunk,
             queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
         )  # fmt: skip
+
+
+def memory_of(engine: Engine) -> str:
+    """The memory on the device by use, for the start line."""
+    from jaxkv.state.memory import show
+
+    return ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
 
 
 def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
@@ -203,10 +210,10 @@ def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.ServerConfig(
-        max_in_flight=args.slots + args.queue,
+        max_in_flight=args.max_batch + args.queue,
         max_per_key=args.per_key,
-        max_answers=args.slots + args.queue,
-        max_batch=args.slots,
+        max_answers=args.max_batch + args.queue,
+        max_batch=args.max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",

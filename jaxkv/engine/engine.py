@@ -36,6 +36,7 @@ from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredT
 from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
 from jaxkv.errors import check_int
 from jaxkv.prefix.counts import Counts
+from jaxkv.state.batch import nbytes
 
 MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
 PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
@@ -50,7 +51,7 @@ class Engine:
     call; prefixes are shared at its multiples. step_tokens: prompt tokens prefilled in one step, at
     least a chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the
     prefix cache; None for none. seed: of the policies' random draws, which are equal for all
-    requests of one salt.
+    requests of one salt. `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
@@ -83,7 +84,8 @@ class Engine:
         if prefix_cache is not None:
             self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
-        self.prefix_bytes = 0 if self._store is None else self._store.bytes
+        self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
+                      "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
         self._running: list[RequestHandle | None] = [None] * max_batch
         self._prefill: ActivePrefill | None = None
         self._in_flight: deque[InFlightStep] = deque()
@@ -155,6 +157,7 @@ class Engine:
             "waiting_tokens": self._queue.tokens,
             "cache_usage": sum(handle is not None for handle in self._running) / self.max_batch,
             "compilations": self.compilations, **self._metrics.export(),
+            **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
             **(prefix_metrics(Counts()) if store is None else store.metrics()),
         }  # fmt: skip
 

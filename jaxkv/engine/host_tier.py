@@ -21,8 +21,10 @@ class HostTier:
         self.capacity = capacity
         self._entries: dict[int, tuple[Any, Any]] = {}
         if capacity:
-            memory.check(capacity * size, f"{capacity} prefixes", host=True, fewer="host_blocks")
-            memory.check_host("host_blocks")
+            memory.check(
+                capacity * size, f"{capacity} prefixes", host=True, fewer="bytes for prefixes"
+            )
+            memory.check_host("a prefix cache in host memory")
 
     def put(self, index: int, arrays: Any, extra: Any) -> None:
         self._entries[index] = jax.device_put(arrays, _memory("pinned_host")), extra

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Leaf as ContractLeaf
 from jaxkv.contract import Pages, Policy, State
+from jaxkv.state import batch
 from jaxkv.typing import Array, Int32
 
 States = tuple[State, ...]
@@ -88,6 +89,11 @@ def empty(layout: Layout, states: States, pages: int, records: int) -> Pool:
             shape[axis - 1] = layout.first
         pool.records.append(jnp.zeros((records, *shape), leaf.dtype))
     return pool
+
+
+def nbytes(layout: Layout, states: States, pages: int, records: int) -> int:
+    """The bytes of such a pool; nothing is allocated."""
+    return batch.nbytes(jax.eval_shape(lambda: empty(layout, states, pages, records)))
 
 
 def save(

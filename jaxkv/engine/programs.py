@@ -266,8 +266,8 @@ class Programs:
     """All programs of one engine, compiled for its shapes.
 
     widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
-    prefill_bytes: of a PrefillState. num_compiled: the number of programs. Raises UserError if the
-    batch does not fit into memory.
+    prefill_bytes: of a PrefillState. bytes: of it and of the decode batch. num_compiled: the number
+    of programs. Raises UserError if the batch does not fit into memory.
     """
 
     def __init__(self, model: Model, max_batch: int, max_len: int, widths: Sequence[int]) -> None:
@@ -285,10 +285,9 @@ class Programs:
         self.prefill_shapes, self.num_compiled = state, 0
         self._lock = threading.Lock()
         self.prefill_bytes = nbytes(state)
-        memory.check(  # before minutes of compilation
-            nbytes(batch) + self.prefill_bytes,
-            f"{max_batch} sequences and a prefill of {max_len} tokens",
-        )
+        self.bytes = nbytes(batch) + self.prefill_bytes
+        # Before minutes of compilation.
+        memory.check(self.bytes, f"{max_batch} sequences and a prefill of {max_len} tokens")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             begin = partial(threads.submit, self.compile)
             decoding = begin(

@@ -24,7 +24,7 @@ from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.model import Model
 from jaxkv.engine.pool import SKIP, Layout, Pool
 from jaxkv.engine.programs import PrefillState, Programs
-from jaxkv.errors import check_choice, check_int
+from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
 from jaxkv.prefix.blocks import BlockPool
@@ -38,24 +38,45 @@ from jaxkv.state import batch, memory
 class PrefixConfig:
     """The settings of a prefix cache.
 
-    num_blocks: blocks of one chunk each (append-only caches) or snapshots (all others) on the
-    device. order: in which unused blocks are evicted: lru, lru-deepest-first or lfu. where: at
+    memory: bytes on the device for blocks of one chunk each (append-only caches) or snapshots (all
+    others). order: in which unused blocks are evicted: lru, lru-deepest-first or lfu. where: at
     which chunk boundaries snapshots are stored, joined by +: `last`, the deepest from which the
     same prompt could resume; `branch`, the deepest up to which the prompt equals an earlier one;
-    `every=N`. host_blocks: blocks or snapshots in the host's memory, evicted from the device.
+    `every=N`. host_memory: bytes in the host's memory for blocks or snapshots evicted from the
+    device. num_blocks, num_host_blocks: their numbers, instead of bytes.
     Raises UserError for bad numbers and unknown names.
     """
 
-    num_blocks: int = 256
+    memory: int = 2**29
     order: str = "lru"
     where: str = "last+branch"
-    host_blocks: int = 0
+    host_memory: int = 0
+    num_blocks: int | None = None
+    num_host_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("num_blocks", self.num_blocks)
-        check_int("host_blocks", self.host_blocks, 0)
+        check_int("memory", self.memory)
+        check_int("host_memory", self.host_memory, 0)
+        if self.num_blocks is not None:
+            check_int("num_blocks", self.num_blocks)
+        if self.num_host_blocks is not None:
+            check_int("num_host_blocks", self.num_host_blocks, 0)
         check_choice("order", self.order, ORDERS)
         parse_rules(self.where)
+
+    def counts(self, size: int, host_size: int) -> tuple[int, int]:
+        """Blocks or snapshots on the device and on the host; size, host_size: bytes of one.
+
+        Raises UserError if the memory holds none.
+        """
+        blocks = self.memory // size if self.num_blocks is None else self.num_blocks
+        if not blocks:
+            raise UserError(
+                f"the prefix cache must hold one prefix, which takes {memory.show(size)}, got "
+                f"{memory.show(self.memory)}; give it more memory, or none"
+            )
+        host = self.host_memory // host_size
+        return blocks, host if self.num_host_blocks is None else self.num_host_blocks
 
 
 class PrefixHit(NamedTuple):
@@ -110,17 +131,16 @@ class BlockStore:
     def __init__(
         self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        blocks = config.num_blocks
-        self.index = BlockPool(
-            chunk, blocks, mode="full", order=config.order, host_blocks=config.host_blocks
-        )
+        states = programs.prefill_shapes.states
+        layout = pool.block_layout(model.policies, states, chunk)
+        size = pool.nbytes(layout, states, 1, 1)
+        blocks, host = config.counts(size, size)
+        self.index = BlockPool(chunk, blocks, mode="full", order=config.order, host_blocks=host)
         self._root = partial(model_root, model, chunk, seed)
         self._chunk = chunk
-        layout = pool.block_layout(model.policies, programs.prefill_shapes.states, chunk)
-        has_host = config.host_blocks > 0
-        self._device = DevicePool(layout, programs, model.vocab, blocks, blocks, has_host)
+        self._device = DevicePool(layout, programs, model.vocab, blocks, blocks, host > 0)
         self.bytes = self._device.bytes
-        self._host = HostTier(config.host_blocks, self.bytes // blocks)
+        self._host = HostTier(host, size)
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
         """Hold blocks for a prompt until `release`, cached and new, as many as are available."""
@@ -169,16 +189,17 @@ class SnapshotStore:
     def __init__(
         self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        capacity = config.num_blocks
-        self.index = Snapshots(capacity, chunk, config.where, config.host_blocks)
-        self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
         layout = pool.snapshot_layout(model.policies)
+        size = pool.nbytes(layout, programs.prefill_shapes.states, layout.max_pages, 1)
+        capacity, host = config.counts(size, programs.prefill_bytes)
+        self.index = Snapshots(capacity, chunk, config.where, host)
+        self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
         rewritten = pool.pages_of(model.policies[0]) if layout.max_pages else None
         self._page_ids = partial(page_ids, rewritten, chunk)
         pages = layout.max_pages * capacity
         self._device = DevicePool(layout, programs, model.vocab, pages, capacity)
         self._pages = SharedPages(pages)
-        self._host = HostTier(config.host_blocks, programs.prefill_bytes)
+        self._host = HostTier(host, programs.prefill_bytes)
         self.bytes = self._device.bytes
 
     def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
@@ -304,7 +325,7 @@ class DevicePool:
         states, zero = programs.prefill_shapes.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
         self.bytes = batch.nbytes(shape)
-        memory.check(self.bytes, f"{max(pages, records)} prefixes", fewer="num_blocks")
+        memory.check(self.bytes, f"{records} prefixes", fewer="bytes for prefixes")
 
         def load(
             stored: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array

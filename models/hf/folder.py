@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
-def find(name: str | Path) -> Path:
+def find(name: str | Path, names: Sequence[str] = ()) -> Path:
     """The folder or the GGUF file of a model.
 
     name: a path, or a Hub id `org/name` or `org/name@revision`, which is downloaded; an existing
-    path wins over a Hub id of the same name. Raises UserError if there is no such model.
+    path wins over a Hub id of the same name. names: of models that are found elsewhere, to suggest.
+    Raises UserError if there is no such model.
     """
     if not isinstance(name, str | Path):
         raise UserError(f"a model is a folder, a GGUF file or a Hub id like org/name, got {name!r}")
@@ -36,8 +39,14 @@ def find(name: str | Path) -> Path:
         raise UserError(
             f"a model is a folder or a GGUF file, {text} is another file; name the folder"
         )
+    if path.suffix.lower() == ".gguf":
+        raise UserError(f"no such file: {text}; name a GGUF file that exists")
     if isinstance(name, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
-        raise UserError(f"no such folder: {text}; name a model folder or a Hub id like org/name")
+        near = difflib.get_close_matches(text.lower(), names)
+        remedy = (
+            f"did you mean {near[0]}?" if near else "name a model folder or a Hub id like org/name"
+        )
+        raise UserError(f"no such folder: {text}; {remedy}")
     return _download(text)
 
 

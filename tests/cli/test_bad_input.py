@@ -157,6 +157,8 @@ def test_model_with_an_empty_name(run, text):
 
 def test_no_such_model(run, tmp_path, text):
     refused(run("generate", "Hi", "--model", tmp_path / "no"), "no such folder", "no", "name a")
+    refused(run("generate", "Hi", "--model", tmp_path / "no.gguf"), "no such file", "name a GGUF")
+    refused(run("generate", "Hi", "--model", "smollm2"), "no such folder", "mean smollm2-135m?")
     refused(
         run("generate", "Hi", "--model", text), "a model is a folder", "is another file", "name the"
     )
@@ -293,7 +295,7 @@ def test_policies_with_finish_prefill_cannot_score_a_text(run, model, text, comm
 
 
 def test_policies(run):
-    refused(run("policies", "windw"), "unknown policy 'windw'", "give one of", "balance-stream")
+    refused(run("policies", "windw"), "unknown policy 'windw'", "mean 'window'", "balance-stream")
 
 
 def test_compare(run, model, text, tmp_path):

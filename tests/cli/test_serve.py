@@ -44,8 +44,10 @@ def test_a_port_in_use(run):
     (["--name", ""], ["--name must be", "got ''"]),
     (["--name", "\udcff"], ["--name must be Unicode"]),
     (["--name", "x" * 1001], ["--name must be", "1000 characters"]),
-    (["--slots", "0"], ["--slots", "at least 1"]),
+    (["--max-batch", "0"], ["--max-batch", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
+    (["--prefix-memory", "4 apples"], ["--prefix-memory", "such as 512MiB", "4 apples"]),
+    (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
     (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
@@ -85,14 +87,15 @@ def process(model, tmp_path_factory):
 
 @contextlib.contextmanager
 def started(model, *more):
-    words = ["--model", model, "--port", "0", "--slots", "2", "--chunk", "16", "--policy", POLICY,
-             "--max-len", "2000000", *more]  # fmt: skip
+    words = ["--model", model, "--port", "0", "--max-batch", "2", "--chunk", "16",
+             "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
     command = [sys.executable, "-m", "jaxkv.cli", "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
             pattern = (
-                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, slots 2\)\n"
+                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 2 "
+                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ MiB\)\n"
             )
             match = re.fullmatch(pattern, line)
             assert match, line
@@ -169,7 +172,7 @@ def test_ctrl_c(process, client):
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_sigterm(model):
     """Answers that do not end within some seconds get an error."""
-    tiers = ("--prefix-slots", "2", "--prefix-host-slots", "8", "--prefix-order", "lfu")
+    tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB", "--prefix-order", "lfu")
     with (
         started(model, *tiers) as (running, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

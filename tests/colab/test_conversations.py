@@ -70,7 +70,7 @@ def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
     said = conversations.make_turns(llm, users=2, turns=2, instructions=70)
     served = conversations.serve_both(
         llm, "streaming:sinks=2,window=30", partial(conversations.run_conversations, said=said),
-        conversations.max_length(said), PrefixConfig(8), chunk=32, rounds=2,
+        conversations.max_length(said), PrefixConfig(num_blocks=8), chunk=32, rounds=2,
     )  # fmt: skip
     recomputed, kept = served[conversations.RECOMPUTED], served[conversations.CACHED]
     assert recomputed.tokens == kept.tokens and recomputed.bytes == 0 and not recomputed.found.any()

@@ -96,7 +96,7 @@ def test_nothing_is_compiled_while_it_serves(engine):
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
 def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
-    config = PrefixConfig(3, where="every=1", host_blocks=20)
+    config = PrefixConfig(num_blocks=3, where="every=1", num_host_blocks=20)
     engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=16, prefix_cache=config)
     before = engine.compilations
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
 
 
 def test_resetting_the_prefix_cache_beside_the_thread_raises():
-    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(4))
+    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(num_blocks=4))
     engine.start()
     with pytest.raises(RuntimeError, match="before start"):
         engine.reset_prefix_cache()

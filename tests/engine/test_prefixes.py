@@ -64,7 +64,11 @@ def first_entry(engine: Engine) -> list[np.ndarray]:
 def test_a_hit_equals_a_full_prefill(policy):
     """Equal tokens, log probabilities and leaves of the batch entry, whatever came before."""
     engine = Engine(
-        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=64),
     )
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [(cold(engine, one).scored, first_entry(engine)) for one in asked]
@@ -88,7 +92,11 @@ def test_a_hit_equals_a_full_prefill(policy):
 def test_a_collision_is_a_miss(policy):
     """If all hashes are equal, the tokens are compared; the first entry stays."""
     engine = Engine(
-        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(64)
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=64),
     )
     other = tuple(reversed(SHARED))
     wanted = [cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, other)]
@@ -107,7 +115,7 @@ def test_a_collision_is_a_miss(policy):
     "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
 )
 def test_prefixes_return_from_the_host_unchanged(policy, slots):
-    config = PrefixConfig(slots, host_blocks=100)
+    config = PrefixConfig(num_blocks=slots, num_host_blocks=100)
     engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [cold(engine, one).scored for one in asked]
@@ -125,7 +133,7 @@ def test_prefixes_return_from_the_host_unchanged(policy, slots):
 def test_snapshots_share_pages_of_levels():
     policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
     engine = Engine(plain(policy), max_batch=2, max_len=512, chunk=CHUNK,
-                    prefix_cache=PrefixConfig(8, where="every=1"))  # fmt: skip
+                    prefix_cache=PrefixConfig(num_blocks=8, where="every=1"))  # fmt: skip
     store, long = engine._store, SHARED + SHARED
     asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
     rng = np.random.default_rng(5)
@@ -148,7 +156,11 @@ def test_snapshots_share_pages_of_levels():
 def test_a_tree_of_one_level():
     policy = "balance-stream:sinks=2,window=6,levels=1,block=4"
     engine = Engine(
-        plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(8)
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=8),
     )
     wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
@@ -157,7 +169,11 @@ def test_a_tree_of_one_level():
 
 def test_a_prompt_larger_than_all_pages_is_cached_in_part():
     engine = Engine(
-        plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(4)
+        plain("full"),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=4),
     )
     wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
@@ -170,22 +186,34 @@ def test_a_prompt_larger_than_all_pages_is_cached_in_part():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"order": "nonsense"}, {"where": "nonsense"}, {"num_blocks": 0}, {"host_blocks": -1}]
-)
+    "fields",
+    [{"order": "nonsense"}, {"where": "nonsense"}, {"memory": 0}, {"host_memory": -1},
+     {"num_blocks": 0}, {"num_host_blocks": -1}],
+)  # fmt: skip
 def test_invalid_settings_raise(fields):
     with pytest.raises(UserError):
         PrefixConfig(**fields)
 
 
-@pytest.mark.parametrize("host_blocks", [None, 0.0, True])
-def test_settings_of_another_type_raise(unchecked, host_blocks):
-    with pytest.raises(UserError, match="host_blocks must be a whole number"):
-        PrefixConfig(host_blocks=host_blocks)
+@pytest.mark.parametrize("host_memory", [None, 0.0, True])
+def test_settings_of_another_type_raise(unchecked, host_memory):
+    with pytest.raises(UserError, match="host_memory must be a whole number"):
+        PrefixConfig(host_memory=host_memory)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=12"])
+def test_prefixes_take_no_more_than_their_memory(policy):
+    model, memory = plain(policy), 300_000
+    engine = Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory))
+    count, used = engine.metrics()["snapshot_slots"], engine.bytes["prefixes"]
+    assert count > 1 and used <= memory < used + used / count
+    with pytest.raises(UserError, match=r"one prefix, which takes .*, got 1.0 KiB"):
+        Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(1024))
 
 
 @pytest.mark.parametrize("policy", [EVICTING[0], seldom(EVICTING[6])])
 def test_snapshots_move_to_the_host_when_entries_run_out(policy):
-    config = PrefixConfig(3, where="every=1", host_blocks=100)
+    config = PrefixConfig(num_blocks=3, where="every=1", num_host_blocks=100)
     engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=config)
     asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
     wanted = [cold(engine, one).scored for one in asked]
@@ -201,7 +229,11 @@ def test_snapshots_move_to_the_host_when_entries_run_out(policy):
 
 def test_a_store_too_small_for_a_prompt_changes_no_answer():
     engine = Engine(
-        plain("full"), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(2)
+        plain("full"),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=2),
     )
     long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)
     wanted = [cold(engine, one).scored for one in (long, short)]
@@ -210,7 +242,7 @@ def test_a_store_too_small_for_a_prompt_changes_no_answer():
 
 
 def test_a_salt_separates_prefixes():
-    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64))
     for salt in ("a", None, "b"):
         (first,) = ask(engine, Request(SHARED, 4, salt=salt))
         (again,) = ask(engine, Request(SHARED, 4, salt=salt))
@@ -219,7 +251,9 @@ def test_a_salt_separates_prefixes():
 
 def test_a_salt_separates_the_random_draws_of_policies():
     policy = "reservoir:sinks=2,window=6,sample=8"
-    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
+    engine = Engine(
+        plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64)
+    )
     scored = {
         salt: cold(engine, Request(SHARED, 4, logprobs=1, salt=salt)).scored
         for salt in ("a", "b", None)
@@ -229,7 +263,7 @@ def test_a_salt_separates_the_random_draws_of_policies():
 
 def test_a_cancelled_prefill_leaves_its_cached_prefix():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, step_tokens=CHUNK,
-                    prefix_cache=PrefixConfig(64, where="every=1"))  # fmt: skip
+                    prefix_cache=PrefixConfig(num_blocks=64, where="every=1"))  # fmt: skip
     wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
     for steps in range(14):
         assert engine.reset_prefix_cache()
@@ -246,7 +280,7 @@ def test_a_cancelled_prefill_leaves_its_cached_prefix():
 
 
 def test_echo_does_not_use_the_prefix_cache():
-    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(64))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64))
     ask(engine, Request(SHARED, 1))
     (listener,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
     assert len(listener.echoed) == len(SHARED) and listener.outcome.cached_tokens == 0
@@ -274,7 +308,7 @@ def test_root_hashes_differ_between_settings():
 
 
 def test_a_snapshot_is_not_changed_by_a_hit():
-    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(8))
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=8))
     ask(engine, Request(SHARED, 1))
     pool = engine._store._device
     before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]

@@ -115,6 +115,7 @@ class FakeEngine:
     def metrics(self) -> dict:
         return {
             "running": len(self.handles), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
+            "bytes_of_weights": 30, "bytes_of_sequences": 20, "bytes_of_prefixes": 10,
             "snapshot_slots": 8, "snapshot_slots_used": 3, "snapshot_slots_held": 1,
             "prefix_queries": 100, "prefix_hits": 40, "evictions": 1,
             "compilations": 5, "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,

@@ -112,7 +112,7 @@ def test_lm_eval_of_the_default_model(monkeypatch):
         max_batch=2,
         max_len=256,
         chunk=16,
-        prefix_cache=PrefixConfig(8),
+        prefix_cache=PrefixConfig(num_blocks=8),
     )
     theirs = reference(llm.path)
     with serving(engine, Language(llm, "default")) as served:

@@ -36,6 +36,11 @@ def test_metrics_of_the_engine(metrics):
     )
     assert metrics["prefix_cache_misses_total", "cold"] == 50
     assert (metrics["prefix_snapshot_slots",], metrics["prefix_snapshot_slots_used",]) == (8, 3)
+    assert [metrics[f"memory_{use}_bytes",] for use in ("weights", "sequences", "prefixes")] == [
+        30,
+        20,
+        10,
+    ]
     assert metrics["compilations_total",] == 5
     assert metrics["iteration_tokens_total_count",] == 7
     assert metrics["iteration_tokens_total_sum",] == 70

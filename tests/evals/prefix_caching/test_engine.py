@@ -66,7 +66,7 @@ def test_equal_prompts_hit_except_the_first(llm):
 def test_different_answers_end_the_run(llm, monkeypatch):
     load = engine.report_load(llm, 1.0, 4)
     reported = iter(range(100))
-    made = types.SimpleNamespace(reset_prefix_cache=lambda: True, prefix_bytes=0)
+    made = types.SimpleNamespace(reset_prefix_cache=lambda: True, bytes={"prefixes": 0})
     monkeypatch.setattr(engine, "make_engine", lambda *_, **__: made)
     monkeypatch.setattr(
         engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
@@ -84,7 +84,7 @@ def test_passages_are_stretches_of_the_texts():
 
 
 def test_a_time_to_first_token_requires_the_expected_cached_tokens():
-    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(8))
+    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(num_blocks=8))
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 50).tolist())
     assert serving.to_first(engine, prompt, 0) > 0
     assert serving.to_first(engine, prompt, 48) > 0
