@@ -36,6 +36,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "attention_error": "reservoir.attention_error",
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
+    "tree_slots": "balancekv.tree_slots",
     "peers": "peers.compare",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
     "prefix_replay": "prefix_caching.replay",

@@ -9,7 +9,7 @@ and over heads. Intervals are over texts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,17 +56,30 @@ def main() -> None:
         ask.error(f"--layers must be from 0 to {llm.config.layers - 1}, got {given.layers}")
     seeds = list(range(given.seeds))
     record = Record("attention_error", [*llm.files, *given.texts], seeds, quick=given.quick)
-    record.finish(run(llm, texts, layers, seeds))
+    record.finish(run(llm, texts, layers, seeds, policies()))
+
+
+def policies() -> dict[str, Policy]:
+    """Streaming, and every sampled cache with every exponent."""
+    return {"streaming": STREAMING} | {
+        f"{name}, {exponent:g}": dataclasses.replace(policy, exponent=exponent)
+        for name, policy in SAMPLED.items()
+        for exponent in EXPONENTS
+    }
 
 
 def run(
-    llm: Llm, texts: dict[str, Sequence[int]], layers: Sequence[int], seeds: Sequence[int]
+    llm: Llm,
+    texts: Mapping[str, Sequence[int]],
+    layers: Sequence[int],
+    seeds: Sequence[int],
+    caches: Mapping[str, Policy],
 ) -> dict[str, Any]:
-    """By policy and exponent, the error of each text and layer, its mean and its interval."""
+    """By cache, the error of each text and layer, its mean and its interval."""
     by_text = []
     for text, ids in texts.items():
         captured = capture(llm, ids)
-        by_text.append([errors(llm.spec, *captured[layer], seeds) for layer in layers])
+        by_text.append([errors(llm.spec, *captured[layer], seeds, caches) for layer in layers])
         print(f"{text}: {len(layers)} layers", flush=True)
     rows = {}
     for name in by_text[0][0]:
@@ -86,9 +99,14 @@ def run(
 
 
 def errors(
-    spec: Spec, q: np.ndarray, k: np.ndarray, v: np.ndarray, seeds: Sequence[int]
+    spec: Spec,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    seeds: Sequence[int],
+    caches: Mapping[str, Policy],
 ) -> dict[str, float]:
-    """The mean relative error of every policy and exponent on one layer's q, k, v [T,*,H]."""
+    """The mean relative error of every cache on one layer's q, k, v [T,*,H]."""
     q, k, v = (jnp.asarray(a)[None] for a in (q, k, v))
     exact = uncached.attend(None, spec, None, q, k, v, implementation="xla")[0][:, SKIP:]
 
@@ -96,12 +114,13 @@ def errors(
         apart = jnp.linalg.norm(read(policy, spec, q, k, v, seed)[:, SKIP:] - exact, axis=-1)
         return float(jnp.mean(apart / jnp.linalg.norm(exact, axis=-1)))
 
-    found = {"streaming": error(STREAMING, 0)}
-    for name, policy in SAMPLED.items():
-        for exponent in EXPONENTS:
-            some = dataclasses.replace(policy, exponent=exponent)
-            found[f"{name}, {exponent:g}"] = float(np.mean([error(some, s) for s in seeds]))
-    return found
+    def draws(policy: Policy) -> Sequence[int]:
+        return seeds[:1] if isinstance(policy, Streaming) else seeds
+
+    return {
+        name: float(np.mean([error(policy, seed) for seed in draws(policy)]))
+        for name, policy in caches.items()
+    }
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,0 +1,201 @@
+"""Levels and block of `balance-stream`: slots in use, errors of attention, losses, and holes.
+
+The levels of a merge-and-reduce tree fill like the digits of a binary number, so at most times some
+of them are empty. Trees of several sizes share equal slots with the window. They are compared with
+`streaming` of the same bytes, and some of them at an equal mean number of cached tokens. The error
+is that of attention with absolute positions, as in evals/reservoir/attention_error.py, without
+weights and with full ones.
+
+Cache-relative positions have a hole while level 0 waits for the token of its newest group. A cache
+without holes shows what they change.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Policy
+from jaxkv.evals.balancekv.contiguous import ContiguousStream
+from jaxkv.evals.lib.paired_losses import (
+    ByText,
+    Case,
+    bin_means,
+    compare,
+    measure,
+    record_header,
+)
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.reservoir import attention_error
+from jaxkv.evals.reservoir.stream_losses import SKIP, bytes_of, mean_cached, plain
+from jaxkv.models.llm import Llm
+from jaxkv.models.score import gather
+from jaxkv.policies.merge_reduce import occupancy
+from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
+from jaxkv.policies.merge_reduce.occupancy import TreeSize
+from jaxkv.policies.streaming import Streaming
+from jaxkv.policy_spec import parse_policy
+
+SINKS, SLOTS = 4, 256  # per KV head; the window has the slots that the sinks and the tree leave
+FIRST = TreeSize(3, 64)  # the others are compared with it at equal tokens
+TREES = (FIRST, TreeSize(1, 128), TreeSize(2, 64), TreeSize(7, 32), TreeSize(2, 128),
+         TreeSize(3, 32), TreeSize(1, 64))  # fmt: skip
+AT_EQUAL_TOKENS = (TreeSize(1, 128), TreeSize(2, 64))
+BASE, FEWER, WIDER = "streaming", "streaming, equal tokens", "reservoir"
+DOUBLINGS = 4  # of the stream, since the last level was first halved
+EXPONENTS = (0.0, 1.0)
+
+
+def main() -> None:
+    ask = ask_for_texts("jaxkv.evals.balancekv.tree_slots", __doc__)
+    ask.add_argument("--tokens", type=int, default=10_000, help="of each text, for losses")
+    ask.add_argument("--captured", type=int, default=2_048, help="of each text, for errors")
+    ask.add_argument("--layers", type=int, nargs="+", help="for errors; default: every sixth")
+    ask.add_argument("--seeds", type=int, default=2, help="of the samples, for errors")
+    given = ask.parse_args()
+    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
+    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
+    seeds = list(range(given.seeds))
+    record = Record("tree_slots", [*llm.files, *given.texts], seeds, quick=given.quick)
+    record.finish(run(llm, texts, record, errors(llm, texts, given)))
+
+
+def run(
+    llm: Llm, texts: Mapping[str, Sequence[int]], record: Record, errors: dict[str, Any]
+) -> dict[str, Any]:
+    caches = cases(llm)
+    with jax.default_device(jax.devices("cpu")[0]):  # steps too small for an accelerator
+        cached = {name: mean_cached(parse_policy(case.policy)) for name, case in caches.items()}
+    by_text = measure(llm, texts, caches, BASE, record)
+    compared = compare(by_text, list(caches), BASE, SKIP)
+    rows = {
+        name: row
+        | {
+            "policy": caches[name].policy,
+            "state_bytes": bytes_of(llm, caches[name].policy),
+            "cached": cached[name],
+        }
+        for name, row in compared["rows"].items()
+    }
+    fewer = [FEWER, named(FIRST), *(f"{named(size)}, equal tokens" for size in AT_EQUAL_TOKENS)]
+    return record_header(llm, caches, by_text) | {
+        "tokens": compared["tokens"],
+        "rows": rows,
+        "equal_tokens": compare(by_text, fewer, FEWER, SKIP)["rows"],
+        "trees": {named(size): about(size) for size in TREES},
+        "errors": errors,
+        "holes": holes(llm, texts, by_text, record),
+    }
+
+
+def named(size: TreeSize) -> str:
+    return f"{size.levels} x {size.block}"
+
+
+def cases(llm: Llm) -> dict[str, Case]:
+    """The trees, at equal slots and at equal tokens; uniform samples; streaming of both sizes."""
+    trees = {named(size): tree(size, SLOTS) for size in TREES}
+    most = max(bytes_of(llm, policy) for policy in trees.values())
+    window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
+    tokens = SLOTS - FIRST.slots + round(used(FIRST))
+    found = {BASE: plain(window)} | trees
+    for size in AT_EQUAL_TOKENS:
+        empty = size.slots - round(used(size))
+        found[f"{named(size)}, equal tokens"] = tree(size, tokens + empty)
+    found[FEWER] = plain(tokens - SINKS)
+    ends = f"sinks={SINKS},window={SLOTS - SINKS - FIRST.slots}"
+    found[WIDER] = f"reservoir:{ends},sample={FIRST.slots}"
+    return {name: Case(policy) for name, policy in found.items()}
+
+
+def tree(size: TreeSize, slots: int) -> str:
+    """A balance-stream of `slots` slots per KV head."""
+    window = slots - SINKS - size.slots
+    return f"balance-stream:sinks={SINKS},window={window},levels={size.levels},block={size.block}"
+
+
+def about(size: TreeSize) -> dict[str, Any]:
+    return {"slots": size.slots, "used": used(size), "share": used(size) / size.slots}
+
+
+def used(size: TreeSize) -> float:
+    """The mean number of cached tokens of a tree, over a doubling of the stream."""
+    num_evicted = doubling(size)
+    r, begun = occupancy.group_size_and_start(size, num_evicted)
+    if size.levels == 1:  # level 0 is never emptied
+        return float(np.mean((np.asarray(num_evicted, float)) / 2.0 ** np.asarray(r)))
+    # A group that has begun has its token with the share of its tokens that came.
+    first = np.asarray(num_evicted - begun, float) / 2.0 ** np.asarray(r)
+    others = np.asarray(occupancy.filled_per_level(size, num_evicted))[:, 1:]
+    return float(np.mean(first + others.sum(axis=1)))
+
+
+def doubling(size: TreeSize) -> jax.Array:
+    """The numbers of evicted tokens over a doubling of the stream."""
+    start = size.before << DOUBLINGS
+    return jnp.arange(start, 2 * start, dtype=jnp.uint32)
+
+
+def errors(
+    llm: Llm, texts: Mapping[str, Sequence[int]], given: argparse.Namespace
+) -> dict[str, Any]:
+    """The error of attention under streaming and under each tree of equal slots."""
+    layers = given.layers or range(0, llm.config.layers, 6)
+    sizes = {named(size): parse_policy(tree(size, SLOTS)) for size in TREES}
+    caches: dict[str, Policy] = {BASE: Streaming(SINKS, SLOTS - SINKS, "absolute")}
+    for name, policy in sizes.items():
+        for exponent in EXPONENTS:
+            caches[f"{name}, {exponent:g}"] = BalanceStream(
+                policy.sinks, policy.window, policy.levels, policy.block, weighted=True,
+                positions="absolute", exponent=exponent,
+            )  # fmt: skip
+    beginnings = {name: ids[: given.captured] for name, ids in texts.items()}
+    return attention_error.run(llm, beginnings, list(layers), range(given.seeds), caches)
+
+
+def holes(
+    llm: Llm, texts: Mapping[str, Sequence[int]], by_text: ByText, record: Record
+) -> dict[str, Any]:
+    """How often a KV head has a hole and how wide it is, and the loss without holes.
+
+    over_holes: the loss with contiguous positions minus that with holes, of the same tokens.
+    """
+    policy = parse_policy(tree(FIRST, SLOTS))
+    contiguous = ContiguousStream(policy.sinks, policy.window, policy.levels, policy.block)
+    parts, name = Parts(record, len(texts)), named(FIRST)
+    both = {}
+    for text, ids in texts.items():
+        key = f"{llm.name}, {text}, {len(ids)}, {contiguous}"
+
+        def losses(ids: Sequence[int] = ids) -> np.ndarray:
+            return gather(models.losses(llm, ids, contiguous))[0].astype(np.float64)
+
+        without = {"loss": bin_means(parts.part(key, losses)), "commit": parts.made[key]}
+        both[text] = {"bins": {name: by_text[text]["bins"][name], "contiguous": without}}
+    seeds = jax.random.bits(jax.random.key(0), (1, llm.spec.kv_heads, 2), jnp.uint32)
+    missing = positions_without_token(FIRST, doubling(FIRST), seeds)
+    return {
+        "widest": int(missing.max()),
+        "share": float(np.mean(missing > 0)),
+        "by_text": both,
+        "over_holes": compare(both, [name, "contiguous"], name, SKIP)["rows"]["contiguous"],
+    }
+
+
+def positions_without_token(size: TreeSize, num_evicted: jax.Array, rng: jax.Array) -> np.ndarray:
+    """By KV head and number of evicted tokens, the positions of the sample that have no token."""
+    counted = np.asarray(occupancy.filled_per_level(size, num_evicted)).sum(axis=-1)
+    filled = np.asarray(occupancy.filled_slots(size, num_evicted[None], rng))[0]
+    return counted - filled.sum(axis=-1)
+
+
+if __name__ == "__main__":
+    main()
