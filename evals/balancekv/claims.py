@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from statistics import mean
 
-from jaxkv.evals.lib.claim import Claim, Finding, Results, adder, grade, joined, listed
+from jaxkv.evals.lib.claim import (
+    Claim,
+    Finding,
+    Results,
+    adder,
+    grade,
+    joined,
+    listed,
+    over_base,
+)
 from jaxkv.evals.lib.record import standard_error
 from jaxkv.evals.reservoir.claims import FELT, OURS, answers, models, of_seeds
 
@@ -87,6 +96,51 @@ def falls_faster(r: Results) -> Finding:
         f"checks them; of {lost['tokens']} tokens Algorithm 3 with the theorem's constant loses "
         f"{lost['denominator_lost']:.0%} of the denominator, because it keeps the smaller class"
     ), grade(walk and theory, walk)
+
+
+FORMER, ONE = "3 x 64", "1 x 128"  # levels x block, of equal bytes and equal windows
+
+
+@claim("tree_slots", "A merge-and-reduce tree of fewer levels uses more slots of equal bytes, and "
+       "the loss is lower", "not claimed")  # fmt: skip
+def uses_more(r: Results) -> Finding:
+    rows, trees, error = r["rows"], r["trees"], r["errors"]["rows"]
+    shown = {
+        f"{name} {over_base(rows[name])[1:-1]}": f"({tree['used']:.0f} of {tree['slots']} slots of "
+        f"the tree in use, error {error[f'{name}, 0']['error']:.3f}, weighted "
+        f"{error[f'{name}, 1']['error']:.3f})"
+        for name, tree in trees.items()
+    }
+    held = {name: row for name, row in r["equal_tokens"].items() if row["loss_over_base"]}
+    lower = [
+        one < former
+        for one, former in zip(*(rows[x]["loss_over_base_by_text"] for x in (ONE, FORMER)),
+                               strict=True)
+    ]  # fmt: skip
+    more = trees[ONE]["used"] > trees[FORMER]["used"]
+    return (
+        f"{r['model']}, {len(r['texts'])} novels, {r['tokens'][1]:,} tokens of each, 256 slots per "
+        "KV head for sinks, window and tree; levels x block, loss minus that of streaming of the "
+        "same bytes, nats per token, ± two standard errors over novels: "
+        f"{listed(shown, str)}; reservoir, which uses all slots, "
+        f"{over_base(rows['reservoir'])[1:-1]}; error of streaming "
+        f"{error['streaming']['error']:.3f}; loss minus that of streaming of as many cached "
+        f"tokens: {listed(held, lambda x: over_base(x)[1:-1])}"
+    ), grade(more and all(lower), more and any(lower))
+
+
+@claim("tree_slots", "Holes in the cache-relative positions of a sample raise the loss",
+       "not claimed")  # fmt: skip
+def holes_cost(r: Results) -> Finding:
+    """With positions of each KV head's own cached tokens, there are no holes."""
+    found = r["holes"]
+    without = found["over_holes"]
+    raised = -without["loss_over_base"] > 2 * without["standard_error"]
+    return (
+        f"{r['model']}, {len(r['texts'])} novels, balance-stream of {FORMER}: a KV head has a hole "
+        f"in {found['share']:.0%} of all steps, {found['widest']} position wide; loss without "
+        f"holes minus loss with them, nats per token, {over_base(without)[1:-1]}"
+    ), grade(raised)
 
 
 def case(test: str) -> str:

@@ -49,9 +49,10 @@ FIRST = TreeSize(3, 64)  # the others are compared with it at equal tokens
 TREES = (FIRST, TreeSize(1, 128), TreeSize(2, 64), TreeSize(7, 32), TreeSize(2, 128),
          TreeSize(3, 32), TreeSize(1, 64))  # fmt: skip
 AT_EQUAL_TOKENS = (TreeSize(1, 128), TreeSize(2, 64))
-BASE, FEWER, WIDER = "streaming", "streaming, equal tokens", "reservoir"
+BASE, FEWER, FULL = "streaming", "streaming, equal tokens", "reservoir"
 DOUBLINGS = 4  # of the stream, since the last level was first halved
 EXPONENTS = (0.0, 1.0)
+HEADS = 32  # whose draws say how often a head has a hole
 
 
 def main() -> None:
@@ -101,7 +102,10 @@ def named(size: TreeSize) -> str:
 
 
 def cases(llm: Llm) -> dict[str, Case]:
-    """The trees, at equal slots and at equal tokens; uniform samples; streaming of both sizes."""
+    """The trees, at equal slots and at equal tokens, and streaming of both sizes.
+
+    The uniform sample uses all its slots, as no tree does.
+    """
     trees = {named(size): tree(size, SLOTS) for size in TREES}
     most = max(bytes_of(llm, policy) for policy in trees.values())
     window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
@@ -112,7 +116,7 @@ def cases(llm: Llm) -> dict[str, Case]:
         found[f"{named(size)}, equal tokens"] = tree(size, tokens + empty)
     found[FEWER] = plain(tokens - SINKS)
     ends = f"sinks={SINKS},window={SLOTS - SINKS - FIRST.slots}"
-    found[WIDER] = f"reservoir:{ends},sample={FIRST.slots}"
+    found[FULL] = f"reservoir:{ends},sample={FIRST.slots}"
     return {name: Case(policy) for name, policy in found.items()}
 
 
@@ -180,7 +184,7 @@ def holes(
 
         without = {"loss": bin_means(parts.part(key, losses)), "commit": parts.made[key]}
         both[text] = {"bins": {name: by_text[text]["bins"][name], "contiguous": without}}
-    seeds = jax.random.bits(jax.random.key(0), (1, llm.spec.kv_heads, 2), jnp.uint32)
+    seeds = jax.random.bits(jax.random.key(0), (1, HEADS, 2), jnp.uint32)
     missing = positions_without_token(FIRST, doubling(FIRST), seeds)
     return {
         "widest": int(missing.max()),
