@@ -46,8 +46,7 @@ from jaxkv.policy_spec import parse_policy
 
 SINKS, SLOTS = 4, 256  # per KV head; the window has the slots that the sinks and the tree leave
 FIRST = TreeSize(3, 64)  # the others are compared with it at equal tokens
-TREES = (FIRST, TreeSize(1, 128), TreeSize(2, 64), TreeSize(7, 32), TreeSize(2, 128),
-         TreeSize(3, 32), TreeSize(1, 64))  # fmt: skip
+TREES = (FIRST, TreeSize(1, 128), TreeSize(2, 64), TreeSize(7, 32), TreeSize(2, 128))
 AT_EQUAL_TOKENS = (TreeSize(1, 128), TreeSize(2, 64))
 BASE, FEWER, FULL = "streaming", "streaming, equal tokens", "reservoir"
 DOUBLINGS = 4  # of the stream, since the last level was first halved
