@@ -101,8 +101,8 @@ def falls_faster(r: Results) -> Finding:
 FORMER, ONE = "3 x 64", "1 x 128"  # levels x block, of equal bytes and equal windows
 
 
-@claim("tree_slots", "A merge-and-reduce tree of fewer levels uses more slots of equal bytes, and "
-       "the loss is lower", "not claimed")  # fmt: skip
+@claim("tree_slots", "A merge-and-reduce tree of one level uses more slots than one of three "
+       "levels and equal bytes, and the loss is lower", "not claimed")  # fmt: skip
 def uses_more(r: Results) -> Finding:
     rows, trees, error = r["rows"], r["trees"], r["errors"]["rows"]
     shown = {

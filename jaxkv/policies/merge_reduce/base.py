@@ -1,4 +1,10 @@
-"""Sinks, a window, and a merge-and-reduce tree: what `balance-stream` and `stratified` share."""
+"""Sinks, a window, and a merge-and-reduce tree: what `balance-stream` and `stratified` share.
+
+All KV heads share one count of sampled tokens, so that a query is rotated for all heads at once. A
+group of level 0 counts from its first token on, but each head caches another token of the group.
+Until that token comes, the head's cache-relative positions have a hole, one position wide, between
+the sample and the window. Positions without holes give the same loss (tree_slots in evals/results).
+"""
 
 from __future__ import annotations
 
