@@ -43,7 +43,7 @@ FLAGS = {
         "--policy reservoir:sample=1000000000000", "TiB", "is free", "a smaller window or sample",
     ),
     "sample not a power of two": ("--policy stratified:sample=9", "2, 4, 8", "got 9", "sample=128"),
-    "no levels": ("--policy balance-stream:levels=0", "levels must be", "got 0", "try levels=3"),
+    "no levels": ("--policy balance-stream:levels=0", "levels must be", "got 0", "try levels=2"),
     "block not divisible by 2^rounds": (
         "--policy balance:block=100,rounds=3", "multiple of 2^rounds", "block=100", "try block=256",
     ),

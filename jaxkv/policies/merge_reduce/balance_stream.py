@@ -28,16 +28,17 @@ class BalanceStream(Policy):
 
     levels, block: level 0 collects blocks of `block` evicted tokens. A full block is halved, and
     the tokens that stay move to the next level, where each represents twice as many. When the last
-    level is full, level 0 takes one of two evicted tokens, later one of four, so memory is
-    constant. The sample has block/2 x (levels + 1) slots; with the defaults about half of them are
-    filled on average. mode, temperature, c: as in balance. weighted: a token counts for all tokens
-    that it represents; otherwise it counts once. positions: as in streaming. exponent: as in
-    reservoir.
+    level is full, it is halved in place, and level 0 takes one of two evicted tokens, later one of
+    four, so memory is constant. The sample has block/2 x (levels + 1) slots, of which (levels + 2)
+    / (2 levels + 2) are filled on average. With few levels more slots are filled, but a large block
+    needs more temporary memory to halve. mode, temperature, c: as in balance. weighted: a token
+    counts for all tokens that it represents; otherwise it counts once. positions: as in streaming.
+    exponent: as in reservoir.
     """
 
     sinks: int = 4
-    window: int = 124
-    levels: int = 3
+    window: int = 156
+    levels: int = 2
     block: int = 64
     mode: Literal["walk", "pairs", "coin"] = "pairs"
     temperature: float = 0.1
@@ -54,13 +55,13 @@ class BalanceStream(Policy):
         ring.check(self.sinks, self.window, self.positions)
         per_head.check_exponent(self.exponent, self.weighted)
         if self.levels < 1:
-            raise UserError(f"levels must be at least 1, got {self.levels}; try levels=3")
+            raise UserError(f"levels must be at least 1, got {self.levels}; try levels=2")
         if self.block < 2 or self.block & (self.block - 1):
             raise UserError(f"block must be 2, 4, 8, ..., got {self.block}; try block=64")
         if self.block << self.levels > 2**24:
             raise UserError(
                 f"block x 2^levels must be {2**24} at most, got block={self.block} and "
-                f"levels={self.levels}; try block=64,levels=3"
+                f"levels={self.levels}; try block=64,levels=2"
             )
         _ = self._settings
 

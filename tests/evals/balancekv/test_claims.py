@@ -30,32 +30,34 @@ def test_the_walk_must_be_below_both_uniform_samplings_and_stratified():
     assert graded(uniform_weighted=[0.2, 0.31, 0.42]) == "does not hold here"
 
 
-def tree_record(one, without_holes):
-    """A record of two texts: losses of one level by text, and without holes minus with them."""
-    line = lambda by_text: {  # noqa: E731
+def tree_record(chosen, without_holes, cached=224.0):
+    """A record of two texts: losses of two levels by text, and without holes minus with them."""
+    line = lambda by_text, cached=0.0: {  # noqa: E731
         "loss_over_base": sum(by_text) / 2, "standard_error": 0.001,
-        "loss_over_base_by_text": by_text,
+        "loss_over_base_by_text": by_text, "cached": cached,
     }  # fmt: skip
+    error = {"streaming": {"error": 0.2}}
+    error |= {f"{x} x 64, {y}": {"error": 0.2} for x in (2, 3) for y in (0, 1)}
     return {
         "model": "a model", "texts": {"a": 1, "b": 1}, "tokens": [512, 9_984],
-        "rows": {"3 x 64": line([0.04, 0.04]), "1 x 128": line(one), "reservoir": line([0, 0])},
-        "equal_tokens": {"1 x 128, equal tokens": line([0.02, 0.02])},
-        "trees": {"3 x 64": {"used": 80.0, "slots": 128}, "1 x 128": {"used": 96.0, "slots": 128}},
-        "errors": {"rows": {
-            name: {"error": 0.2}
-            for name in ("streaming", *(f"{x}, {y}" for x in ("3 x 64", "1 x 128") for y in (0, 1)))
-        }},
+        "rows": {
+            "3 x 64": line([0.04, 0.04], 208.0), "2 x 64": line(chosen, cached),
+            "reservoir": line([0, 0]),
+        },
+        "equal_tokens": {"2 x 64, equal tokens": line([0.02, 0.02])},
+        "trees": {"3 x 64": {"used": 80.0, "slots": 128}, "2 x 64": {"used": 64.0, "slots": 96}},
+        "errors": {"rows": error},
         "holes": {"widest": 1, "share": 0.47, "over_holes": line([without_holes] * 2)},
     }  # fmt: skip
 
 
-def test_fewer_levels_must_lower_the_loss_of_every_text():
-    assert claims.uses_more(tree_record([0.03, 0.02], 0))[1] == "holds"
+def test_two_levels_must_cache_more_and_lower_the_loss_of_every_text():
+    found, verdict = claims.uses_more(tree_record([0.03, 0.02], 0))
+    assert verdict == "holds"
+    assert "2 x 64 +0.0250 ± 0.0020 (224 tokens cached, 64 of the tree's 96" in found
     assert claims.uses_more(tree_record([0.03, 0.05], 0))[1] == "holds in part"
     assert claims.uses_more(tree_record([0.06, 0.05], 0))[1] == "does not hold here"
-    assert (
-        "1 x 128 +0.0250 ± 0.0020 (96 of 128" in claims.uses_more(tree_record([0.03, 0.02], 0))[0]
-    )
+    assert claims.uses_more(tree_record([0.03, 0.02], 0, cached=200.0))[1] == "does not hold here"
 
 
 def test_holes_raise_the_loss_if_it_is_surely_lower_without_them():

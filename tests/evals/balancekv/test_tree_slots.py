@@ -39,6 +39,7 @@ def test_trees_share_equal_slots_or_equal_tokens(llm):
         policy = parse_policy(cases[tree_slots.named(size)].policy)
         assert policy.sinks + policy.window + size.slots == tree_slots.SLOTS
         assert bytes_of(llm, cases[tree_slots.named(size)].policy) <= streaming
+    assert parse_policy("balance-stream") == parse_policy(cases["2 x 64"].policy)
     fewer = parse_policy(cases["streaming, equal tokens"].policy)
     for size in tree_slots.AT_EQUAL_TOKENS:
         policy = parse_policy(cases[f"{tree_slots.named(size)}, equal tokens"].policy)
