@@ -133,8 +133,6 @@ def used(size: TreeSize) -> float:
     """The mean number of cached tokens of a tree, over a doubling of the stream."""
     num_evicted = doubling(size)
     r, begun = occupancy.group_size_and_start(size, num_evicted)
-    if size.levels == 1:  # level 0 is never emptied
-        return float(np.mean((np.asarray(num_evicted, float)) / 2.0 ** np.asarray(r)))
     # A group that has begun has its token with the share of its tokens that came.
     first = np.asarray(num_evicted - begun, float) / 2.0 ** np.asarray(r)
     others = np.asarray(occupancy.filled_per_level(size, num_evicted))[:, 1:]

@@ -1,4 +1,6 @@
-"""Trees of equal slots: slots in use, cases, holes in cache-relative positions, verdicts."""
+"""Trees of equal slots: slots in use, cases, holes in cache-relative positions, a small run."""
+
+from argparse import Namespace
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Spec
-from jaxkv.evals.balancekv import tree_slots
+from jaxkv.evals.balancekv import claims, tree_slots
 from jaxkv.evals.balancekv.contiguous import ContiguousStream
+from jaxkv.evals.lib import parts, record
 from jaxkv.evals.reservoir.stream_losses import bytes_of, mean_cached
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policy_spec import parse_policy
@@ -97,3 +100,27 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
             weights = np.exp(logits - np.max(logits))
             expected = weights @ values[there, head // 2] / weights.sum()
             np.testing.assert_allclose(out[head], expected, atol=2e-5)
+
+
+def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
+    """With small trees; a ContiguousStream of the model's one size of chunk changes the losses."""
+    sizes = TreeSize(3, 4), TreeSize(2, 4)
+    for name, value in (
+        ("SLOTS", 24), ("FIRST", sizes[0]), ("TREES", sizes), ("AT_EQUAL_TOKENS", sizes[1:]),
+        ("mean_cached", lambda policy: policy.window),
+    ):  # fmt: skip
+        monkeypatch.setattr(tree_slots, name, value)
+    monkeypatch.setattr(claims, "FORMER", "3 x 4")
+    monkeypatch.setattr(claims, "CHOSEN", "2 x 4")
+    monkeypatch.setattr(parts, "TRIALS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
+    texts = {name: rng.integers(2, 250, 800).tolist() for name in "ab"}
+    given = Namespace(layers=[0], seeds=1, captured=600)
+    errors = tree_slots.errors(llm, texts, given)
+    assert len(errors["rows"]) == 1 + 2 * len(sizes)
+    found = tree_slots.run(llm, texts, record.Record("tree_slots"), errors)
+    assert found["holes"]["over_holes"]["loss_over_base"] != 0
+    for read in (claims.uses_more, claims.holes_cost):
+        text, verdict = read(found)
+        assert "3 x 4" in text and verdict
