@@ -103,7 +103,7 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
 
 
 def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
-    """With small trees; a ContiguousStream of the model's one size of chunk changes the losses."""
+    """With small trees. Positions without holes change the losses."""
     sizes = TreeSize(3, 4), TreeSize(2, 4)
     for name, value in (
         ("SLOTS", 24), ("FIRST", sizes[0]), ("TREES", sizes), ("AT_EQUAL_TOKENS", sizes[1:]),
