@@ -97,21 +97,21 @@ def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd):
     found = api.on_tpu("walk", {}, *given, interpret=CHECKED)
     np.testing.assert_array_equal(found[0], signs)
     np.testing.assert_array_equal(found[1], inner)
-    check_products_and_walk("tpu", shapes.SMALL["pairs"], CHECKED)
+    check_products_and_walk(api.on_tpu, shapes.SMALL["pairs"], CHECKED)
     assert "RACE" not in capfd.readouterr().out, "jax only prints races"
 
 
 @pytest.mark.parametrize("platform", ON)
 @pytest.mark.parametrize("name", [seldom(n) if n == "one" else n for n in shapes.SMALL])
 def test_products_and_walk_give_the_same_signs(platform, name):
-    check_products_and_walk(platform, shapes.SMALL[name], interpreted(platform))
+    check_products_and_walk(ON[platform], shapes.SMALL[name], interpreted(platform))
 
 
-def check_products_and_walk(platform, shape, interpret):
+def check_products_and_walk(on, shape, interpret):
     """Signs must be equal until a step where s is close to its threshold."""
     given = shapes.inputs(shape, share=0.8)
     wanted, inner = (np.asarray(x) for x in reference.balance(*given, TAU))
-    signs, _ = ON[platform]("balance", {"tau": TAU}, *given, interpret=interpret)
+    signs, _ = on("balance", {"tau": TAU}, *given, interpret=interpret)
     for block, at in enumerate(np.argmax(np.asarray(signs) != wanted, axis=1)):
         if signs[block, at] != wanted[block, at]:
             assert abs(inner[block, at] - given[2][block, at]) < 1e-4
@@ -130,7 +130,7 @@ def test_leading_axes_are_independent_walks():
 
 def test_unsupported_implementations_are_refused_by_name():
     wide = gram(shapes.BenchShape(2, 300, 1, 8))
-    with pytest.raises(ValueError, match=r"300 steps .* by xla, pallas_gpu, got 'pallas_tpu'"):
+    with pytest.raises(ValueError, match=r"300 steps .* by xla, pallas_gpu.*, got 'pallas_tpu'"):
         api.sign_walk(*wide, implementation="pallas_tpu")
     with pytest.raises(ValueError, match=r"got 'cuda'; leave implementation out"):
         api.sign_walk(*wide, implementation="cuda")
