@@ -9,9 +9,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxkv.pallas_kernels import mosaic
-from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
+from jaxkv.pallas_kernels import mosaic, sampled_attention, sign_walk
+from jaxkv.pallas_kernels.sampled_attention import mosaic_gpu
+from jaxkv.pallas_kernels.sign_walk import api, reference
+from tests.pallas_kernels import test_sampled_attention as attention
 from tests.pallas_kernels import test_sign_walk as walks
+from tests.seldom import seldom
 
 pytestmark = pytest.mark.skipif(
     not mosaic.is_available(), reason="this jax has no Mosaic GPU, or an older interface of it"
@@ -25,7 +28,7 @@ def interpreted():
 
 def test_walks_equal_the_scan_bit_for_bit():
     """Two groups of walks, the second one padded, of a padded number of steps."""
-    given = walks.gram(shapes.BenchShape(11, 40, 1, 24))
+    given = walks.gram(sign_walk.shapes.BenchShape(11, 40, 1, 24))
     signs, inner = reference.walk(*given)
     found = api.on_mosaic_gpu("walk", {}, *given, interpret=interpreted())
     np.testing.assert_array_equal(found[0], signs)
@@ -33,13 +36,58 @@ def test_walks_equal_the_scan_bit_for_bit():
 
 
 def test_products_and_walk_give_the_same_signs():
-    walks.check_products_and_walk(api.on_mosaic_gpu, shapes.SMALL["pairs"], interpreted())
+    walks.check_products_and_walk(api.on_mosaic_gpu, sign_walk.shapes.SMALL["pairs"], interpreted())
 
 
 @pytest.mark.parametrize("what", ["walk", "balance"])
-@pytest.mark.parametrize("name", shapes.PROMPT)
+@pytest.mark.parametrize("name", sign_walk.shapes.PROMPT)
 def test_the_walk_is_lowered_for_cuda(what, name):
-    shape = shapes.PROMPT[name]
+    shape = sign_walk.shapes.PROMPT[name]
     assert CUSTOM_CALL in walks.lowered(what, shape, "mosaic_gpu", ("cuda",))
     with walks.abstract_h100():
         assert CUSTOM_CALL not in walks.lowered(what, shape, None, ("cuda",)), "never by itself"
+
+
+@pytest.mark.parametrize(
+    "dtype, weight, softcap",
+    [
+        ("float32", "log", 2.0),
+        seldom("float32", "none", None),
+        seldom("float32", "angles", 2.0),
+        seldom("bfloat16", "log", None),
+        seldom("float16", "angles", None),
+    ],
+)
+def test_sampled_attention_is_the_softmax(monkeypatch, dtype, weight, softcap):
+    """Of no slot, of one, of all and of some, so that a part has up to two of three blocks."""
+    monkeypatch.setattr(mosaic_gpu, "BLOCK", 16)
+    monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 8)
+    shape = sampled_attention.shapes.BenchShape(1, 4, 2, 65, 64, 40, dtype)
+    given = sampled_attention.shapes.inputs(shape, weight)
+    settings = attention.settings_of(weight, softcap)
+    found = mosaic_gpu.attend(settings, *given, interpret=interpreted())
+    attention.check(found, settings, given, 1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("dtype, weight", [("float32", "angles"), seldom("bfloat16", "log")])
+def test_sampled_attention_is_lowered_for_cuda(dtype, weight):
+    shape = sampled_attention.shapes.LARGEST._replace(dtype=dtype)
+    text = lowered(shape, weight, "mosaic_gpu")
+    assert text.count(CUSTOM_CALL) == 2, "one kernel for keys, one for values"
+    assert not attention.has_gathered_array(text, shape)
+    with walks.abstract_h100():
+        assert CUSTOM_CALL not in lowered(shape, weight, None), "never by itself"
+
+
+def lowered(shape, weight, implementation):
+    function, args = attention.call(shape, weight, implementation)
+    return function.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_caches_that_cannot_be_copied_are_refused():
+    for head_dim, dtype in ((16, "float32"), (32, "bfloat16"), (512, "bfloat16")):
+        shape = sampled_attention.shapes.LARGEST._replace(head_dim=head_dim, dtype=dtype)
+        with pytest.raises(ValueError, match=r"is supported by .* got 'mosaic_gpu'"):
+            lowered(shape, "none", "mosaic_gpu")
+    with pytest.raises(ValueError, match=r"1025 steps is supported by xla, got 'mosaic_gpu'"):
+        walks.lowered("walk", sign_walk.shapes.BenchShape(1, 1025, 1, 8), "mosaic_gpu", ("cuda",))
