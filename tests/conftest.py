@@ -1,6 +1,7 @@
 """Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
-Tests marked `parity` or `tpu_check` are skipped, with the reason, where their extra is absent.
+Tests marked `parity`, `tpu_check` or `gpu_check` are skipped, with the reason, where their extra is
+absent.
 `--must-run parity` makes that skip an error and reports how many such tests ran.
 """
 
@@ -18,7 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-NEEDS = {"parity": ("torch", "transformers"), "tpu_check": ("libtpu",)}
+NEEDS = {
+    "parity": ("torch", "transformers"),
+    "tpu_check": ("libtpu",),
+    "gpu_check": ("jax_cuda12_plugin",),
+}
 # Compiling takes most of the time of tests. These flags reduce it by more than half.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",

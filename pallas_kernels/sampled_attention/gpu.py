@@ -3,8 +3,8 @@
 A sample is split among programs, which load slots by an array of indices; their sums are merged.
 Pallas has two languages for these GPUs. Triton loads scattered slots and supports every GPU from
 capability 8.0 on. jax 0.12 deprecates it. Once it is removed, `supports` returns False and `dense`
-is chosen. A kernel in Mosaic GPU could replace it; on Hopper it would copy each slot to shared
-memory by itself, as tpu.py does.
+is chosen. mosaic_gpu.py has the same in the other language, for capability 9.0 and later; it is
+never chosen, because no GPU has run it.
 """
 
 from __future__ import annotations

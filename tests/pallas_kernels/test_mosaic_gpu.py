@@ -1,17 +1,27 @@
-"""The kernels in Mosaic GPU, interpreted, and lowered for an NVIDIA GPU without one.
+"""The kernels in Mosaic GPU, interpreted, and lowered and compiled for an NVIDIA GPU without one.
 
-The interpreter of Mosaic GPU runs the copies and barriers of a kernel on a CPU. It fills memory
-with NaN, and raises an error for a race or for an access out of bounds.
+The kernels run on a GPU where the tests have one, which must be Hopper or later. Elsewhere they are
+interpreted. The interpreter runs the copies and barriers of a kernel on a CPU. It fills memory with
+NaN, and raises an error for a race or for an access out of bounds.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jaxkv.pallas_kernels import mosaic, sampled_attention, sign_walk
 from jaxkv.pallas_kernels.sampled_attention import mosaic_gpu
 from jaxkv.pallas_kernels.sign_walk import api, reference
+from tests.ahead import h100, reports_of
 from tests.pallas_kernels import test_sampled_attention as attention
 from tests.pallas_kernels import test_sign_walk as walks
 from tests.seldom import seldom
@@ -23,6 +33,9 @@ CUSTOM_CALL = "@mosaic_gpu_v2"
 
 
 def interpreted():
+    """How kernels are interpreted: None where the tests run on a GPU."""
+    if jax.default_backend() == "gpu":
+        return None
     return mosaic.plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -91,3 +104,45 @@ def test_caches_that_cannot_be_copied_are_refused():
             lowered(shape, "none", "mosaic_gpu")
     with pytest.raises(ValueError, match=r"1025 steps is supported by xla, got 'mosaic_gpu'"):
         walks.lowered("walk", sign_walk.shapes.BenchShape(1, 1025, 1, 8), "mosaic_gpu", ("cuda",))
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_check
+def test_an_h100_compiles_the_kernels_without_spills():
+    reports = reports_of("tests.pallas_kernels.test_mosaic_gpu")
+    assert len(reports) == len(sign_walk.shapes.PROMPT) + len(attention.DTYPES)
+    for report in reports:
+        assert report["targets"] == ["sm_90a"], report
+        assert report["spilled"] == [0] * report["kernels"], report
+
+
+def main() -> None:
+    """Print one line of JSON per shape of walks and dtype of caches.
+
+    Other functions and weights have the same kernels, which a process compiles once.
+    """
+    place = SingleDeviceSharding(h100())
+    for name, shape in sign_walk.shapes.PROMPT.items():
+        compiled = report(*walks.call("walk", shape, "mosaic_gpu", place))
+        print(json.dumps({"walks": name, **compiled}), flush=True)
+    for dtype in attention.DTYPES:
+        shape = sampled_attention.shapes.LARGEST._replace(dtype=dtype)
+        compiled = report(*attention.call(shape, "angles", "mosaic_gpu", place))
+        print(json.dumps({"dtype": dtype, **compiled}), flush=True)
+
+
+def report(function, args) -> dict:
+    """What the assembler says about the kernels of a compiled function."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        text = function.lower(*args).compile().as_text()
+        said = "".join(path.read_text() for path in Path(folder).glob("*.ptxas"))
+    return {
+        "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
+        "targets": sorted(set(re.findall(r"for '(sm_\w+)'", said))),
+        "spilled": [int(size) for size in re.findall(r"(\d+) bytes spill stores", said)],
+    }
+
+
+if __name__ == "__main__":
+    main()
