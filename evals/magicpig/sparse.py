@@ -168,10 +168,10 @@ def of_text(
     text: Text, wanted: Sequence[float], kept: dict[str, Policy], seeds: int
 ) -> dict[str, Any]:
     """Every method at the wanted shares; kept: evicting policies."""
-    llm = text.llm
-    base = losses(text, Full(max=llm.config.context), 1, "full")
+    llm, size = text.llm, len(text.stretches[0])
+    base = losses(text, Full(max=size), 1, "full")
     found: dict[str, Any] = {
-        "prompt": text.prompt, "scored": llm.config.context - text.prompt - 1,
+        "prompt": text.prompt, "scored": size - text.prompt - 1,
         "sinks": SINKS, "window": WINDOW, "stretches": len(text.stretches), "seeds": seeds,
         "full": {"loss": float(base.mean()), "each": base[0].tolist()}, "shares": {}, "held": {},
     }  # fmt: skip
