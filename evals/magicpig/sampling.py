@@ -57,9 +57,9 @@ KEYS, ASKING = 20_000, 64  # number of these keys, and of queries
 
 
 def main() -> None:
-    ask = arguments("jaxkv.evals.magicpig.sampling", __doc__, "one beside ours; may be given again")
+    ask = arguments("jaxkv.evals.magicpig.sampling", __doc__)
     given = smaller(ask.parse_args())
-    read = [tokens_for(ask, given, model) for model in (None, *(given.model or []))]
+    read = [tokens_for(ask, given, model) for model in given.model or [None]]
     seeds = list(range(given.seeds))
     data = [file for llm, _, files in read for file in (*llm.files, *files)]
     record = Record("sampling", dict.fromkeys(data), seeds, quick=given.quick)
@@ -81,14 +81,14 @@ def main() -> None:
     record.finish(results)
 
 
-def arguments(module: str, about: str | None, model: str) -> argparse.ArgumentParser:
-    """Arguments of experiments on captured layers; model: the help of that flag."""
+def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Arguments of experiments on captured layers."""
     ask = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ask.add_argument("--model", action="append", help=model)
+    ask.add_argument("--model", action="append", help="default: ours; may be given again")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
     ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
@@ -122,8 +122,9 @@ def tokens_for(
         ask.error(str(wrong))
     length = llm.config.context if given.tokens is None else given.tokens
     least = SINKS + 2 * WINDOW + QUERIES
-    if length < least:
-        ask.error(f"--tokens must be at least {least}, got {length}")
+    if not least <= length <= llm.config.context:
+        ask.error(f"--tokens must be at least {least} and at most the trained context of "
+                  f"{llm.name}, {llm.config.context}; got {length}")  # fmt: skip
     last = llm.config.layers - 1
     if given.layers and not 0 <= min(given.layers) <= max(given.layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {given.layers}")

@@ -49,9 +49,7 @@ TARGET = 0.1
 
 
 def main() -> None:
-    parser = arguments(
-        "jaxkv.evals.magicpig.tune_lsh", __doc__, "default: ours; may be given again"
-    )
+    parser = arguments("jaxkv.evals.magicpig.tune_lsh", __doc__)
     parser.add_argument("--hash", nargs="+", choices=HASHES, default=HASHES, help="to try")
     parser.add_argument("--bits", type=int, nargs="+", default=BITS, help="K to try")
     parser.add_argument("--tables", type=int, nargs="+", default=TABLES, help="L to try")

@@ -194,6 +194,7 @@ def test_intervals_are_over_stretches():
         (["--text", ".", "--seeds", "0"], "--seeds 1 or more"),
         (["--text", ".", "--layers", "99"], "--layers must be from 0 to"),
         (["--text", ".", "--tokens", "100"], "--tokens must be at least"),
+        (["--text", ".", "--tokens", "4096"], "at most the trained context"),
         (["--text", "README.md", "--stretches", "9999"], "tokens are needed"),
         (
             ["--text", "README.md", "--stretches", "2", "--model", "no/such/folder"],
