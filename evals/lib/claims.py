@@ -39,13 +39,14 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "tree_slots": "balancekv.tree_slots",
     "peers": "peers.compare",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
+    "sparse_135m": "magicpig.sparse_losses",
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"speed.{name}" for name in ("serving", "soak")},
     **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
     **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
-    "tasks": "tasks",
+    **dict.fromkeys(("tasks", "tasks_query_aware"), "tasks"),
 }
 BAR = r"\|"  # a bar inside a cell
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 from jaxkv.contract import Policy
@@ -141,4 +142,5 @@ def rows() -> dict[str, Any]:
     return read("side_by_side", RESULTS)["results"]["rows"]
 
 
-TABLES = {"policies": policies, "predicted": predicted, "cost": cost, "tasks": report.table}
+TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
+TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}

@@ -25,7 +25,7 @@ def rows(results: Results, policy: str, scored: bool) -> Iterator[ROW]:
 
 def score_claim(
     says: str, paper: str, policy: str, holds: Callable[[Results, Results, float], bool],
-    needs: str = "",
+    needs: str = "", record: str = "tasks",
 ) -> None:  # fmt: skip
     """A claim on the score of one policy.
 
@@ -33,7 +33,7 @@ def score_claim(
     share of the context. needs: part of the name of a task without which it holds only in part.
     """
 
-    @claim("tasks", says, paper)
+    @claim(record, says, paper)
     def find(r: Results) -> Finding:
         every, scored = list(rows(r, policy, False)), list(rows(r, policy, True))
         if not every:
@@ -78,6 +78,10 @@ score_claim(
     "SnapKV answers from a compressed prompt as full attention does",
     "SnapKV, needle in a haystack; there the question is part of the prompt, here it follows it",
     "snapkv", keeps,
+)  # fmt: skip
+score_claim(
+    "SnapKV answers from a compressed prompt with the question as full attention does",
+    "SnapKV, needle in a haystack", "snapkv", keeps, record="tasks_query_aware",
 )  # fmt: skip
 score_claim(
     "Attention to the ends and the largest logits answers as full attention does",

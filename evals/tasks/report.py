@@ -31,9 +31,9 @@ def divergence(found: Results) -> str:
     return f"{found['kl']:.2f}{spread} | {found['agreement']:.0%}"
 
 
-def table() -> str:
+def table(record: str) -> str:
     """One row per case, budget and policy."""
-    results = read("tasks", RESULTS)["results"]
+    results = read(record, RESULTS)["results"]
     lines = [
         "| task, tokens | budget | policy | right answers | KL per token (nats) | same top token "
         "| state |",

@@ -46,7 +46,11 @@ def test_verdicts_follow_the_scores(says, holds, fails, verdict):
 
 
 def test_without_the_gate_there_is_no_score():
-    (claim,) = [c for c in claims.LONG_TASKS if c.says.startswith("SnapKV")]
+    (claim,) = [
+        c
+        for c in claims.LONG_TASKS
+        if c.says.startswith("SnapKV answers from a compressed prompt as")
+    ]
     text, verdict = claim.find(record(0.85, snapkv=1.0))
     assert verdict == UNSEEN
     assert "KL 0.50" in text and "not scored, full answers 85%" in text and "right" not in text
@@ -57,7 +61,7 @@ def test_the_table_shows_scores_only_beyond_the_gate(monkeypatch):
     for full in (0.95, 0.85):
         found = {"results": record(full, snapkv=0.5)}
         monkeypatch.setattr(report, "read", lambda *_, found=found: found)
-        lines[full] = report.table().splitlines()[2:]
+        lines[full] = report.table("tasks").splitlines()[2:]
     assert (
         lines[0.95][0] == "| needle, 1,024 | all | `full` | 95% (76 to 99) | 0 | 100% | 4.0 KiB |"
     )
