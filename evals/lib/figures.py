@@ -276,8 +276,9 @@ def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
 
 
 def sampling(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a share of the keys, with two standard errors; the default model."""
-    found = results["models"]["default"]["captured"]
+    """Error of attention to a share of the keys, with two standard errors; SmolLM2-135M."""
+    (model,) = results["models"].values()
+    found = model["captured"]
     for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
         read = [100 * line["share"] for line in lines.values()]
         draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
@@ -289,12 +290,13 @@ def sampling(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
-    """Top-k and sampling by weight, in the default model and with synthetic logits of standard
+    """Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of standard
     deviation σ (MagicPIG, Figures 3 and 5)."""
+    (model,) = results["models"].values()
     for name in ("topk", "oracle"):
-        found = results["models"]["default"]["budgets"][name]
+        found = model["budgets"][name]
         draw_intervals(axes, [100 * float(share) for share in found], found.values(),
-                       color=COLOURS[name], label=f"{name}, our model")  # fmt: skip
+                       color=COLOURS[name], label=f"{name}, SmolLM2-135M")  # fmt: skip
     for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
         for name in ("topk", "oracle"):
             found = results["drawn"][sigma][name]
