@@ -1,4 +1,4 @@
-"""Forms for XLA:GPU. Each says what was measured. Other platforms compile the plain form."""
+"""Forms for XLA:GPU, chosen by the default backend. Each says what was measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scatter_slot(
     """old [B,K,S,H] or [B,S] with fresh [B,K,1,H] or [B,1] in one slot of each sequence, where hit.
 
     A form that reads the old slot first is fused with its write, so XLA:GPU copies the whole cache.
-    Measured on an H200: without these copies a decode step of 32 sequences is a sixth faster
+    Measured on an H200, without a record: this form takes a sixth off a decode step of 32 sequences
     (SmolLM2-135M, 256 slots).
     """
     size = old.shape[-2] if old.ndim == 4 else old.shape[-1]

@@ -109,7 +109,9 @@ def matmul_widened(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None = None) -> Array:
-    """The product over one axis of each, the first or the last, accumulated in float32.
+    """The product over one axis of each, the first or the last.
+
+    Backends accumulate products in half precision in float32 and round the result once.
 
     The gradient rule is the same on all platforms: gradients have the axis order of their arrays,
     so nothing is transposed. JAX's own rule transposes activations, which takes XLA:CPU longer than

@@ -34,7 +34,10 @@ FILES = {
     "sessions": "sweagent_trajectories.jsonl",
 }
 FIRST_ID = 3  # of the vocabulary; smaller ids are special tokens
-STREAMING, BALANCED = "streaming:sinks=4,window=252", "balance-stream:sinks=4,window=124"
+STREAMING, BALANCED = (
+    "streaming:sinks=4,window=252",
+    "balance-stream:sinks=4,window=124,levels=3,block=64",
+)
 REPORTED = 459.22 / 416.92  # items per second with over without prefix caching, equal prompts
 
 

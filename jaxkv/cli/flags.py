@@ -49,7 +49,10 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be bytes, such as 512MiB or 1.5GiB, got {text!r}")
     count, unit = found.groups()
     unit = (unit or "B").upper()
-    return int(float(count) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+    size = float(count) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0])
+    if size % 1 and size < 1:
+        raise argparse.ArgumentTypeError(f"must be 0 or at least 1 byte, got {text!r}")
+    return int(size)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -176,9 +176,11 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
                 "give --prefix-memory too"
             )
         return None
-    fields = (args.prefix_memory, args.prefix_order, args.prefix_where, args.prefix_host_memory)
     try:
-        return PrefixConfig(*fields)
+        return PrefixConfig(
+            memory=args.prefix_memory, order=args.prefix_order, where=args.prefix_where,
+            host_memory=args.prefix_host_memory,
+        )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 

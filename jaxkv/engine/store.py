@@ -34,7 +34,7 @@ from jaxkv.prefix.snapshots import PrefillPlan, Snapshots, parse_rules
 from jaxkv.state import batch, memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefixConfig:
     """The settings of a prefix cache.
 
@@ -73,10 +73,17 @@ class PrefixConfig:
         if not blocks:
             raise UserError(
                 f"the prefix cache must hold one prefix, which takes {memory.show(size)}, got "
-                f"{memory.show(self.memory)}; give it more memory, or none"
+                f"{memory.show(self.memory)}; give memory= (--prefix-memory) more, or leave the "
+                "cache out"
             )
-        host = self.host_memory // host_size
-        return blocks, host if self.num_host_blocks is None else self.num_host_blocks
+        if self.num_host_blocks is not None:
+            return blocks, self.num_host_blocks
+        if 0 < self.host_memory < host_size:
+            raise UserError(
+                f"host memory must hold one prefix, which takes {memory.show(host_size)}, got "
+                f"{memory.show(self.host_memory)}; give host_memory= (--prefix-host-memory) more"
+            )
+        return blocks, self.host_memory // host_size
 
 
 class PrefixHit(NamedTuple):

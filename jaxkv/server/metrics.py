@@ -24,9 +24,9 @@ GAUGES = (
     ("num_requests_waiting", "waiting", "Requests that wait in the queue"),
     ("num_tokens_waiting", "waiting_tokens", "Prompt tokens of waiting requests"),
     ("kv_cache_usage_perc", "cache_usage", "Fraction of the decode batch in use, from 0 to 1"),
-    ("memory_weights_bytes", "bytes_of_weights", "Device memory of the weights"),
-    ("memory_sequences_bytes", "bytes_of_sequences", "Device memory of the running sequences"),
-    ("memory_prefixes_bytes", "bytes_of_prefixes", "Device memory of the prefix cache"),
+    ("memory_weights_bytes", "bytes_of_weights", "Bytes of the weights"),
+    ("memory_sequences_bytes", "bytes_of_sequences", "Bytes allocated for sequences"),
+    ("memory_prefixes_bytes", "bytes_of_prefixes", "Bytes allocated for the prefix cache"),
     (
         "prefix_snapshot_slots",
         "snapshot_slots",

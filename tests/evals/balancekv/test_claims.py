@@ -33,7 +33,7 @@ def test_the_walk_must_be_below_both_uniform_samplings_and_stratified():
 def tree_record(chosen, without_holes, cached=224.0):
     """A record of two texts: losses of two levels by text, and without holes minus with them."""
     line = lambda by_text, cached=0.0: {  # noqa: E731
-        "loss_over_base": sum(by_text) / 2, "standard_error": 0.001,
+        "loss_over_base": sum(by_text) / len(by_text), "standard_error": 0.001,
         "loss_over_base_by_text": by_text, "cached": cached,
     }  # fmt: skip
     error = {"streaming": {"error": 0.2}}
@@ -41,7 +41,7 @@ def tree_record(chosen, without_holes, cached=224.0):
     return {
         "model": "a model", "texts": {"a": 1, "b": 1}, "tokens": [512, 9_984],
         "rows": {
-            "3 x 64": line([0.04, 0.04], 208.0), "2 x 64": line(chosen, cached),
+            "3 x 64": line([0.04] * len(chosen), 208.0), "2 x 64": line(chosen, cached),
             "reservoir": line([0, 0]),
         },
         "equal_tokens": {"2 x 64, equal tokens": line([0.02, 0.02])},
@@ -52,9 +52,10 @@ def tree_record(chosen, without_holes, cached=224.0):
 
 
 def test_two_levels_must_cache_more_and_lower_the_loss_of_every_text():
-    found, verdict = claims.uses_more(tree_record([0.03, 0.02], 0))
+    found, verdict = claims.uses_more(tree_record([0.03, 0.02, 0.025, 0.025, 0.025], 0))
     assert verdict == "holds"
     assert "2 x 64 +0.0250 ± 0.0020 (224 tokens cached, 64 of the tree's 96" in found
+    assert claims.uses_more(tree_record([0.03, 0.02], 0))[1] == "holds in part"  # too few texts
     assert claims.uses_more(tree_record([0.03, 0.05], 0))[1] == "holds in part"
     assert claims.uses_more(tree_record([0.06, 0.05], 0))[1] == "does not hold here"
     assert claims.uses_more(tree_record([0.03, 0.02], 0, cached=200.0))[1] == "does not hold here"

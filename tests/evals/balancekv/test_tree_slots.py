@@ -102,6 +102,7 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
             np.testing.assert_allclose(out[head], expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
     """With small trees. Positions without holes change the losses."""
     sizes = TreeSize(3, 4), TreeSize(2, 4)

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.magicpig import matched_budgets, sparse, sparse_recall, sparse_tokens
+from jaxkv.evals.magicpig import (
+    matched_budgets,
+    sparse,
+    sparse_losses,
+    sparse_recall,
+    sparse_tokens,
+)
 from jaxkv.evals.magicpig.inclusion import isotropic
 from jaxkv.evals.magicpig.matched_budgets import Ends
 from jaxkv.evals.magicpig.sparse import Text
@@ -176,3 +182,18 @@ def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
     # Queries span more dimensions than keys.
     assert isotropic(10, 150, 64) < found["share_met"]["mean"] < isotropic(10, 150, 8)
+
+
+@pytest.mark.parametrize(
+    "texts, reported",
+    [
+        (["README.md"], "at least 2 files, got 1"),
+        (["README.md", "LICENSE"], "README, LICENSE has fewer"),
+    ],
+)
+def test_losses_need_texts_of_some_length(texts, reported, monkeypatch, capsys):
+    words = ["--model", str(models.llm.DEFAULT), "--texts", *texts, "--prompt", "100000"]
+    monkeypatch.setattr(sys, "argv", ["sparse_losses", *words])
+    with pytest.raises(SystemExit) as end:
+        sparse_losses.main()
+    assert end.value.code == 2 and reported in capsys.readouterr().err
