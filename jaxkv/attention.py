@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
+from jaxkv.cache import rows
+from jaxkv.cache.rows import Int8Rows, Rows
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -22,19 +25,19 @@ _UNROLLED = 1024  # queries of a chunk up to which its blocks are unrolled
 
 def slot_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Rows,
+    v: Rows,
     bias: Bias,
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Softmax attention of q over slots k, v: the primitive that every policy uses.
+    """Softmax attention of q over slots k, v [B,K,S,H]: the primitive that every policy uses.
 
-    q and k are rotated already. bias [#B,#K,#G,#T,#S] is added after scale and softcap: masks
-    (-inf), importance weights, hash probabilities and ALiBi are all this one argument. In place of
-    an array it may be a function of (first slot, number of slots), called per block. Query heads
-    n*G .. n*G+G-1 share KV head n. Memory is linear in T and S, because many slots are read in
-    blocks.
+    q and k are rotated already; k and v may be in int8. bias [#B,#K,#G,#T,#S] is added after scale
+    and softcap: masks (-inf), importance weights, hash probabilities and ALiBi are all this one
+    argument. In place of an array it may be a function of (first slot, number of slots), called per
+    block. Query heads n*G .. n*G+G-1 share KV head n. Memory is linear in T and S, because many
+    slots are read in blocks.
     """
     queries, slots = q.shape[1], k.shape[2]
     whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
@@ -74,8 +77,8 @@ def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
 
 def _attend(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Rows,
+    v: Rows,
     bias: Array | None,
     start: Array | int,
     *,
@@ -85,7 +88,7 @@ def _attend(
 ) -> Partial:
     """`slot_attention` to the slots start .. start+size-1; bias is theirs."""
     if size < k.shape[2]:
-        k, v = (jax.lax.dynamic_slice_in_dim(a, start, size, 2) for a in (k, v))
+        k, v = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, 2), (k, v))
     logits = scores(q, k, scale, softcap)
     return blend(logits if bias is None else logits + bias, v)
 
@@ -108,28 +111,29 @@ def masked_bias(
 
 def scores(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
+    k: Rows,
     scale: float,
     softcap: float | None = None,
 ) -> Float32[Array, "B K G T S"]:
-    """Scaled and capped logits of every query and slot."""
+    """Scaled and capped logits of every query and slot; k [B,K,S,H]."""
     batch, queries, heads, head_dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
+    k, scales = _flat_rows(k)
     logits = batched_dot(
-        q.reshape(batch * kv_heads, heads // kv_heads * queries, head_dim),
-        k.reshape(batch * kv_heads, slots, head_dim),
-        contract=(2, 2),
+        q.reshape(batch * kv_heads, heads // kv_heads * queries, head_dim), k, contract=(2, 2)
     )
     logits = logits * np.float32(scale)
+    if scales is not None:
+        logits = logits * scales
     if softcap is not None:
         logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
     return logits.reshape(batch, kv_heads, heads // kv_heads, queries, slots)
 
 
-def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Partial:
-    """The softmax of biased logits over slots, applied to their values."""
+def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
+    """The softmax of biased logits over slots, applied to their values v [B,K,S,H]."""
     batch, kv_heads, group, queries, slots = logits.shape
     logits = logits.reshape(batch * kv_heads, group * queries, slots)
     # Any maximum gives the same result, so it needs no gradient.
@@ -139,8 +143,9 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, np.float32(1), total)
-    v = v.reshape(batch * kv_heads, slots, v.shape[-1])
-    out = batched_dot(weights.astype(v.dtype), v, contract=(2, 1)) / safe
+    v, scales = _flat_rows(v)
+    weights = weights.astype(v.dtype) if scales is None else weights * scales
+    out = batched_dot(weights, v, contract=(2, 1)) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
     out = out.reshape(batch, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
     lse = lse.reshape(batch, kv_heads, group, queries).transpose(0, 3, 1, 2)
@@ -148,8 +153,18 @@ def blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Pa
     return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
 
 
+def _flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:
+    """Rows [B*K,S,H], and the scales of those in int8."""
+    flat = lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])  # noqa: E731
+    if not isinstance(rows, Int8Rows):
+        return flat(rows), None
+    return flat(rows.values), flat(rows.scale).astype(jnp.float32).transpose(0, 2, 1)
+
+
 def batched_dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Batched product over the first axis, accumulated in float32; float32 stays float32."""
+    if b.dtype == jnp.int8:
+        return xla_cpu.product_with_int8(batched_dot, a, b, contract)
     return jax.lax.dot_general(
         a,
         b,
@@ -188,23 +203,27 @@ def local_attention(
     chunk: Chunk,
     window: int | None = None,
     hidden: Bool[Array, "B T"] | None = None,
+    like: Rows | None = None,
 ) -> Partial:
     """Exact causal attention inside a chunk.
 
     window: a query sees keys less than this many positions back, its own included; None: all.
-    hidden: keys that another part covers. Queries are read in blocks and keys outside every
+    hidden: keys that another part covers. like: rows of the cache; if they are in int8, the tokens
+    of the chunk are read as they will be stored. Queries are read in blocks and keys outside every
     query's view are skipped, so memory is linear in T.
     """
     tokens = chunk.valid.shape[1]
     if tokens > _UNROLLED and (more := -tokens % _BLOCK_QUERIES):
         pad = lambda a: jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
         unseen = None if hidden is None else pad(hidden)
-        whole = local_attention(spec, jax.tree.map(pad, chunk), window, unseen)
+        whole = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
         return Partial(whole.out[:, :tokens], whole.lse[:, :tokens])
     positions, valid = chunk.positions, chunk.valid
     q = spec.encoding.rotate(chunk.q, positions)
-    k = spec.encoding.rotate(chunk.k, positions).transpose(0, 2, 1, 3)
-    v = chunk.v.transpose(0, 2, 1, 3)
+    given = spec.encoding.rotate(chunk.k, positions), chunk.v
+    k, v = (array.transpose(0, 2, 1, 3) for array in given)
+    if like is not None:
+        k, v = rows.store(k, like), rows.store(v, like)
     shown = valid if hidden is None else valid & ~hidden
 
     def attend_block(start: Array | int, size: int, keys: int) -> Partial:
@@ -220,7 +239,7 @@ def local_attention(
         bias = masked_bias(spec, seen, here, positions[:, :keys], k.shape[1])
         queries = jax.lax.dynamic_slice_in_dim(q, start, size, 1)
         return slot_attention(
-            queries, k[:, :, :keys], v[:, :, :keys], bias, spec.scale, spec.softcap
+            queries, rows.cut(k, 0, keys), rows.cut(v, 0, keys), bias, spec.scale, spec.softcap
         )
 
     if tokens <= _UNROLLED:

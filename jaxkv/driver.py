@@ -75,6 +75,11 @@ def check(
     wanted, got = type(policy.leaves).__name__, type(state).__name__
     if type(state) is not type(policy.leaves):
         raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
+    if jax.tree.structure(state) != jax.tree.structure(policy.leaves):
+        raise UserError(
+            f"the state must have the arrays of {policy!r}, got those of another cache= or sinks=; "
+            f"{remedy}, or give the policy that made the state"
+        )
     for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):
         for size, letter in zip(array.shape, leaf.letters, strict=True):
             if array.size and size != of_state.get(letter, size):

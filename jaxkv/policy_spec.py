@@ -180,6 +180,10 @@ def _fields(kind: type | Policy) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(kind) if field.repr]
 
 
+def _names(kind: type) -> list[str]:
+    return [field.name for field in _fields(kind)]
+
+
 def _type_name(kind: type, field: str) -> str:
     hint = typing.get_type_hints(kind)[field]
     if hint is bool:
@@ -194,10 +198,16 @@ def _parse_one(text: str) -> Policy:
         raise UserError(f"unknown policy {name!r}{nearest(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
-    known = [f.name for f in _fields(kind)]
+    known = _names(kind)
     values: dict[str, object] = {}
     for part in filter(None, fields.split(",")):
         field, equals, value = (piece.strip() for piece in part.partition("="))
+        if field == "cache" and field not in known:
+            able = [name for name, kind in POLICIES.items() if "cache" in _names(kind)]
+            raise UserError(
+                f"{name} stores keys and values as floats and has no cache=, got {part!r}; leave "
+                f"it out, or take one of {', '.join(able)}"
+            )
         if field not in known:
             raise UserError(f"{name} has no field {field!r}{nearest(field, known)}")
         if not equals:

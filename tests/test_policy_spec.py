@@ -58,6 +58,7 @@ def random_policy(rng) -> Policy:
         ),
         lambda: Odd(
             int(rng.integers(1, 9)),
+            str(rng.choice(["float", "int8"])),
             float(rng.choice([1e-9, 0.1, 1 / 3, 2.0, 1e30])),
             bool(rng.integers(2)),
             str(rng.choice(["one", "two"])),
@@ -89,11 +90,14 @@ def test_policies_that_strings_name():
     assert parse_policy("0=full;1=window") == (Full(), Window())
     mixed = (Full(), Window(8), Full(start=9), Window(8))
     assert parse_policy("0=full;*=window:window=8;2=full:start=9", 4) == mixed
-    assert format_policy(Window(7)) == "window:window=7"
-    assert format_policy((Window(7), Window(7))) == "window:window=7"
-    assert format_policy((Window(7), Window(8), Window(7))) == "1=window:window=8;*=window:window=7"
+    assert format_policy(Window(7)) == "window:window=7,cache=float"
+    assert format_policy((Window(7), Window(7))) == "window:window=7,cache=float"
+    assert (
+        format_policy((Window(7), Window(8), Window(7)))
+        == "1=window:window=8,cache=float;*=window:window=7,cache=float"
+    )
     # Every field is written, so a string keeps its meaning when a default changes.
-    assert format_policy(Streaming()) == "streaming:sinks=4,window=252,positions=cache"
+    assert format_policy(Streaming()) == "streaming:sinks=4,window=252,positions=cache,cache=float"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,9 @@ def test_policies_that_strings_name():
         ("Window", "did you mean 'window'"),
         ("zzz", r"unknown policy 'zzz' \(there are full, window, streaming"),
         ("streaming:sink=3", r"streaming has no field 'sink'; did you mean 'sinks'"),
-        ("streaming:x=3", r"has no field 'x' \(there are sinks, window, positions\)"),
+        ("streaming:cache=int3", "streaming: cache must be float or int8, got 'int3'"),
+        ("magicpig:cache=int8", "magicpig stores keys and values as floats and has no cache="),
+        ("streaming:x=3", r"has no field 'x' \(there are sinks, window, positions, cache\)"),
         ("window=64", "fields follow the name and a colon, as in window:window=64, got"),
         ("streaming sinks=4", "fields follow the name and a colon"),
         ("streaming:sinks", "fields are written field=value, got 'sinks'"),

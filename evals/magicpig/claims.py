@@ -225,7 +225,7 @@ def of_loss(x: Results) -> str:
     return f"{x['mean']:+.3f} ± {x['two_errors']['stretches']:.3f}"
 
 
-@claim("sparse_135m",
+@claim("sparse",
        "With few keys (2 % in the paper), the loss rises by less than a tenth of its rise without "
        "any key between the ends",
        "RULER 86.4 of 88.7, LongBench 70.3 of 71.2")  # fmt: skip
@@ -245,9 +245,7 @@ def little_is_lost(r: Results) -> Finding:
     return joined(shown), grade(all(each[0] for each in small), any(map(any, small)))
 
 
-@claim(
-    "sparse_135m", "At equal shares, the loss rises less than with Quest", "RULER 87.6 against 82.1"
-)
+@claim("sparse", "At equal shares, the loss rises less than with Quest", "RULER 87.6 against 82.1")
 def less_than_others(r: Results) -> Finding:
     lines = {
         f"{name}, {percent(share)}": {kind: variants[kind]["over_full"] for kind in METHODS}

@@ -53,18 +53,24 @@ def reserve(state: Ring, tokens: int, most: int) -> Ring:
 def update(spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
     """Attend to all tokens so far and to the chunk; append the chunk."""
     _check_room(state, chunk)
+    sinks = _exact(state)
     if chunk.valid.shape[1] == 1:
-        partial, after = ring.decode(spec, state, chunk, sinks=0, evict=False)
+        partial, after = ring.decode(spec, state, chunk, sinks, cache_relative=False, evict=False)
     else:
-        partial = ring.attend(spec, state, chunk, sinks=0, window=None)
-        after = ring.write(spec, state, chunk, sinks=0, evict=False)
+        partial = ring.attend(spec, state, chunk, sinks, window=None, cache_relative=False)
+        after = append(spec, state, chunk)
     return refuse_overfull(partial, after), after
 
 
 def append(spec: Spec, state: Ring, chunk: Chunk) -> Ring:
     """The state with the chunk."""
     _check_room(state, chunk)
-    return ring.write(spec, state, chunk, sinks=0, evict=False)
+    return ring.write(spec, state, chunk, _exact(state), cache_relative=False, evict=False)
+
+
+def _exact(state: Ring) -> int:
+    """The number of first tokens that are also stored in full precision."""
+    return 0 if state.sinks is None else state.sinks.k.shape[2]
 
 
 def refuse_overfull(partial: Partial, after: Ring) -> Partial:

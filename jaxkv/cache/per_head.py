@@ -1,7 +1,8 @@
 """A sample of evicted tokens, drawn separately for each KV head: the storage of sampling policies.
 
 `reservoir` stores keys rotated to their position in the text. The merge-and-reduce tree, with
-cache-relative positions, stores them rotated to their slot within a half.
+cache-relative positions, stores floats rotated to their slot within a half. Rows in int8 stay as
+the ring stored them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import slot_attention
-from jaxkv.cache import ring
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
@@ -27,8 +29,8 @@ _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 class Sample(NamedTuple):
     """S slots per sequence and KV head; their order is up to the policy."""
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    k: Rows  # [B,K,S,H]
+    v: Rows
     positions: UInt32[Array, "B K S"]
 
 
@@ -46,9 +48,14 @@ class Evicted(NamedTuple):
 LEAVES = Sample(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
 
 
-def nbytes(spec: Spec, slots: int) -> int:
+def leaves(cache: Cache, like: Sample = LEAVES) -> Sample:
+    """The leaves of a Sample; like: those of the same sample in floats."""
+    return like._replace(k=rows.leaf(cache, like.k), v=rows.leaf(cache, like.v))
+
+
+def nbytes(spec: Spec, slots: int, cache: Cache = "float") -> int:
     """Bytes of one sequence."""
-    return spec.kv_heads * slots * (spec.kv_bytes + 4)
+    return spec.kv_heads * slots * (rows.nbytes(spec, cache) + 4)
 
 
 def check_exponent(exponent: float, weighted: bool) -> None:
@@ -59,11 +66,10 @@ def check_exponent(exponent: float, weighted: bool) -> None:
         raise UserError(f"exponent={exponent} belongs to weighted=true; give both or neither")
 
 
-def init(spec: Spec, batch: int, slots: int) -> Sample:
+def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> Sample:
     """Empty slots."""
-    shape = (batch, spec.kv_heads, slots)
-    zeros = jnp.zeros((*shape, spec.head_dim), spec.dtype)
-    return Sample(zeros, zeros, jnp.zeros(shape, jnp.uint32))
+    empty = rows.zeros(spec, batch, slots, cache)
+    return Sample(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
 
 
 def seeds(rng: jax.Array, spec: Spec, batch: int) -> UInt32[Array, "B K 2"]:
@@ -87,30 +93,29 @@ def _mix(x: UInt32[Array, "B K S"]) -> UInt32[Array, "B K S"]:
     return x ^ (x >> np.uint32(15))
 
 
-def pick(sample: Sample, places: Array) -> Sample:
-    """The slots at places [B,K,S']."""
-    take = lambda a: jnp.take_along_axis(a, places[..., None], axis=2)  # noqa: E731
-    return Sample(take(sample.k), take(sample.v), jnp.take_along_axis(sample.positions, places, 2))
+def pick(sample: Sample, places: Int32[Array, "B K X"]) -> Sample:
+    """The slots at these places."""
+
+    def take(leaf: Array) -> Array:
+        return jnp.take_along_axis(leaf, places.reshape(*places.shape, *[1] * (leaf.ndim - 3)), 2)
+
+    return jax.tree.map(take, sample)
 
 
 def join(*parts: Sample) -> Sample:
-    return Sample(*(jnp.concatenate(leaves, axis=2) for leaves in zip(*parts, strict=True)))
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
 
 
-def put(sample: Sample, at: Array, takes: Array, k: Array, v: Array, positions: Array) -> Sample:
-    """Write one token per KV head to slot `at` [B,K] where `takes`; k, v [B,K,H]."""
+def put(sample: Sample, at: Array, takes: Array, token: Sample) -> Sample:
+    """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head where `takes`."""
 
     def one(old: Array, new: Array, at: Array, takes: Array) -> Array:
         before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
-        new = jnp.where(takes, new.astype(old.dtype), before)
+        new = jnp.where(takes, new[0].astype(old.dtype), before)
         return jax.lax.dynamic_update_index_in_dim(old, new, at, 0)
 
     each = jax.vmap(jax.vmap(one))
-    return Sample(
-        each(sample.k, k, at, takes),
-        each(sample.v, v, at, takes),
-        each(sample.positions, positions, at, takes),
-    )
+    return jax.tree.map(lambda old, new: each(old, new, at, takes), sample, token)
 
 
 def ranks(sample: Sample, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
@@ -125,15 +130,14 @@ def ranks(sample: Sample, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]
     return jnp.argsort(oldest_first, axis=2).astype(jnp.int32)
 
 
-def rerotate(
-    spec: Spec, k: Float[Array, "B K S H"], by: UInt32[Array, "B K S"]
-) -> Float[Array, "B K S H"]:
-    """Rotated keys, rotated further by a number of positions."""
+def rerotate(spec: Spec, k: Rows, by: UInt32[Array, "B K S"]) -> Float[Array, "B K S H"]:
+    """Rotated keys [B,K,S,H], rotated further by a number of positions, as floats."""
     batch, heads, count, head_dim = k.shape
     rotated = spec.encoding.rerotate(
-        k.reshape(batch, heads * count, 1, head_dim), by.reshape(batch, heads * count)
+        rows.dequantise(k).reshape(batch, heads * count, 1, head_dim),
+        by.reshape(batch, heads * count),
     )
-    return rotated.reshape(k.shape)
+    return rotated.reshape(k.shape).astype(spec.dtype)
 
 
 def attend(
@@ -166,12 +170,17 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
     chunk_nth = jnp.where(later, stored[:, None] + arrived - 1, _NEVER)
     nth = jnp.concatenate([nth, chunk_nth], axis=1)
     order = jnp.argsort(nth, axis=1).astype(jnp.int32)
-    keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
-    values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.concatenate([recent.positions[:, sinks:], chunk.positions], axis=1)
+    stored = (rows.cut(leaf, sinks, sinks + window) for leaf in recent[:2])
+    fresh = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
+    both = (
+        jax.tree.map(
+            lambda old, new: jnp.concatenate([old, new], axis=2), old, rows.store(new, old)
+        )
+        for old, new in zip(stored, fresh, strict=True)
+    )
     tokens = Sample(
-        jnp.concatenate([recent.k[:, :, sinks:], keys.astype(recent.k.dtype)], axis=2),
-        jnp.concatenate([recent.v[:, :, sinks:], values.astype(recent.v.dtype)], axis=2),
+        *both,
         jnp.broadcast_to(positions[:, None], (positions.shape[0], kv_heads, positions.shape[1])),
     )
     return Evicted(tokens, jnp.take_along_axis(order, before, axis=1), gone > before)
@@ -187,5 +196,5 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
 
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
-    token = Sample(one(recent.k), one(recent.v), position)
+    token = Sample(*jax.tree.map(one, recent[:2]), position)
     return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

@@ -5,6 +5,9 @@ the oldest one after the sinks. The sinks are never overwritten: a softmax puts 
 does not need on the first tokens (StreamingLLM, section 3.1). Keys are stored rotated to their
 final position, so no key is rotated twice.
 
+With cache=int8 all rows are in int8 (rows.py), and `sinks` has the first tokens in full precision
+too. These are read in place of their rows.
+
 `count` [B] is the number of tokens written. A ring reduces it modulo its size, so it never
 overflows. A dense cache sets it to OVERFULL when a token is lost.
 """
@@ -19,21 +22,35 @@ import numpy as np
 
 from jaxkv import xla_cpu, xla_gpu
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
+from jaxkv.cache import rows
+from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 
-class Ring(NamedTuple):
-    """S slots per sequence: rotated keys, values, the position of each, and the tokens written."""
+class Sinks(NamedTuple):
+    """The keys and values of P sinks in full precision."""
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    k: Float[Array, "B K P H"]
+    v: Float[Array, "B K P H"]
+
+
+class Ring(NamedTuple):
+    """S slots per sequence: rotated keys, values, the position of each, and the tokens written.
+
+    sinks: None unless the policy has sinks and its rows are in int8.
+    """
+
+    k: Rows  # [B,K,S,H]
+    v: Rows
     positions: UInt32[Array, "B S"]
     count: Int32[Array, " B"]
+    sinks: Sinks | None = None
 
 
 LEAVES = Ring(Leaf("B K S H"), Leaf("B K S H"), Leaf("B S", shared=True), Leaf("B", shared=True))
+_SINKS = Sinks(Leaf("B K P H"), Leaf("B K P H"))
 _WHOLE_MASK = 2**24  # elements of a mask that may be in memory at once: 64 MiB
 # The count of a dense cache that got more tokens than it has slots.
 OVERFULL = 2**31 - 1
@@ -49,31 +66,35 @@ def check(sinks: int, window: int, positions: str) -> None:
         raise UserError(f"positions must be cache or absolute, got {positions!r}")
 
 
-def nbytes(spec: Spec, slots: int) -> int:
+def leaves(cache: Cache, sinks: int, like: Ring = LEAVES) -> Ring:
+    """The leaves of a Ring; like: those of the same ring in floats."""
+    k, v = (rows.leaf(cache, leaf) for leaf in like[:2])
+    return like._replace(k=k, v=v, sinks=_SINKS if cache == "int8" and sinks else None)
+
+
+def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> int:
     """Bytes of one sequence: keys, values, positions and the count."""
-    return slots * (spec.kv_heads * spec.kv_bytes + 4) + 4
+    exact = sinks * spec.kv_heads * spec.kv_bytes if cache == "int8" else 0
+    return slots * (spec.kv_heads * rows.nbytes(spec, cache) + 4) + exact + 4
 
 
-def init(spec: Spec, batch: int, slots: int) -> Ring:
-    """Empty slots."""
-    shape, dtype = (batch, spec.kv_heads, slots, spec.head_dim), jnp.dtype(spec.dtype)
+def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
+    """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
+    empty, exact = rows.zeros(spec, batch, slots, cache), rows.zeros(spec, batch, sinks, "float")
     return Ring(
-        k=jnp.zeros(shape, dtype),
-        v=jnp.zeros(shape, dtype),
+        k=empty,
+        v=empty,
         positions=jnp.zeros((batch, slots), jnp.uint32),
         count=jnp.zeros((batch,), jnp.int32),
+        sinks=Sinks(exact, exact) if cache == "int8" and sinks else None,
     )
 
 
 def grow(ring: Ring, size: int) -> Ring:
     """The same tokens in `size` slots."""
-    more = size - ring.positions.shape[1]
-    return Ring(
-        k=jnp.pad(ring.k, ((0, 0), (0, 0), (0, more), (0, 0))),
-        v=jnp.pad(ring.v, ((0, 0), (0, 0), (0, more), (0, 0))),
-        positions=jnp.pad(ring.positions, ((0, 0), (0, more))),
-        count=ring.count,
-    )
+    more = ((0, 0), (0, 0), (0, size - ring.positions.shape[1]), (0, 0))
+    k, v = jax.tree.map(lambda leaf: jnp.pad(leaf, more), (ring.k, ring.v))
+    return ring._replace(k=k, v=v, positions=jnp.pad(ring.positions, (more[0], more[2])))
 
 
 def _advance(count: Array, new: Array, sinks: int, size: int, evict: bool) -> Array:
@@ -93,10 +114,10 @@ def token_numbers(ring: Ring, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
     return jnp.where(valid, ordinal, -1)
 
 
-def rotate_keys(
+def new_rows(
     spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int, cache_relative: bool
-) -> Float[Array, "B T K H"]:
-    """The chunk's keys, rotated to the positions at which they are stored.
+) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    """The chunk's keys, rotated to the positions at which they are stored, and its values.
 
     A sink's cache-relative position never changes, so a sink is stored rotated to it. Every other
     key is stored rotated to its position in the text.
@@ -104,7 +125,8 @@ def rotate_keys(
     positions = chunk.positions
     if sinks and cache_relative:
         positions = jnp.where(numbers < sinks, numbers.astype(jnp.uint32), positions)
-    return spec.encoding.rotate(chunk.k, positions)
+    keys = spec.encoding.rotate(chunk.k, positions)
+    return keys.transpose(0, 2, 1, 3), chunk.v.transpose(0, 2, 1, 3)
 
 
 def update(
@@ -142,7 +164,8 @@ def write(
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     # Valid tokens first, in order: the n-th new token is at place n.
     places = jnp.argsort(~chunk.valid, axis=1, stable=True)
-    keys, values = rotate_keys(spec, chunk, numbers, sinks, cache_relative), chunk.v
+    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
+    fresh = tuple(map(rows.store, given, ring[:2]))
 
     def write_slots(into: Ring, start: Int32[Array, " B"], width: int) -> Ring:
         """Write the tokens that belong into slots start .. start+width-1 of each sequence."""
@@ -155,16 +178,13 @@ def write(
         hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
         source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
 
-        def put(old: Array, fresh: Array) -> Array:  # [B,K,S,H], [B,T,K,H]
-            taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
-            return _put(old, taken.transpose(0, 2, 1, 3), start, hit)
+        def put(old: Array, fresh: Array) -> Array:  # [B,K,S,*], [B,K,T,*]
+            taken = jnp.take_along_axis(fresh, source[:, None, :, None], axis=2)
+            return _put(old, taken, start, hit)
 
+        k, v = jax.tree.map(put, into[:2], fresh)
         positions = jnp.take_along_axis(chunk.positions, source, axis=1)
-        return into._replace(
-            k=put(into.k, keys),
-            v=put(into.v, values),
-            positions=_put(into.positions, positions, start, hit),
-        )
+        return into._replace(k=k, v=v, positions=_put(into.positions, positions, start, hit))
 
     if tokens >= min(size // 2, size - sinks):
         out = write_slots(ring, jnp.zeros_like(ring.count), size)
@@ -172,7 +192,10 @@ def write(
         out = write_slots(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
         if evict:
             out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
-    return out._replace(count=_advance(ring.count, new, sinks, size, evict))
+    return out._replace(
+        count=_advance(ring.count, new, sinks, size, evict),
+        sinks=ring.sinks and write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)[0],
+    )
 
 
 def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
@@ -206,13 +229,17 @@ def _write_one(
     """Absorb one token: no two tokens compete for a slot."""
     size, slot = ring.positions.shape[1], next_slot(ring, sinks)
     written = chunk.valid if evict else chunk.valid & (ring.count < size)[:, None]
-    keys = rotate_keys(spec, chunk, token_numbers(ring, chunk.valid), sinks, cache_relative)
+    numbers = token_numbers(ring, chunk.valid)
+    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
+    fresh = tuple(map(rows.store, given, ring[:2]))
+    k, v = jax.tree.map(lambda old, new: _put(old, new, slot, written), ring[:2], fresh)
     new = chunk.valid[:, 0].astype(jnp.int32)
     return Ring(
-        k=_put(ring.k, keys.transpose(0, 2, 1, 3), slot, written),
-        v=_put(ring.v, chunk.v.transpose(0, 2, 1, 3), slot, written),
+        k=k,
+        v=v,
         positions=_put(ring.positions, chunk.positions, slot, written),
         count=_advance(ring.count, new, sinks, size, evict),
+        sinks=ring.sinks and write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)[0],
     )
 
 
@@ -241,20 +268,18 @@ def attend(
     kv_heads = ring.k.shape[1]
     parts = [attend_ring(spec, ring, chunk, sinks, window)]
     if sinks:
-        first = Ring(ring.k[:, :, :sinks], ring.v[:, :, :sinks], ring.positions[:, :sinks],
-                     ring.count)  # fmt: skip
-        first = write_sinks(spec, first, chunk, numbers, cache_relative)
-        key_positions, query_positions = first.positions, chunk.positions
+        first, key_positions = write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)
+        query_positions = chunk.positions
         if cache_relative:
             rank = jnp.arange(sinks, dtype=jnp.uint32)
-            key_positions = jnp.broadcast_to(rank, first.positions.shape)
+            key_positions = jnp.broadcast_to(rank, key_positions.shape)
             query_positions = cache_relative_positions(ring, numbers, num_sampled)
         seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
         bias = masked_bias(spec, seen, query_positions, key_positions, kv_heads)
         q = spec.encoding.rotate(chunk.q, query_positions)
         parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
     hidden = _first_sinks(numbers, sinks) if sinks else None
-    parts.append(local_attention(spec, chunk, window, hidden))
+    parts.append(local_attention(spec, chunk, window, hidden, ring.k))
     return merge(*parts)
 
 
@@ -289,24 +314,27 @@ def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]
     return jnp.arange(numbers.shape[1])[None] < jnp.min(others, axis=1, keepdims=True)
 
 
+def first_rows(ring: Ring, sinks: int) -> Sinks:
+    """The sinks, in full precision if they are stored so."""
+    return ring.sinks or Sinks(*(rows.cut(leaf, 0, sinks) for leaf in ring[:2]))
+
+
 def write_sinks(
-    spec: Spec, first: Ring, chunk: Chunk, numbers: Int32[Array, "B T"], cache_relative: bool
-) -> Ring:
-    """The sink slots alone, after this chunk."""
-    sinks = first.positions.shape[1]
-    hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,S,T]
+    spec: Spec, ring: Ring, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int,
+    cache_relative: bool,
+) -> tuple[Sinks, UInt32[Array, "B P"]]:  # fmt: skip
+    """The sinks alone and their positions in the text, after this chunk."""
+    hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
     hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
 
     def put(old: Array, fresh: Array) -> Array:
-        taken = jnp.take_along_axis(fresh, source[:, :, None, None], axis=1)
-        return jnp.where(hit[:, None, :, None], taken.transpose(0, 2, 1, 3).astype(old.dtype), old)
+        taken = jnp.take_along_axis(fresh, source[:, None, :, None], axis=2)
+        return jnp.where(hit[:, None, :, None], taken.astype(old.dtype), old)
 
+    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
-    return first._replace(
-        k=put(first.k, rotate_keys(spec, chunk, numbers, sinks, cache_relative)),
-        v=put(first.v, chunk.v),
-        positions=jnp.where(hit, positions, first.positions),
-    )
+    positions = jnp.where(hit, positions, ring.positions[:, :sinks])
+    return Sinks(*map(put, first_rows(ring, sinks), given)), positions
 
 
 def decode(
@@ -323,18 +351,24 @@ def decode(
     ring = _write_one(spec, ring, chunk, sinks, cache_relative, evict)
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
     seen = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
-    q = spec.encoding.rotate(chunk.q, chunk.positions)
-    bias = masked_bias(spec, seen[:, None], chunk.positions, ring.positions, kv_heads)
+    q, view = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
+    bias = masked_bias(spec, seen[:, None], view, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
-    if sinks and cache_relative:
+    if not sinks or (ring.sinks is None and not cache_relative):
+        return blend(logits, ring.v), ring
+    first, places = first_rows(ring, sinks), ring.positions[:, :sinks]
+    if cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
         view = cache_relative_positions(ring, numbers, num_sampled)
-        rank = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), (view.shape[0], sinks))
-        bias = masked_bias(spec, seen[:, None, :sinks], view, rank, kv_heads)
+        places = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), places.shape)
         q = spec.encoding.rotate(chunk.q, view)
-        first = scores(q, ring.k[:, :, :sinks], spec.scale, spec.softcap) + bias
-        logits = jax.lax.dynamic_update_slice(logits, first, (0, 0, 0, 0, 0))
-    return blend(logits, ring.v), ring
+    bias = masked_bias(spec, seen[:, None, :sinks], view, places, kv_heads)
+    exact = scores(q, first.k, spec.scale, spec.softcap) + bias
+    apart = ring.sinks is not None  # then the rows of the sinks are masked
+    instead = jnp.full_like(exact, -jnp.inf) if apart else exact
+    logits = jax.lax.dynamic_update_slice(logits, instead, (0, 0, 0, 0, 0))
+    partial = blend(logits, ring.v)
+    return merge(partial, blend(exact, first.v)) if apart else partial, ring
 
 
 def cached(ring: Ring) -> Cached:

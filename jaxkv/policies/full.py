@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import jax
 
-from jaxkv.cache import dense, ring
+from jaxkv.cache import dense, ring, rows
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 
@@ -22,27 +23,32 @@ class Full(Policy):
 
     The caller of `step` calls `reserve` between calls, because slots cannot grow inside a call. A
     call with more tokens than slots raises UserError. A compiled call cannot raise, so there the
-    sequence outputs NaN from then on.
+    sequence outputs NaN from then on. cache: as in streaming.
     """
 
     max: int = 131072
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "every token, up to a maximum"
     source: ClassVar[str] = "dense attention"
-    leaves: ClassVar[Ring] = dense.LEAVES
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max < 1 or self.start < 1:
             raise UserError(f"max and start must be at least 1, got {self.max} and {self.start}")
+        rows.check(self.cache)
+
+    @property
+    def leaves(self) -> Ring:
+        return ring.leaves(self.cache, 0, dense.LEAVES)
 
     @property
     def max_lookback(self) -> int:
         return self.max
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, min(self.start, self.max))
+        return ring.init(spec, batch, min(self.start, self.max), self.cache)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return dense.update(spec, state, chunk)
@@ -53,7 +59,7 @@ class Full(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"""
         start = min(self.start, self.max)
-        return ring.nbytes(spec, dense.slots_for(tokens, start, self.max))
+        return ring.nbytes(spec, dense.slots_for(tokens, start, self.max), self.cache)
 
     def reserve(self, spec: Spec, state: Ring, tokens: int) -> Ring:
         """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not in loops."""

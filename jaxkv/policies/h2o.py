@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import blend, scores
-from jaxkv.cache import per_head
+from jaxkv.cache import per_head, rows
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32
@@ -40,15 +41,15 @@ class H2O(Policy):
     the newest. The published code attends before it evicts, so its queries see one more token.
     Every query changes what the next one evicts, so a chunk is processed token by token, which
     makes prefill slow. Positions are absolute. By default the cache has 256 slots, like other
-    policies here; the paper sizes each half as a tenth of the prompt.
+    policies here; the paper sizes each half as a tenth of the prompt. cache: as in streaming.
     """
 
     heavy: int = 128
     window: int = 128
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "the newest tokens, and those before them that got most attention"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
-    leaves: ClassVar[H2OState] = H2OState(per_head.LEAVES, Leaf("B K S"), Leaf("B", shared=True))
 
     def __post_init__(self) -> None:
         if self.heavy < 1 or self.window < 1:
@@ -56,6 +57,11 @@ class H2O(Policy):
                 f"heavy and window must be at least 1, got {self.heavy} and {self.window}; try "
                 "heavy=128,window=128"
             )
+        rows.check(self.cache)
+
+    @property
+    def leaves(self) -> H2OState:
+        return H2OState(per_head.leaves(self.cache), Leaf("B K S"), Leaf("B", shared=True))
 
     @property
     def slots(self) -> int:
@@ -63,7 +69,7 @@ class H2O(Policy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> H2OState:
         return H2OState(
-            per_head.init(spec, batch, self.slots),
+            per_head.init(spec, batch, self.slots, self.cache),
             jnp.zeros((batch, spec.kv_heads, self.slots), jnp.float32),
             jnp.zeros((batch,), jnp.int32),
         )
@@ -77,7 +83,7 @@ class H2O(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """(heavy + window) * K * (2 * H * itemsize + 8) + 4"""
-        return per_head.nbytes(spec, self.slots) + 4 * spec.kv_heads * self.slots + 4
+        return per_head.nbytes(spec, self.slots, self.cache) + 4 * spec.kv_heads * self.slots + 4
 
     def _update_one(self, spec: Spec, state: H2OState, chunk: Chunk) -> tuple[Partial, H2OState]:
         """One token: it takes its slot first, then attends to every filled slot."""
@@ -97,7 +103,7 @@ class H2O(Policy):
         token = _tokens(spec, chunk, state.sample)
         here = (jnp.arange(self.slots)[None, None] == slot[..., None]) & takes[..., None]
         return H2OState(
-            per_head.put(state.sample, slot, takes, *(leaf[:, :, 0] for leaf in token)),
+            per_head.put(state.sample, slot, takes, token),
             jnp.where(here, np.float32(0), state.score),
             jnp.minimum(state.count + chunk.valid[:, 0].astype(jnp.int32), self.slots),
         )
@@ -123,7 +129,7 @@ def _tokens(spec: Spec, chunk: Chunk, like: Sample) -> Sample:
     keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.broadcast_to(chunk.positions[:, None], keys.shape[:3])
-    return Sample(keys.astype(like.k.dtype), values.astype(like.v.dtype), positions)
+    return Sample(rows.store(keys, like.k), rows.store(values, like.v), positions)
 
 
 def _attention_received(

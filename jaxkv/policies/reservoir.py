@@ -13,10 +13,11 @@ import numpy as np
 
 from jaxkv import xla_cpu
 from jaxkv.attention import merge
-from jaxkv.cache import per_head, ring
+from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import Evicted, Sample
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
@@ -48,7 +49,7 @@ class Reservoir(Policy):
     sampled tokens are about `sample` tokens old. weighted: a sampled token counts for all evicted
     tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in streaming.
     exponent: a weighted token that represents n tokens counts for n^exponent. With an exponent
-    below 1 the estimate is biased and has a lower variance.
+    below 1 the estimate is biased and has a lower variance. cache: as in streaming.
     """
 
     sinks: int = 4
@@ -58,12 +59,10 @@ class Reservoir(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
     exponent: float = 1.0
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of the evicted tokens"
     source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
-    leaves: ClassVar[ReservoirState] = ReservoirState(
-        ring.LEAVES, per_head.LEAVES, Leaf("B", shared=True), Leaf("B K 2")
-    )
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
@@ -74,6 +73,14 @@ class Reservoir(Policy):
         if self.weighted and self.scheme == "geometric":
             raise UserError("weighted=true belongs to scheme=uniform, got geometric; leave one out")
         per_head.check_exponent(self.exponent, self.weighted)
+        rows.check(self.cache)
+
+    @property
+    def leaves(self) -> ReservoirState:
+        recent = ring.leaves(self.cache, self.sinks)
+        return ReservoirState(
+            recent, per_head.leaves(self.cache), Leaf("B", shared=True), Leaf("B K 2")
+        )
 
     @property
     def cache_relative(self) -> bool:
@@ -85,8 +92,8 @@ class Reservoir(Policy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> ReservoirState:
         return ReservoirState(
-            ring.init(spec, batch, self.sinks + self.window),
-            per_head.init(spec, batch, self.sample),
+            ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks),
+            per_head.init(spec, batch, self.sample, self.cache),
             jnp.zeros((batch,), jnp.int32),
             per_head.seeds(rng, spec, batch),
         )
@@ -110,8 +117,9 @@ class Reservoir(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)
         + 8 * K + 8"""
-        recent = ring.nbytes(spec, self.sinks + self.window)
-        return recent + per_head.nbytes(spec, self.sample) + 8 * spec.kv_heads + 4
+        recent = ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)
+        sample = per_head.nbytes(spec, self.sample, self.cache)
+        return recent + sample + 8 * spec.kv_heads + 4
 
     def _update(
         self, spec: Spec, state: ReservoirState, chunk: Chunk
@@ -163,7 +171,7 @@ class Reservoir(Policy):
             return leaf.reshape(batch * queries, *leaf.shape[2:])
 
         each = lambda leaf: leaf.reshape(batch * queries, 1, *leaf.shape[2:])  # noqa: E731
-        sample = self._at_cache_positions(spec, Sample(*map(split, found)), each(num_evicted))
+        sample = self._at_cache_positions(spec, jax.tree.map(split, found), each(num_evicted))
         bias = jnp.where(self._filled(each(num_evicted)), each(weight)[:, :, None, None], -jnp.inf)
         bias = jnp.broadcast_to(bias, (batch * queries, kv_heads, 1, size))
         partial = per_head.attend(spec, each(q), each(view), sample, bias)
@@ -198,7 +206,7 @@ class Reservoir(Policy):
         stored = per_head.draws(sample.positions, state.rng)
         at, takes = self._place(stored, state.num_evicted, draw)
         takes &= evicts[:, None]
-        sample = per_head.put(sample, at, takes, *(leaf[:, :, 0] for leaf in token))
+        sample = per_head.put(sample, at, takes, token)
         return state._replace(sample=sample, num_evicted=_add(state.num_evicted, evicts))
 
     def _place(

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import ring
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
@@ -25,19 +26,25 @@ class Streaming(Policy):
     positions: with `cache`, a token's position is its index within the cache (section 3.2), so no
     distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
     some other implementations. The published code attends before it evicts, so its queries see one
-    more key.
+    more key. cache: `int8` stores keys and values in int8, with a scale for each token and KV head,
+    and sinks in full precision.
     """
 
     sinks: int = 4
     window: int = 252
     positions: Literal["cache", "absolute"] = "cache"
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    leaves: ClassVar[Ring] = ring.LEAVES
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
+        rows.check(self.cache)
+
+    @property
+    def leaves(self) -> Ring:
+        return ring.leaves(self.cache, self.sinks)
 
     @property
     def cache_relative(self) -> bool:
@@ -48,7 +55,7 @@ class Streaming(Policy):
         return self.sinks + self.window if self.cache_relative else math.inf
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, self.sinks + self.window)
+        return ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return ring.update(spec, state, chunk, self.sinks, self.window, self.cache_relative)
@@ -58,4 +65,4 @@ class Streaming(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """(sinks + window) * (2 * K * H * itemsize + 4) + 4"""
-        return ring.nbytes(spec, self.sinks + self.window)
+        return ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import jax
 
-from jaxkv.cache import ring
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
@@ -20,24 +21,29 @@ class Window(Policy):
     But many models that were trained without a window put much of their attention on the first
     tokens. When the window evicts these tokens, the softmax loses its largest terms and the loss
     jumps (StreamingLLM, section 3.1). Layers that were trained with a sliding window use this
-    policy without loss.
+    policy without loss. cache: as in streaming.
     """
 
     window: int = 256
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "the newest tokens and nothing else"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
-    leaves: ClassVar[Ring] = ring.LEAVES
 
     def __post_init__(self) -> None:
         ring.check(0, self.window, "cache")
+        rows.check(self.cache)
+
+    @property
+    def leaves(self) -> Ring:
+        return ring.leaves(self.cache, 0)
 
     @property
     def max_lookback(self) -> int:
         return self.window
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, self.window)
+        return ring.init(spec, batch, self.window, self.cache)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return ring.update(spec, state, chunk, sinks=0, window=self.window)
@@ -47,4 +53,4 @@ class Window(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """window * (2 * K * H * itemsize + 4) + 4"""
-        return ring.nbytes(spec, self.window)
+        return ring.nbytes(spec, self.window, self.cache)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import State
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, first_few
 from jaxkv.files import whole_file
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array
@@ -40,10 +40,17 @@ def take(state: State, indices: Indices) -> State:
 def put(state: State, indices: Indices, other: State) -> State:
     """The state with the sequences of `other` at these indices.
 
-    Raises UserError for an unknown index, and where the sequences of `other` have another shape, as
-    after another `reserve`.
+    Raises UserError for an unknown index, and where the sequences of `other` have other arrays, as
+    those of another policy, or another shape, as after another `reserve`.
     """
     indices = _checked(indices, state)
+    mine, theirs = _named(state), _named(other)
+    if mine.keys() != theirs.keys():
+        apart = first_few(sorted(mine.keys() ^ theirs.keys()))
+        raise UserError(
+            f"sequences fit a state with the same arrays, and only one of both has {apart}; make "
+            "both with one policy, with the same cache="
+        )
     if isinstance(indices, np.ndarray) and len(set(indices.tolist())) < len(indices):
         raise UserError(f"each sequence can be put once, got {indices.tolist()}; name it once")
 
@@ -166,7 +173,7 @@ def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, S
             raise UserError(
                 f"a snapshot must have the state of this policy, model and batch: {path}: {name} "
                 f"should be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}; "
-                "load it with the settings it was saved with"
+                "load it with the settings it was saved with, cache= among them"
             )
 
 

@@ -66,11 +66,11 @@ def test_a_policy_for_each_layer_and_a_warning(run, model):
     flags = ("--policy", "1=window:window=600;*=full", "--max-new-tokens", 5, "--json")
     ran = run("generate", "Hello", "--model", model, *flags)
     assert ran.json["policy"] in (
-        "1=window:window=600;*=full:max=131072,start=512",
-        "0=full:max=131072,start=512;*=window:window=600",
+        "1=window:window=600,cache=float;*=full:max=131072,start=512,cache=float",
+        "0=full:max=131072,start=512,cache=float;*=window:window=600,cache=float",
     )
     (line,) = ran.err.splitlines()
-    assert line.startswith("jaxkv: warning: window:window=600 looks back 600 tokens")
+    assert line.startswith("jaxkv: warning: window:window=600,cache=float looks back")
     assert "trained context of 512" in line and "degrades" in line
 
 

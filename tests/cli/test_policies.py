@@ -44,7 +44,10 @@ def test_the_policy_strings_of_the_docs_parse():
 def test_json(run):
     found = {policy["name"]: policy for policy in run("policies", "--json").json["policies"]}
     assert set(found) == set(POLICIES)
-    assert found["window"]["fields"] == {"window": {"type": "int", "default": 256}}
+    assert found["window"]["fields"] == {
+        "window": {"type": "int", "default": 256},
+        "cache": {"type": "float|int8", "default": "float"},
+    }
     fields = {"summary", "bytes_per_sequence", "source", "about"}
     assert all(fields <= set(p) for p in found.values())
     assert run("policies", "window", "--json").json == {"policies": [found["window"]]}

@@ -22,13 +22,20 @@ APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,win
              "expected-attention:capacity=8,sinks=2,future=16", "keydiff:capacity=8",
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
-             "vattention:sinks=2,window=4")  # fmt: skip
+             "vattention:sinks=2,window=4", "full:cache=int8",
+             "balance:sinks=2,window=4,rounds=1,cache=int8")  # fmt: skip
 EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
               "window:window=16", "h2o:heavy=8,window=8", "reservoir:sinks=2,window=6,sample=8",
               "stratified:sinks=2,window=6,sample=8",
               "balance-stream:sinks=2,window=6,levels=2,block=4",
-              "0=full;*=streaming:sinks=2,window=14")  # fmt: skip
-OFTEN = {"full", "streaming:sinks=2,window=14", "0=full;*=streaming:sinks=2,window=14"}
+              "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,cache=int8",
+              "balance-stream:sinks=2,window=6,levels=2,block=4,cache=int8")  # fmt: skip
+OFTEN = {
+    "full",
+    "full:cache=int8",
+    "streaming:sinks=2,window=14",
+    "0=full;*=streaming:sinks=2,window=14",
+}
 
 
 def branches(lengths=(10, 16, 31, 33, 48, 130)):
@@ -204,11 +211,13 @@ def test_settings_of_another_type_raise(unchecked, host_memory):
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=12"])
 def test_prefixes_take_no_more_than_their_memory(policy):
     model, memory = plain(policy), 300_000
-    engine = Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory))
+    engine = Engine(
+        model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=memory)
+    )
     count, used = engine.metrics()["snapshot_slots"], engine.bytes["prefixes"]
     assert count > 1 and used <= memory < used + used / count
     with pytest.raises(UserError, match=r"one prefix, which takes .*, got 1.0 KiB"):
-        Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(1024))
+        Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=1024))
 
 
 @pytest.mark.parametrize("policy", [EVICTING[0], seldom(EVICTING[6])])

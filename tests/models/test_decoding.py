@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,8 @@ PLAIN = ("streaming", "window", "full")
 LOOPS = [
     *itertools.product(SHAPES, (1, 8), PLAIN),
     *itertools.product(list(SHAPES)[-1:], (1, 8), ("reservoir", "balance-stream")),
+    (list(SHAPES)[-1], 1, "streaming:cache=int8"),
+    *(seldom(list(SHAPES)[-1], 8, f"{policy}:cache=int8") for policy in (*PLAIN, "reservoir")),
     *(seldom(list(SHAPES)[-1], 8, policy) for policy in ("stratified", "h2o")),
     *(seldom(list(SHAPES)[-1], batch, "magicpig:K=4,L=20") for batch in (1, 8)),
 ]  # fmt: skip
@@ -85,14 +88,26 @@ def test_the_loop_copies_no_cache(size, batch, policy, tmp_path):
     program, states = lowered(read_config(tmp_path), policy, batch)
     compiled = program.compile()
     of_tokens = [leaf for leaf in jax.tree.leaves(states) if leaf.ndim >= 4]
-    assert copies_in_loops(compiled.as_text(), {leaf.size for leaf in of_tokens}) == []
+    copies = copies_in_loops(compiled.as_text(), {leaf.size for leaf in of_tokens})
+    if "int8" in policy:  # logits have the size of the scales, and the few sinks may be copied
+        copies = [line for line in copies if re.search(r"= \(?(s8|bf16)\[", line)]
+    assert copies == []
     # Donated: outputs reuse the buffers of the caches.
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in of_tokens)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= caches
     # Halving and re-rotation need temporary memory for a part of the cache. For balance-stream
     # with jax 0.7.2 it is 0.57 of the cache, 0.62 for one sequence, and less with later versions.
-    part = 0.25 if policy in PLAIN else 0.65 if batch == 1 else 0.6
+    # The rotated keys of a sample in int8 are floats.
+    part = (
+        0.25
+        if policy.partition(":")[0] in PLAIN
+        else 1
+        if "int8" in policy
+        else 0.65
+        if batch == 1
+        else 0.6
+    )
     assert memory.temp_size_in_bytes < caches * part
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import per_head, ring
+from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
@@ -33,7 +34,7 @@ class BalanceStream(Policy):
     / (2 levels + 2) are filled on average. With few levels more slots are filled, but a large block
     needs more temporary memory to halve. mode, temperature, c: as in balance. weighted: a token
     counts for all tokens that it represents; otherwise it counts once. positions: as in streaming.
-    exponent: as in reservoir.
+    exponent: as in reservoir. cache: as in streaming.
     """
 
     sinks: int = 4
@@ -46,6 +47,7 @@ class BalanceStream(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
     exponent: float = 1.0
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
@@ -54,6 +56,7 @@ class BalanceStream(Policy):
         import_pallas()
         ring.check(self.sinks, self.window, self.positions)
         per_head.check_exponent(self.exponent, self.weighted)
+        rows.check(self.cache)
         if self.levels < 1:
             raise UserError(f"levels must be at least 1, got {self.levels}; try levels=2")
         if self.block < 2 or self.block & (self.block - 1):
@@ -71,7 +74,9 @@ class BalanceStream(Policy):
         size = TreeSize(self.levels, self.block)
         cache_relative = self.positions == "cache"
         exponent = self.exponent if self.weighted else 0.0
-        return TreeSettings(self.sinks, self.window, size, halving, exponent, cache_relative)
+        return TreeSettings(
+            self.sinks, self.window, size, halving, exponent, cache_relative, self.cache
+        )
 
     @property
     def max_lookback(self) -> int | float:

@@ -8,6 +8,7 @@ the sample and the window. Positions without holes give the same loss (tree_slot
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import Evicted, Sample
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce import occupancy
@@ -49,6 +51,7 @@ class TreeSettings(NamedTuple):
     halving: Halving
     exponent: float
     cache_relative: bool
+    cache: Cache
 
 
 def leaves(settings: TreeSettings) -> TreeState:
@@ -56,10 +59,11 @@ def leaves(settings: TreeSettings) -> TreeState:
     size, page = settings.size, None
     if size.levels > 1:
         page = Pages(size.block, size.half, partial(last_writes, settings))
-    sample = Sample(
-        Leaf("B K S H", page=page), Leaf("B K S H", page=page), Leaf("B K S", page=page)
-    )
-    return TreeState(ring.LEAVES, sample, Leaf("B", shared=True), Leaf("B K 2"))
+    sample = jax.tree.map(lambda leaf: dataclasses.replace(leaf, page=page), per_head.LEAVES)
+    return TreeState(
+        ring.leaves(settings.cache, settings.sinks), per_head.leaves(settings.cache, sample),
+        Leaf("B", shared=True), Leaf("B K 2"),
+    )  # fmt: skip
 
 
 def max_lookback(settings: TreeSettings) -> int | float:
@@ -71,14 +75,16 @@ def max_lookback(settings: TreeSettings) -> int | float:
 
 def nbytes(settings: TreeSettings, spec: Spec) -> int:
     """Bytes of one sequence."""
-    recent = ring.nbytes(spec, settings.sinks + settings.window)
-    return recent + per_head.nbytes(spec, settings.size.slots) + 8 * spec.kv_heads + 4
+    sinks, cache = settings.sinks, settings.cache
+    recent = ring.nbytes(spec, sinks + settings.window, cache, sinks)
+    return recent + per_head.nbytes(spec, settings.size.slots, cache) + 8 * spec.kv_heads + 4
 
 
 def init(settings: TreeSettings, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
+    sinks, cache = settings.sinks, settings.cache
     return TreeState(
-        ring.init(spec, batch, settings.sinks + settings.window),
-        per_head.init(spec, batch, settings.size.slots),
+        ring.init(spec, batch, sinks + settings.window, cache, sinks),
+        per_head.init(spec, batch, settings.size.slots, cache),
         jnp.zeros((batch,), jnp.uint32),
         per_head.seeds(rng, spec, batch),
     )
@@ -187,8 +193,9 @@ def _attend_halves(
 ) -> list[Partial]:
     """Attention of the active queries to each half of a level.
 
-    With cache-relative positions, keys are stored rotated to their slot within the half, and a
-    query is rotated once per half, to its distance from the half's first slot.
+    With cache-relative positions, keys are rotated to their slot within the half, and a query is
+    rotated once per half, to its distance from the half's first slot. Floats are stored so; keys in
+    int8 are rotated for each call.
     """
     batch, queries, heads, head_dim = chunk.q.shape
     kv_heads, width = state.rng.shape[1], settings.size.half
@@ -201,7 +208,6 @@ def _attend_halves(
         views = view[:, :, None] - first.astype(jnp.uint32)
     q = jnp.broadcast_to(chunk.q[:, :, None], (batch, queries, parts, heads, head_dim))
     q = spec.encoding.rotate(q.reshape(batch, -1, heads, head_dim), views.reshape(batch, -1))
-    # Halves become heads: slicing one off would copy it.
     group = heads // kv_heads
     q = q.reshape(batch, queries, parts, kv_heads, group, head_dim).transpose(0, 1, 3, 2, 4, 5)
     weights = _bias(settings, num_evicted, state.rng)
@@ -219,9 +225,13 @@ def _attend_halves(
     if penalties[0] is not None:
         bias = bias + jnp.stack(penalties, axis=4)
     bias = bias.transpose(0, 1, 4, 2, 3, 5)
+    # Halves become heads: slicing one off would copy it.
+    k, v = jax.tree.map(
+        lambda leaf: leaf.reshape(batch, kv_heads * parts, width, -1),
+        _rotated_to_slots(settings, spec, state.sample),
+    )
     partial = slot_attention(
-        q.reshape(batch, queries, parts * heads, head_dim),
-        *(leaf.reshape(batch, kv_heads * parts, width, -1) for leaf in state.sample[:2]),
+        q.reshape(batch, queries, parts * heads, head_dim), k, v,
         bias.reshape(batch, kv_heads * parts, *bias.shape[3:]),
         spec.scale, spec.softcap,
     )  # fmt: skip
@@ -232,6 +242,15 @@ def _attend_halves(
                 lse[:, :, :, part].reshape(batch, queries, heads))
         for part in range(parts)
     ]  # fmt: skip
+
+
+def _rotated_to_slots(settings: TreeSettings, spec: Spec, sample: Sample) -> tuple[Rows, Rows]:
+    """Keys, rotated to their slot within a half if positions are cache-relative, and values."""
+    if settings.cache == "float" or not settings.cache_relative:
+        return sample.k, sample.v
+    slot = jax.lax.broadcasted_iota(jnp.uint32, sample.positions.shape, 2)
+    slot = slot % np.uint32(settings.size.half)
+    return per_head.rerotate(spec, sample.k, slot - sample.positions), sample.v
 
 
 def _absorb(settings: TreeSettings, spec: Spec, state: TreeState, evicted: Evicted) -> TreeState:
@@ -245,4 +264,4 @@ def _reducer(settings: TreeSettings, spec: Spec) -> Reducer:
     def chosen(keys: Array, values: Array, uniforms: Array) -> Array:
         return halve(settings.halving, spec.scale, keys, values, uniforms).chosen
 
-    return Reducer(settings.size, chosen, settings.cache_relative, spec)
+    return Reducer(settings.size, chosen, settings.cache_relative, spec, settings.cache)

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import per_head, ring
+from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
@@ -25,7 +26,7 @@ class Stratified(Policy):
 
     When the sample has `sample` tokens, a coin keeps one of every two neighbours, and r grows by
     one. weighted: a sampled token counts for its whole stretch; otherwise it counts once.
-    positions: as in streaming. exponent: as in reservoir.
+    positions: as in streaming. exponent: as in reservoir. cache: as in streaming.
     """
 
     sinks: int = 4
@@ -34,6 +35,7 @@ class Stratified(Policy):
     weighted: bool = False
     positions: Literal["cache", "absolute"] = "cache"
     exponent: float = 1.0
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
@@ -41,6 +43,7 @@ class Stratified(Policy):
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
         per_head.check_exponent(self.exponent, self.weighted)
+        rows.check(self.cache)
         if not 2 <= self.sample <= 2**20 or self.sample & (self.sample - 1):
             raise UserError(f"sample must be 2, 4, 8, ..., got {self.sample}; try sample=128")
 
@@ -49,7 +52,9 @@ class Stratified(Policy):
         cache_relative = self.positions == "cache"
         size, halving = TreeSize(1, self.sample), Halving("coin")
         exponent = self.exponent if self.weighted else 0.0
-        return TreeSettings(self.sinks, self.window, size, halving, exponent, cache_relative)
+        return TreeSettings(
+            self.sinks, self.window, size, halving, exponent, cache_relative, self.cache
+        )
 
     @property
     def max_lookback(self) -> int | float:

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import per_head
+from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import Evicted, Sample, pick, put, rerotate, uniforms
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.policies.merge_reduce.occupancy import (
     TreeSize,
@@ -44,14 +45,22 @@ FOLD_AT = np.uint32(2**31)
 class Reducer(NamedTuple):
     """The settings of a tree.
 
-    cache_relative: keys are stored rotated to their slot within a half, and not to their position
-    in the text. Halving rotates them again, which happens to a token once as the stream doubles.
+    cache_relative: halving sees keys rotated to consecutive positions, and not to their positions
+    in the text. Floats are stored rotated to their slot within a half. Halving rotates them again,
+    which happens to a token once as the stream doubles. cache: rows in int8 stay rotated to their
+    positions in the text, because a rotation would round them again.
     """
 
     size: TreeSize
     halve: Halve
     cache_relative: bool
     spec: Spec
+    cache: Cache = "float"
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether keys are stored rotated to their slot within a half."""
+        return self.cache_relative and self.cache == "float"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,14 +80,14 @@ def _absorb_one(
     slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
     picked = token_of_slot(size, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
     takes = valid[:, None] & jnp.any(picked, axis=2)
-    if reducer.cache_relative:  # the KV heads of a sequence evict the same token
+    if reducer.by_slot:  # the KV heads of a sequence evict the same token
         rotated = reducer.spec.encoding.rerotate(
             token.k.transpose(0, 2, 1, 3),
             slot[:, None] % np.uint32(size.half) - token.positions[:, 0],
         )
         token = token._replace(k=rotated.transpose(0, 2, 1, 3))
     at = jnp.broadcast_to(slot.astype(jnp.int32)[:, None], takes.shape)
-    sample = put(sample, at, takes, *(leaf[:, :, 0] for leaf in token))
+    sample = put(sample, at, takes, token)
     return _reduce(reducer, sample, num_evicted, num_evicted + valid.astype(jnp.uint32), rng)
 
 
@@ -118,6 +127,8 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     A while loop has no reverse derivative. But this one only moves tokens between slots, and the
     position of a token says which slot it came from.
     """
+    if reducer.cache == "int8":
+        return None, None, None, None
     sample, num_evicted, rng, evicted, positions = seen
     sequence, new = jnp.arange(len(num_evicted))[:, None], evicted.tokens
     left = jnp.zeros(new.positions[:, 0].shape, bool).at[sequence, evicted.index].max(evicted.valid)
@@ -176,14 +187,14 @@ def _fill_level_0(
     takes = wanted < (left - done).astype(jnp.uint32)[:, None, None]
     number = jnp.where(takes, wanted.astype(jnp.int32) + done[:, None, None], 0)
     new = pick(tokens, jax.vmap(lambda tokens, at: tokens[at])(order, number))
-    if reducer.cache_relative:
+    if reducer.by_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.size.half)
         new = new._replace(k=rerotate(reducer.spec, new.k, slot - new.positions))
     return _write(sample, new, 0, takes)
 
 
 def _cut(sample: Sample, at: int | Array, size: int) -> Sample:
-    return Sample(*(jax.lax.dynamic_slice_in_dim(leaf, at, size, 2) for leaf in sample))
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, at, size, 2), sample)
 
 
 def _write(sample: Sample, new: Sample, at: int | Array, takes: Bool[Array, "B ... #S"]) -> Sample:
@@ -195,7 +206,7 @@ def _write(sample: Sample, new: Sample, at: int | Array, takes: Bool[Array, "B .
         new = jnp.where(wide, new.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=2)
 
-    return Sample(*(one(old, new) for old, new in zip(sample, new, strict=True)))
+    return jax.tree.map(one, sample, new)
 
 
 def _reduce(
@@ -254,15 +265,16 @@ def _halve_level(
     older = _cut(sample, _first_slot_of_level(reducer, level), half)
     newer = _cut(sample, half, half)
     both = per_head.join(older, newer)
-    keys = both.k
+    keys, values = rows.dequantise(both.k), rows.dequantise(both.v)
     if reducer.cache_relative:  # at consecutive positions
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
-        keys = rerotate(reducer.spec, keys, place - place % np.uint32(half))
+        rotated_to = place % np.uint32(half) if reducer.by_slot else both.positions
+        keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
     draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
-    chosen = reducer.halve(keys, both.v, draws)
+    chosen = reducer.halve(keys, values, draws)
     stays = pick(both, chosen)
-    if reducer.cache_relative:
+    if reducer.by_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
         was = chosen.astype(jnp.uint32) % np.uint32(half)
         stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - was))

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import per_head
+from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
@@ -39,7 +40,7 @@ class Balance(Policy):
     weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
     follows the released code: it fills a half with tokens that the walk did not reach. These count
     2^rounds times in the denominator and fewer times in the numerator. start: slots before the
-    prompt, doubled as they fill.
+    prompt, doubled as they fill. cache: as in streaming.
     """
 
     sinks: int = 32
@@ -51,10 +52,10 @@ class Balance(Policy):
     c: float = 0.25
     weights: Literal["consistent", "published"] = "consistent"
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
-    leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -64,6 +65,7 @@ class Balance(Policy):
         import_pallas()
         base.check_rounds(self.rounds)
         base.check(self._ends, self.start)
+        base.check_cache(self.cache, self.sinks, self.start)
         if not 2 <= self.block <= base.MAX_SLOTS or self.block % (1 << self.rounds):
             raise UserError(
                 f"block must be a multiple of 2^rounds up to {base.MAX_SLOTS}, because each round "
@@ -87,11 +89,15 @@ class Balance(Policy):
         return Ends(self.sinks, self.window, 1 << self.rounds)
 
     @property
+    def leaves(self) -> CompressedState:
+        return base.leaves(self.cache, self.sinks)
+
+    @property
     def min_prompt(self) -> int:
         return self._ends.most + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start)
+        return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
         return base.reserve(spec, state, tokens, self._ends)
@@ -99,7 +105,7 @@ class Balance(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
         a quarter of that at rounds=2, plus all generated tokens"""
-        return base.nbytes(spec, self.start, tokens)
+        return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
@@ -108,8 +114,7 @@ class Balance(Policy):
                 tokens, times = self._round(spec, tokens, times, count, state.rng, number)
                 count = count // 2
             share = (times / np.float32(1 << self.rounds))[..., None]
-            values = (tokens.v.astype(jnp.float32) * share).astype(tokens.v.dtype)
-            tokens = tokens._replace(v=values)
+            tokens = tokens._replace(v=rows.times(tokens.v, share))
             return base.weighted_sample(tokens, count, self.rounds * math.log(2))
 
         return base.finish_prefill(spec, state, self._ends, choose)
@@ -132,8 +137,8 @@ class Balance(Policy):
         given = (
             self._how,
             spec.scale,
-            split(tokens.k),
-            split(tokens.v.astype(jnp.float32) * times[..., None]),
+            split(rows.dequantise(tokens.k)),
+            split(rows.dequantise(tokens.v).astype(jnp.float32) * times[..., None]),
         )
         if self.weights == "published":
             valid = jnp.arange(block)[None, None, None] < members[..., None]

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import merge
-from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache import dense, per_head, ring, rows
 from jaxkv.cache.per_head import Sample
 from jaxkv.cache.ring import Ring
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
@@ -68,6 +69,21 @@ class Ends(NamedTuple):
         return self.sinks + self.window + self.multiple - 1
 
 
+def leaves(cache: Cache, sinks: int = 0) -> CompressedState:
+    """The leaves of such a state; sinks: first tokens that are in full precision with int8."""
+    exact = ring.leaves(cache, sinks, dense.LEAVES)
+    return LEAVES._replace(dense=exact, sample=per_head.leaves(cache))
+
+
+def check_cache(cache: Cache, sinks: int, start: int) -> None:
+    """Raise UserError for an unknown form of rows, or fewer slots than sinks in full precision."""
+    rows.check(cache)
+    if cache == "int8" and start < sinks:
+        raise UserError(
+            f"start must be at least sinks with cache=int8, got {start} and {sinks}; try start=512"
+        )
+
+
 def check(ends: Ends, start: int, example: tuple[int, int] = (32, 32)) -> None:
     """Raise UserError for impossible ends or first slots; example: ends that would do."""
     sinks, window, _ = ends
@@ -102,21 +118,31 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
-def nbytes(spec: Spec, start: int, tokens: int, queries: int = 0) -> int:
+def nbytes(
+    spec: Spec, start: int, tokens: int, queries: int = 0, cache: Cache = "float", sinks: int = 0
+) -> int:
     """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    prompt = ring.nbytes(spec, dense.slots_for(tokens, start, MAX_SLOTS))
+    prompt = ring.nbytes(spec, dense.slots_for(tokens, start, MAX_SLOTS), cache, sinks)
     stored_queries = queries * (4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4)
     return prompt + stored_queries + 8 * spec.kv_heads
 
 
-def init(spec: Spec, batch: int, rng: jax.Array, start: int, queries: int = 0) -> CompressedState:
+def init(
+    spec: Spec,
+    batch: int,
+    rng: jax.Array,
+    start: int,
+    queries: int = 0,
+    cache: Cache = "float",
+    sinks: int = 0,
+) -> CompressedState:
     """An empty state; queries: how many of the last queries to store."""
     if queries:
         check_group(spec)
     shape = batch, spec.kv_heads, queries, spec.group or 0, spec.head_dim
     return CompressedState(
-        ring.init(spec, batch, start),
-        per_head.init(spec, batch, 0),
+        ring.init(spec, batch, start, cache, sinks),
+        per_head.init(spec, batch, 0, cache),
         jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((batch, queries), jnp.uint32),
@@ -189,20 +215,22 @@ def finish_prefill(
     if between:
         here = slice(ends.sinks, ends.sinks + between)
         positions = jnp.broadcast_to(prompt.positions[:, None, here], (batch, kv_heads, between))
-        tokens = Sample(prompt.k[:, :, here], prompt.v[:, :, here], positions)
-        chosen, weight = choose(tokens, count)
+        k, v = (rows.cut(leaf, here.start, here.stop) for leaf in prompt[:2])
+        chosen, weight = choose(Sample(k, v, positions), count)
     else:  # one empty slot: its presence says that prefill is finished
-        chosen = per_head.init(spec, batch, 1)
+        chosen = resize(state.sample, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
     # One slot at least, because an empty cache cannot grow by doubling.
     slot = jnp.arange(min(max(ends.most, 1), size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
+    take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)  # noqa: E731
     exact = Ring(
-        *(jnp.take_along_axis(leaf, source[:, None, :, None], axis=2) for leaf in prompt[:2]),
+        *jax.tree.map(take, prompt[:2]),
         jnp.take_along_axis(prompt.positions, source, axis=1),
         # An overfull sequence stays overfull.
         jnp.where(prompt.count > size, ring.OVERFULL, prompt.count - count),
+        prompt.sinks,
     )
     return state._replace(
         dense=exact, sample=chosen, log_weight=weight,
@@ -236,7 +264,7 @@ def resize(tokens: Sample, size: int) -> Sample:
     """The first `size` slots, padded with empty ones where there are fewer."""
     more = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
-    return Sample(*(pad(leaf)[:, :, :size] for leaf in tokens))
+    return jax.tree.map(lambda leaf: pad(leaf)[:, :, :size], tokens)
 
 
 def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Array, "B K G S"]:
@@ -244,7 +272,7 @@ def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Arr
     prompt = state.dense
     kv_heads, most = state.queries.shape[1:3]
     logits = jnp.einsum(
-        "bkwgh,bksh->bkgws", state.queries, prompt.k.astype(jnp.float32),
+        "bkwgh,bksh->bkgws", state.queries, rows.dequantise(prompt.k).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     ) * jnp.float32(spec.scale)  # fmt: skip
     if spec.softcap is not None:

@@ -9,8 +9,9 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import ring
+from jaxkv.cache import ring, rows
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
@@ -47,7 +48,8 @@ class ExpectedAttention(Policy):
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
     exactly. A prompt of at most `capacity` tokens is not compressed. start: slots before the
-    prompt, doubled as they fill. The other defaults are those of the published code.
+    prompt, doubled as they fill. cache: as in streaming. The other defaults are those of the
+    published code.
     """
 
     capacity: int = 1024
@@ -57,12 +59,10 @@ class ExpectedAttention(Policy):
     value_norm: bool = True
     epsilon: float = 0.0
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    leaves: ClassVar[ExpectedState] = ExpectedState(
-        base.LEAVES, Leaf("B K M G H"), Leaf("B K D G H")
-    )
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -72,6 +72,12 @@ class ExpectedAttention(Policy):
                 f"{self.epsilon} and {self.future}; try sinks=4,epsilon=0,future=512"
             )
         base.check_capacity(self.capacity, self.sinks + 1, self.start)
+        base.check_cache(self.cache, self.sinks, self.start)
+
+    @property
+    def leaves(self) -> ExpectedState:
+        prompt = base.leaves(self.cache, self.sinks)
+        return ExpectedState(prompt, Leaf("B K M G H"), Leaf("B K D G H"))
 
     @property
     def _ends(self) -> Ends:
@@ -85,7 +91,8 @@ class ExpectedAttention(Policy):
         base.check_group(spec)
         shape = batch, spec.kv_heads, spec.head_dim, spec.group, spec.head_dim
         zeros = jnp.zeros(shape, jnp.float32)
-        return ExpectedState(base.init(spec, batch, rng, self.start), zeros[:, :, :1], zeros)
+        prompt = base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
+        return ExpectedState(prompt, zeros[:, :, :1], zeros)
 
     def reserve(self, spec: Spec, state: ExpectedState, tokens: int) -> ExpectedState:
         return state._replace(prompt=base.reserve(spec, state.prompt, tokens, self._ends))
@@ -98,7 +105,8 @@ class ExpectedAttention(Policy):
         without the last term, until the end of prefill; then `capacity` tokens, plus all generated
         tokens"""
         heads, head_dim = spec.kv_heads * (spec.group or 0), spec.head_dim
-        return base.nbytes(spec, self.start, tokens) + 4 * heads * head_dim * (head_dim + 1)
+        prompt = base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
+        return prompt + 4 * heads * head_dim * (head_dim + 1)
 
     def update(
         self, spec: Spec, state: ExpectedState, chunk: Chunk
@@ -153,7 +161,7 @@ class ExpectedAttention(Policy):
         last = jnp.take_along_axis(slots, jnp.clip(written - 1, 0, slots.shape[1] - 1), axis=1)
         after = last + jnp.uint32(1)
         rotation = self._mean_rotation(spec, after)
-        keys = tokens.k.astype(jnp.float32)
+        keys = rows.dequantise(tokens.k).astype(jnp.float32)
         mean = jnp.einsum("bkmgx,bxh->bkgh", state.mean, rotation, precision=HIGHEST)
         logits = jnp.einsum("bkgh,bksh->bkgs", mean, keys, precision=HIGHEST)
         logits = jnp.float32(spec.scale) * logits
@@ -173,7 +181,9 @@ class ExpectedAttention(Policy):
         if not self.value_norm:
             return score
         epsilon = math.log(self.epsilon) if self.epsilon else -math.inf
-        length = jnp.sqrt(jnp.sum(jnp.square(tokens.v.astype(jnp.float32)), axis=-1))
+        length = jnp.sqrt(
+            jnp.sum(jnp.square(rows.dequantise(tokens.v).astype(jnp.float32)), axis=-1)
+        )
         return jnp.logaddexp(score, jnp.float32(epsilon)) + jnp.log(length)
 
     def _mean_rotation(self, spec: Spec, after: UInt32[Array, "B 1"]) -> Float32[Array, "B H H"]:

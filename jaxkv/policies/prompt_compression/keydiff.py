@@ -8,7 +8,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxkv.cache import rows
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, Ends
@@ -28,15 +30,15 @@ class KeyDiff(Policy):
     its length. Keys are compared as they are cached, rotated to their positions. The paper's
     algorithm evicts block by block while it reads the prompt; here the whole prompt is scored once.
     Generated tokens are cached exactly. A prompt of at most `capacity` tokens is not compressed.
-    start: slots before the prompt, doubled as they fill.
+    start: slots before the prompt, doubled as they fill. cache: as in streaming.
     """
 
     capacity: int = 1024
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
-    leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -44,13 +46,18 @@ class KeyDiff(Policy):
 
     def __post_init__(self) -> None:
         base.check_capacity(self.capacity, 1, self.start)
+        base.check_cache(self.cache, 0, self.start)
+
+    @property
+    def leaves(self) -> CompressedState:
+        return base.leaves(self.cache)
 
     @property
     def min_prompt(self) -> int:
         return self.capacity + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start)
+        return base.init(spec, batch, rng, self.start, cache=self.cache)
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
         return base.reserve(spec, state, tokens, ENDS)
@@ -58,13 +65,13 @@ class KeyDiff(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
         `capacity` tokens, plus all generated tokens"""
-        return base.nbytes(spec, self.start, tokens)
+        return base.nbytes(spec, self.start, tokens, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
             there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
             # A choice has no gradient.
-            keys = jax.lax.stop_gradient(_unit(tokens.k.astype(jnp.float32)))
+            keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))
             mean = jnp.sum(jnp.where(there[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
             similarity = jnp.sum(keys * _unit(mean), axis=-1)
             return base.keep_best(tokens, count, -similarity, self.capacity)

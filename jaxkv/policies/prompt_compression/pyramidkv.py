@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import jax
 
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
@@ -23,11 +24,11 @@ class PyramidKV(Policy):
     (section 3), so lower layers need more of the same total budget.
 
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
-    start: as in snapkv. The step from layer to layer is rounded down, as in the published code, so
-    the mean is up to 5 % above `capacity`. Here the budgets do not depend on the prompt. In the
-    published code they do: a prompt of fewer than `capacity` tokens stays whole, all layers have
-    the same budget up to twice as many tokens, and no layer has a budget above the length of the
-    prompt.
+    start, cache: as in snapkv. The step from layer to layer is rounded down, as in the published
+    code, so the mean is up to 5 % above `capacity`. Here the budgets do not depend on the prompt.
+    In the published code they do: a prompt of fewer than `capacity` tokens stays whole, all layers
+    have the same budget up to twice as many tokens, and no layer has a budget above the length of
+    the prompt.
     """
 
     capacity: int = 1024
@@ -39,10 +40,10 @@ class PyramidKV(Policy):
     # Set by `for_layer`.
     layer: int = field(default=0, repr=False)
     layers: int = field(default=1, repr=False)
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
-    leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -72,7 +73,12 @@ class PyramidKV(Policy):
         if self.layers > 1:
             most = 2 * mean - least
             budget = most - self.layer * ((most - least) // (self.layers - 1))
-        return SnapKV(max(budget, 1) + self.window, self.window, self.kernel, self.pool, self.start)
+        capacity = max(budget, 1) + self.window
+        return SnapKV(capacity, self.window, self.kernel, self.pool, self.start, self.cache)
+
+    @property
+    def leaves(self) -> CompressedState:
+        return self._snap.leaves
 
     @property
     def min_prompt(self) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
@@ -28,7 +29,7 @@ class SnapKV(Policy):
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
     published LongBench runs. A prompt of at most `capacity` tokens is not compressed. start: slots
-    before the prompt, doubled as they fill.
+    before the prompt, doubled as they fill. cache: as in streaming.
     """
 
     capacity: int = 1024
@@ -36,10 +37,10 @@ class SnapKV(Policy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -47,6 +48,7 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         base.check(self._ends, self.start)
+        base.check_cache(self.cache, 0, self.start)
         if not self.window < self.capacity <= base.MAX_SLOTS:
             raise UserError(
                 f"capacity must be more than window and {base.MAX_SLOTS} at most, got "
@@ -62,11 +64,15 @@ class SnapKV(Policy):
         return Ends(0, self.window)
 
     @property
+    def leaves(self) -> CompressedState:
+        return base.leaves(self.cache)
+
+    @property
     def min_prompt(self) -> int:
         return self.capacity + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start, self.window)
+        return base.init(spec, batch, rng, self.start, self.window, cache=self.cache)
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
         return base.reserve(spec, state, tokens, self._ends)
@@ -74,7 +80,7 @@ class SnapKV(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + window * (4 * K * G * H + 4), doubling,
         until the end of prefill; then `capacity` tokens, plus all generated tokens"""
-        return base.nbytes(spec, self.start, tokens, self.window)
+        return base.nbytes(spec, self.start, tokens, self.window, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         # A choice has no gradient.

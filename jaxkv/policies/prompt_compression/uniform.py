@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import Sample
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, Ends
@@ -27,7 +28,7 @@ class Uniform(Policy):
 
     Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
     weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots
-    before the prompt, doubled as they fill.
+    before the prompt, doubled as they fill. cache: as in streaming.
     """
 
     sinks: int = 32
@@ -35,10 +36,10 @@ class Uniform(Policy):
     rounds: int = 2
     weighted: bool = True
     start: int = 512
+    cache: Cache = "float"
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a random sample of the others"
     source: ClassVar[str] = "the baseline of BalanceKV, arXiv 2502.07861"
-    leaves: ClassVar[CompressedState] = base.LEAVES
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -47,17 +48,22 @@ class Uniform(Policy):
     def __post_init__(self) -> None:
         base.check_rounds(self.rounds)
         base.check(self._ends, self.start)
+        base.check_cache(self.cache, self.sinks, self.start)
 
     @property
     def _ends(self) -> Ends:
         return Ends(self.sinks, self.window, 1 << self.rounds)
 
     @property
+    def leaves(self) -> CompressedState:
+        return base.leaves(self.cache, self.sinks)
+
+    @property
     def min_prompt(self) -> int:
         return self._ends.most + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start)
+        return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
         return base.reserve(spec, state, tokens, self._ends)
@@ -65,7 +71,7 @@ class Uniform(Policy):
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
         a quarter of that at rounds=2, plus all generated tokens"""
-        return base.nbytes(spec, self.start, tokens)
+        return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:

@@ -33,7 +33,12 @@ def record(full, **policies):
     [
         ("A streaming", record(1.0, streaming=0.05), record(1.0, streaming=0.2), HOLDS),
         ("A sample", record(1.0, reservoir=0.95), record(1.0, reservoir=0.85), HOLDS),
-        ("SnapKV", record(1.0, snapkv=1.0), record(1.0, snapkv=0.5), HOLDS),
+        (
+            "SnapKV answers from a compressed prompt as",
+            record(1.0, snapkv=1.0),
+            record(1.0, snapkv=0.5),
+            HOLDS,
+        ),
         # Retrieval is half of this claim.
         ("Attention to", record(0.9, topk=0.85), record(0.9, topk=0.5), PART),
     ],

@@ -1,0 +1,200 @@
+"""Caches in int8 on SmolLM2-135M-Instruct: bytes, loss and decoding speed against floats.
+
+The loss is that of a novel, token by token in both forms; of `snapkv`, that of the second half of
+each stretch, after the first half was compressed. Decoding continues from a prompt, and both forms
+of all caches alternate in one process. `drift` streams random tokens through one small layer, and
+compares each row that is stored at the end with its token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.evals.lib.record import Record, spread, standard_error
+from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
+from jaxkv.models import smollm2
+from jaxkv.models.llm import Llm
+from jaxkv.models.score import gather
+from jaxkv.policy_spec import parse_policy
+from jaxkv.rotary import rotary
+from jaxkv.state.batch import nbytes
+from jaxkv.testing.int8 import HALF, parts_in_int8
+from jaxkv.typing import Array, Float32, UInt32
+
+POLICIES = {
+    "streaming": "sinks=4,window=1020",
+    "reservoir": "sinks=4,window=508,sample=512",
+    "balance-stream": "sinks=4,window=892,levels=3,block=64",
+    "snapkv": "capacity=512,start=1024",
+}
+STREAMED = ("streaming:sinks=4,window=60", "reservoir:sinks=4,window=60,sample=64",
+            "balance-stream:sinks=4,window=60,levels=3,block=32")  # fmt: skip
+LAYER = Spec(1, 64, 64**-0.5, rotary(64, 10_000.0))
+STRETCH = 2048  # tokens of a prompt and its continuation
+PROMPT = 1024  # cached tokens when decoding is timed
+CHUNK = 256
+BIN = 256  # tokens whose mean difference is one sample of the interval
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.speed.cache_int8", description=__doc__
+    )
+    ask.add_argument("--text", type=Path, required=True, help="a novel")
+    ask.add_argument("--tokens", type=int, default=20_000, help="to score")
+    ask.add_argument("--stream", type=int, default=1_000_000, help="tokens to stream for drift")
+    ask.add_argument("--rounds", type=int, default=9)
+    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    given = ask.parse_args()
+    if given.quick:
+        given.tokens, given.stream, given.rounds = 2 * STRETCH, 20_000, 3
+    record = Record("cache_int8", [smollm2.fetch(), given.text], [0], quick=given.quick)
+    llm = models.load(smollm2.NAME, "float32")
+    ids, _ = tokens_of(llm, given.text, given.tokens)
+    found = {
+        "text": given.text.stem,
+        "policies": POLICIES,
+        "bytes": {name: shares(llm, name) for name in POLICIES},
+        "loss": {name: losses(llm, name, ids) for name in POLICIES},
+        "speed": speed(llm, given.rounds),
+        "drift": {policy: drift(policy, given.stream) for policy in STREAMED},
+    }
+    found["bars"] = bars(found)
+    record.finish(found)
+
+
+def bars(found: dict[str, Any]) -> list[dict[str, object]]:
+    lines = []
+    for name in POLICIES:
+        what = f"{name} with cache=int8 over floats"
+        share, loss = found["bytes"][name], found["loss"][name]
+        lines += [
+            bar(f"{what}: bytes, of float32", share["float32"], "<=", 0.27),
+            bar(f"{what}: bytes, of bfloat16", share["bfloat16"], "<=", 0.53),
+            bar(f"{what}: loss, nats per token", loss["difference"], "<=", 0.002),
+            bar(f"{what}: tokens a second, batch 1", found["speed"][name]["faster"], ">=", 0.95),
+        ]
+    far = max(one["rows_off"] for one in found["drift"].values())
+    return [*lines, bar("rows further than half a scale from their token", far, "<=", 0)]
+
+
+def forms(name: str) -> dict[str, str]:
+    """The policy strings of a cache in floats and in int8."""
+    return {form: f"{name}:{POLICIES[name]},cache={form}" for form in ("float", "int8")}
+
+
+def shares(llm: Llm, name: str) -> dict[str, float]:
+    """Bytes of all layers in int8 over those in each dtype, after a prompt."""
+    floats, int8 = forms(name).values()
+    return {
+        dtype: state_bytes(llm, int8, dtype) / state_bytes(llm, floats, dtype)
+        for dtype in ("float32", "bfloat16")
+    }
+
+
+def state_bytes(llm: Llm, policy: str, dtype: str) -> int:
+    spec = replace(llm.spec, dtype=dtype)
+
+    def build(one: Policy) -> State:
+        state = one.reserve(spec, one.init(spec, 1, jax.random.key(0)), PROMPT)
+        return one.finish_prefill(spec, state)
+
+    return sum(nbytes(jax.eval_shape(lambda one=one: build(one))) for one in llm.policies(policy))
+
+
+def losses(llm: Llm, name: str, ids: Sequence[int]) -> dict[str, Any]:
+    """The mean loss of each form, and that of int8 minus floats with its standard error."""
+    found = {
+        form: np.concatenate(list(losses_of(llm, policy, ids))).astype(np.float64)
+        for form, policy in forms(name).items()
+    }
+    apart = found["int8"] - found["float"]
+    bins = [float(np.mean(apart[at : at + BIN])) for at in range(0, len(apart) - BIN + 1, BIN)]
+    return {
+        "tokens": len(apart),
+        "loss": {form: float(np.mean(one)) for form, one in found.items()},
+        "difference": float(np.mean(apart)),
+        "standard_error": standard_error(bins),
+    }
+
+
+def losses_of(llm: Llm, policy: str, ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """The losses of a text, or of the second half of each of its stretches."""
+    if parse_policy(policy).min_prompt is None:
+        yield gather(models.losses(llm, ids, policy))[0]
+        return
+    for at in range(0, len(ids) - STRETCH + 1, STRETCH):
+        first, second = ids[at : at + STRETCH // 2], ids[at + STRETCH // 2 : at + STRETCH]
+        stream = models.Stream(llm, policy, tokens=STRETCH)
+        stream.prefill([first])
+        stream.finish_prefill()
+        yield gather(models.losses(llm, second, chunk=CHUNK, stream=stream))[0]
+
+
+def speed(llm: Llm, rounds: int, new: int = 32) -> dict[str, Any]:
+    """Tokens a second of each cache in each form, and the ratio of both."""
+    variants = {}
+    for name in POLICIES:
+        for form, policy in forms(name).items():
+            stream = models.Stream(llm, policy, tokens=PROMPT + new)
+            stream.prefill([prompt(llm, PROMPT + 1)])
+            stream.finish_prefill()
+            variants[f"{name}, {form}"] = decode_variant(stream, new)
+    seconds = time_rounds(variants, rounds, "cache_int8")
+    return {
+        name: {
+            "tokens_per_second": {
+                form: spread(new / np.array(seconds[f"{name}, {form}"])) for form in forms(name)
+            },
+            "faster": ratio(seconds[f"{name}, float"], seconds[f"{name}, int8"]),
+        }
+        for name in POLICIES
+    }
+
+
+def drift(policy: str, tokens: int) -> dict[str, int]:
+    """Stream random tokens, and count the stored rows that are not those of their tokens."""
+    chosen = parse_policy(f"{policy},cache=int8")
+    tokens -= tokens % CHUNK
+
+    def one(state: State, first: Array) -> tuple[State, None]:
+        positions = first + jnp.arange(CHUNK, dtype=jnp.uint32)[None]
+        q, k, v = (leaf[:, :, None] for leaf in token_at(positions))
+        chunk = Chunk(q, k, v, positions, jnp.ones_like(positions, bool))
+        return chosen.update(LAYER, state, chunk)[1], None
+
+    firsts = jnp.arange(0, tokens, CHUNK, dtype=jnp.uint32)
+    start = chosen.init(LAYER, 1, jax.random.key(0))
+    state = jax.jit(lambda state: jax.lax.scan(one, state, firsts)[0])(start)
+    rows, off = 0, 0
+    for part in parts_in_int8(state):
+        positions = part.positions.reshape(1, -1)  # one KV head
+        _, k, v = token_at(positions)
+        k = LAYER.encoding.rotate(k[:, :, None], positions)[:, :, 0]
+        for stored, wanted in ((part.k, k), (part.v, v)):
+            values, scale = (np.asarray(leaf[0, 0], np.float32) for leaf in stored)
+            there = scale[:, 0] > 0
+            far = np.abs(values * scale - np.asarray(wanted[0])) > HALF * scale
+            rows, off = rows + int(there.sum()), off + int((far.any(axis=1) & there).sum())
+    return {"tokens": tokens, "rows": rows, "rows_off": off}
+
+
+def token_at(positions: UInt32[Array, "B T"]) -> Float32[Array, "3 B T H"]:
+    """Query, key and value of the tokens at these positions, which follow from the position."""
+    draw = lambda at: jax.random.normal(jax.random.fold_in(jax.random.key(0), at), (3, 64))  # noqa: E731
+    return jnp.moveaxis(jax.vmap(jax.vmap(draw))(positions), 2, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The keys or values of a cache: floats in the dtype of the spec, or `Int8Rows`.
+
+A row is the key or the value of one token in one KV head. `cache=int8` stores it as whole numbers
+from -127 to 127 and one scale. It is rounded once, when the token enters the cache, and a key is
+rotated before that. Moves between slots copy whole numbers and scale, so a row never drifts.
+
+Every query reads a token as it is stored, its own token and those of its chunk too. So the output
+does not depend on chunking. Rows in int8 pass no gradient to their tokens.
+
+Both arrays of `Int8Rows` have the slots on axis 2, so storage handles rows of either form with
+`jax.tree.map`. Attention multiplies logits by the scales of keys, and weights by those of values:
+decoding on a CPU makes no float copy of the cache (jaxkv/attention.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Leaf, Spec
+from jaxkv.errors import check_choice
+from jaxkv.typing import Array, BFloat16, Float, Int8
+
+Cache = Literal["float", "int8"]  # the field `cache` of a policy
+LARGEST = 127
+_SMALLEST = np.float32(2**-126)  # a scale below it would be flushed to 0, and 0 / 0 is NaN
+
+
+class Int8Rows(NamedTuple):
+    """Row s is values[s] * scale[s]. An empty slot is 0.
+
+    A row with a NaN or an infinity has the scale NaN, so all of it reads as NaN.
+    """
+
+    values: Int8[Array, "B K S H"]
+    scale: BFloat16[Array, "B K S 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Rows = Array | Int8Rows
+
+
+def check(cache: str) -> None:
+    """Raise UserError unless `cache` names a form of rows."""
+    check_choice("cache", cache, ("float", "int8"))
+
+
+def zeros(spec: Spec, batch: int, slots: int, cache: Cache) -> Rows:
+    """Empty slots."""
+    shape = batch, spec.kv_heads, slots
+    if cache == "float":
+        return jnp.zeros((*shape, spec.head_dim), spec.dtype)
+    values = jnp.zeros((*shape, spec.head_dim), jnp.int8)
+    return Int8Rows(values, jnp.zeros((*shape, 1), jnp.bfloat16))
+
+
+def leaf(cache: Cache, like: Leaf) -> Leaf | Int8Rows:
+    """The leaves of rows; like: the leaf of the same rows in floats."""
+    return like if cache == "float" else Int8Rows(like, replace(like, axes="B K S Z"))
+
+
+def nbytes(spec: Spec, cache: Cache) -> int:
+    """Bytes of the key and the value of one token in one KV head."""
+    return spec.kv_bytes if cache == "float" else 2 * (spec.head_dim + 2)
+
+
+def quantise(rows: Float[Array, "B K S H"]) -> Int8Rows:
+    """Round each row to the nearest multiples of its scale, its largest absolute value over 127.
+
+    No element moves by more than half a scale. The scale is rounded to bfloat16 before the row is
+    divided by it, so the rounding of the scale adds no error. Gradients stop here.
+    """
+    wide = jax.lax.stop_gradient(rows).astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / np.float32(LARGEST)
+    finite = jnp.isfinite(scale)
+    scale = jnp.where(finite, jnp.maximum(scale, _SMALLEST), jnp.nan)
+    # XLA may drop a conversion to bfloat16 and back, but not this.
+    scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+    steps = jnp.where(finite, jnp.clip(jnp.rint(wide / scale), -LARGEST, LARGEST), 0)
+    return Int8Rows(steps.astype(jnp.int8), scale.astype(jnp.bfloat16))
+
+
+def dequantise(rows: Rows) -> Float[Array, "B K S H"]:
+    """Rows as floats: float32 if they are in int8, as they are if they are not."""
+    if not isinstance(rows, Int8Rows):
+        return rows
+    return rows.values.astype(jnp.float32) * rows.scale.astype(jnp.float32)
+
+
+def store(rows: Float[Array, "B K S H"], like: Rows) -> Rows:
+    """New rows in the form of those of a cache."""
+    return quantise(rows) if isinstance(like, Int8Rows) else rows.astype(like.dtype)
+
+
+def cut(rows: Rows, start: int, stop: int) -> Rows:
+    """The slots start .. stop-1."""
+    return jax.tree.map(lambda leaf: leaf[:, :, start:stop], rows)
+
+
+def times(rows: Rows, by: Float[Array, "B K S 1"]) -> Rows:
+    """Each row times a number; one in int8 is not rounded again if that is a power of two."""
+    if not isinstance(rows, Int8Rows):
+        return (rows.astype(jnp.float32) * by).astype(rows.dtype)
+    return rows._replace(scale=(rows.scale.astype(jnp.float32) * by).astype(jnp.bfloat16))

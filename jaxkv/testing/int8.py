@@ -1,0 +1,67 @@
+"""Law 17: the rows of a cache in int8 are those of its tokens, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.cache.rows import Int8Rows
+from jaxkv.contract import Policy, State
+from jaxkv.testing.subject import Checks, Subject, rotate
+
+ROUNDED = 3e-2  # outputs of a cache in int8 against those of floats, for normal keys and values
+HALF = 0.5 + 1e-4  # of a scale, with the rounding of float32
+
+
+def in_int8(policy: Policy) -> bool:
+    """Whether the policy stores rows in int8."""
+    return any(map(_is_int8, jax.tree.leaves(policy.leaves, is_leaf=_is_int8)))
+
+
+def against_floats(subject: Subject) -> float:
+    """The tolerance of outputs where they are compared with attention to floats."""
+    return max(subject.tolerance, ROUNDED) if in_int8(subject.policy) else subject.tolerance
+
+
+def rows_are_rounded_once(subject: Subject) -> Checks:
+    """Each element is within half a scale of the token's, however often the row has moved."""
+    if not in_int8(subject.policy):
+        return
+    tokens = subject.tokens
+    k, v = (np.asarray(leaf, np.float64) for leaf in (tokens.k, tokens.v))
+    k = rotate(subject.spec, k, tokens.positions)
+    for size in (subject.sizes[0], subject.sizes[-1]):
+        parts = list(parts_in_int8(subject.read(size).states[-1]))
+        yield "no row is in int8", any(np.asarray(part.k.scale).any() for part in parts)
+        for part in parts:
+            for name, rows, of_tokens in (("k", part.k, k), ("v", part.v, v)):
+                for sequence, valid in enumerate(tokens.valid):
+                    stored = Int8Rows(*(np.asarray(leaf[sequence], np.float64) for leaf in rows))
+                    token_at = {tokens.positions[sequence, n]: n for n in np.flatnonzero(valid)}
+                    positions = np.asarray(part.positions[sequence])
+                    right = _near(stored, positions, of_tokens[sequence], token_at)
+                    yield f"in chunks of {size} a row of {name} is not its token's", right
+
+
+def _near(
+    stored: Int8Rows, positions: np.ndarray, of_tokens: np.ndarray, token_at: dict[int, int]
+) -> bool:
+    """Whether the rows [K,S,H] at these positions [S] or [K,S] are those of the tokens [T,K,H]."""
+    head, slot, _ = np.nonzero(stored.scale)  # an empty slot has the scale 0
+    positions = np.broadcast_to(positions, stored.shape[:2])[head, slot]
+    wanted = of_tokens[[token_at[at] for at in positions], head]
+    scale = stored.scale[head, slot]
+    return bool((np.abs(stored.values[head, slot] * scale - wanted) <= HALF * scale).all())
+
+
+def _is_int8(node: Any) -> bool:
+    return isinstance(node, Int8Rows)
+
+
+def parts_in_int8(state: State) -> Iterator[Any]:
+    """The parts of a state that store keys and values in int8, each with their positions."""
+    is_part = lambda node: _is_int8(getattr(node, "k", None))  # noqa: E731
+    return filter(is_part, jax.tree.leaves(state, is_leaf=is_part))
