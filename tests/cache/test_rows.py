@@ -56,7 +56,7 @@ def test_the_output_is_nan_as_with_floats(policy, which, rng):
     x = rng.normal(size=(3, 1, 5, 2, 64)).astype(np.float32)
     x["qkv".index(which), 0, 2] = np.nan
     for at in range(5):
-        q, k, v = x[:, :, at : at + 1]
+        q, k, v = jnp.asarray(x[:, :, at : at + 1])
         one = jnp.full((1, 1), at, jnp.uint32), jnp.ones((1, 1), bool)
         out, state = jaxkv.step(policy, SPEC, state, q, k, v, *one)
         assert np.isnan(out).any() == (at >= 2)
@@ -86,7 +86,7 @@ def test_states_in_int8_and_in_floats_do_not_mix(tmp_path):
             assert "\n" not in str(raised.value)
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_are_refused(unchecked):
     with pytest.raises(UserError, match="cache must be one of float, int8, got 'int3'"):
         Streaming(cache="int3")
     with pytest.raises(UserError, match="start must be at least sinks with cache=int8, got 8"):
