@@ -95,7 +95,7 @@ def started(model, *more):
             line = process.stderr.readline()
             pattern = (
                 rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 2 "
-                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ MiB\)\n"
+                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+\)\n"
             )
             match = re.fullmatch(pattern, line)
             assert match, line
