@@ -37,7 +37,7 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
     if not equals:
         return _parse_one(text)
     if not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
-        both = name in POLICIES and name in (field.name for field in _fields(POLICIES[name]))
+        both = name in POLICIES and name in _names(POLICIES[name])
         example = f"{name}:{text}" if both else "streaming:sinks=4,window=252"
         raise UserError(f"fields follow the name and a colon, as in {example}, got {text!r}")
     named: dict[str, Policy] = {}

@@ -194,7 +194,7 @@ def write(
             out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
     return out._replace(
         count=_advance(ring.count, new, sinks, size, evict),
-        sinks=ring.sinks and write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)[0],
+        sinks=ring.sinks and write_sinks(ring, chunk, given, numbers, sinks)[0],
     )
 
 
@@ -239,7 +239,7 @@ def _write_one(
         v=v,
         positions=_put(ring.positions, chunk.positions, slot, written),
         count=_advance(ring.count, new, sinks, size, evict),
-        sinks=ring.sinks and write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)[0],
+        sinks=ring.sinks and write_sinks(ring, chunk, given, numbers, sinks)[0],
     )
 
 
@@ -268,7 +268,8 @@ def attend(
     kv_heads = ring.k.shape[1]
     parts = [attend_ring(spec, ring, chunk, sinks, window)]
     if sinks:
-        first, key_positions = write_sinks(spec, ring, chunk, numbers, sinks, cache_relative)
+        given = new_rows(spec, chunk, numbers, sinks, cache_relative)
+        first, key_positions = write_sinks(ring, chunk, given, numbers, sinks)
         query_positions = chunk.positions
         if cache_relative:
             rank = jnp.arange(sinks, dtype=jnp.uint32)
@@ -320,10 +321,13 @@ def first_rows(ring: Ring, sinks: int) -> Sinks:
 
 
 def write_sinks(
-    spec: Spec, ring: Ring, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int,
-    cache_relative: bool,
-) -> tuple[Sinks, UInt32[Array, "B P"]]:  # fmt: skip
-    """The sinks alone and their positions in the text, after this chunk."""
+    ring: Ring,
+    chunk: Chunk,
+    given: tuple[Array, Array],
+    numbers: Int32[Array, "B T"],
+    sinks: int,
+) -> tuple[Sinks, UInt32[Array, "B P"]]:
+    """The sinks alone and their positions in the text, after this chunk; given: its `new_rows`."""
     hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
     hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
 
@@ -331,7 +335,6 @@ def write_sinks(
         taken = jnp.take_along_axis(fresh, source[:, None, :, None], axis=2)
         return jnp.where(hit[:, None, :, None], taken.astype(old.dtype), old)
 
-    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
     positions = jnp.where(hit, positions, ring.positions[:, :sinks])
     return Sinks(*map(put, first_rows(ring, sinks), given)), positions
