@@ -1,6 +1,7 @@
 """Rules of the repository: imports, lengths of files and functions, and commands in README."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.conftest import delete_oldest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"jaxkv", "models", "pallas_kernels", "evals", "colab", "tests"}
@@ -256,3 +259,14 @@ def help_of(command):
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"README: jaxkv {command}: {done.stderr}"
     return done.stdout
+
+
+def test_the_oldest_compiled_programs_are_deleted(tmp_path):
+    for age in range(6):
+        file = tmp_path / f"{age}-cache"
+        file.write_bytes(bytes(100))
+        os.utime(file, (1000 - age, 1000 - age))
+    delete_oldest(tmp_path, 600)
+    assert len(list(tmp_path.iterdir())) == 6
+    delete_oldest(tmp_path, 599)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-cache", "1-cache"]
