@@ -35,7 +35,8 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "scipy", "torch", "transformers", "kvpress", "safetensors"),
+        *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
+        "safetensors",
     },
     "tests": None,
     "colab": None,
@@ -48,6 +49,7 @@ COMPARED_WITH = {
     "torch",
     "transformers",
     "kvpress",
+    "llama_cpp",
 }  # imported only in functions: they may be absent
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150

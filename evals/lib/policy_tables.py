@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxkv.contract import Policy
 from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.peers import rates_table
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -144,3 +145,4 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
+TABLES["llama_cpp"] = rates_table.table

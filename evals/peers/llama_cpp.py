@@ -1,0 +1,261 @@
+"""Tokens a second of llama.cpp and of jaxkv, on the same GGUF file of SmolLM2-135M-Instruct.
+
+llama.cpp runs the file as it is (Q4_1), and forms that its own quantiser makes from it. These add
+the error of two quantisations, so only their speed means something. jaxkv dequantises the file to
+float32, or quantises it again to int8. llama.cpp runs in an environment of its own, built from
+its source package for this CPU:
+
+    python -m venv PEERS
+    PEERS/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+    python -m jaxkv.evals.peers.llama_cpp --peer-python PEERS/bin/python
+
+Each case is a process that loads its model once. All cases take turns, round after round, on the
+same cores. `bytes_per_second` is what decoding of one sequence reads of the weights, and
+`bandwidth` is that of a float32 product of a matrix with a vector, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.text import passage
+from jaxkv.evals.lib.timing import Variant, rate, ratio, time_rounds
+from jaxkv.evals.peers import rates_table
+from jaxkv.models import smollm2
+from jaxkv.models.llm import without_weights
+from jaxkv.models.published import open_published
+
+SCRIPT = Path(__file__).with_name("llama_cpp_rates.py")
+OURS = [sys.executable, "-m", "jaxkv.evals.peers.our_rates"]
+POLICIES = {"full": "full", "streaming": "streaming:sinks=4,window=252"}
+WEIGHTS = {"float32": None, "int8": "int8"}
+FILE, MADE = "Q4_1", ("Q8_0", "F16")  # the form of the file, and those made from it
+REFERENCE = "jaxkv float32, full"  # whose greedy tokens the others are compared with
+SIDE = 8192  # of the matrix that measures the bandwidth: larger than caches of processors
+PAUSE = 0.2  # seconds before a measurement, in which the threads of the last case go to sleep
+
+
+class Case:
+    """A process that answers requests: llama.cpp with one file, or jaxkv with one policy."""
+
+    def __init__(self, name: str, command: Sequence[str]):
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Case:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(BrokenPipeError):  # it has ended
+            self.process.stdin.close()  # its loop ends
+        self.process.stdout.close()
+        self.process.wait()
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one request; SystemExit where the process has failed."""
+        with suppress(BrokenPipeError):  # reading finds the end, too
+            self.process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.name}: {do} failed, as above; nothing is written")
+        return json.loads(answer)
+
+    def seconds(self, do: str, **arguments: Any) -> Variant:
+        """A variant that asks for one measurement."""
+
+        def run() -> float:
+            time.sleep(PAUSE)
+            return self.ask(do, **arguments)["seconds"]
+
+        return run
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.peers.llama_cpp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--peer-python", required=True, help="the Python that has llama-cpp-python")
+    ask.add_argument("--prefill", type=int, nargs="+", default=[1024], help="tokens of a prompt")
+    ask.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="begin with 1")
+    ask.add_argument("--prompt", type=int, default=300, help="tokens before decoding")
+    ask.add_argument("--new", type=int, default=64, help="tokens to decode")
+    ask.add_argument("--threads", type=int, default=2)
+    ask.add_argument("--rounds", type=int, default=9)
+    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    given = ask.parse_args()
+    if given.batches[0] != 1:
+        ask.error(f"--batches must begin with 1, got {given.batches[0]}; bytes a second need it")
+    if given.quick:
+        given.prefill, given.prompt, given.new, given.rounds = [256], 64, 16, 2
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < given.threads:
+        ask.error(f"--threads {given.threads} needs as many cores, got {len(cores)}; give fewer")
+    os.sched_setaffinity(0, cores[: given.threads])  # processes started from here inherit it
+    record = Record("llama_cpp", [smollm2.fetch()], quick=given.quick)
+    record.finish(run(smollm2.fetch(), given))
+
+
+def run(file: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Start all cases and measure them."""
+    llm = without_weights(open_published(file))
+    needed = max(*given.prefill, given.prompt * max(given.batches))
+    text = passage(llm, needed)
+    if len(text) < needed:
+        raise SystemExit(
+            f"prompts need {needed:,} tokens, the passage has {len(text):,}; give shorter ones"
+        )
+    starts = range(0, given.prompt * max(given.batches), given.prompt)
+    prompts = [text[start : start + given.prompt] for start in starts]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cases, about = start_cases(stack, file, folder, prompts, given)
+        peer = next(case for case in cases.values() if case.name.startswith("llama.cpp"))
+        fixed = {
+            "model": llm.name, "prompt": given.prompt, "new": given.new, "threads": given.threads,
+            "rounds": given.rounds, "policies": POLICIES, "llama_cpp": peer.ask("about"),
+        }  # fmt: skip
+        for name, case in cases.items():
+            about[name]["memory"] = memory_of_one(case, text[: max(given.prefill)], given.new)
+        same = compare_tokens(cases, max(given.batches), given.new)
+        meter = stack.enter_context(Case("bandwidth", OURS))
+        results = fixed | measure(cases, about, meter, text, given) | {"greedy": same}
+    print(rates_table.of(results))
+    return results
+
+
+def start_cases(
+    stack: ExitStack,
+    file: Path,
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    given: argparse.Namespace,
+) -> tuple[dict[str, Case], dict[str, dict[str, Any]]]:
+    """The processes by name, with their models loaded, and what they say about these.
+
+    folder: for the files that llama.cpp's quantiser makes.
+    """
+    peer, files = [given.peer_python, "-P", str(SCRIPT)], {FILE: str(file)}
+    with Case("llama.cpp's quantiser", peer) as quantiser:
+        for form in MADE:
+            files[form] = str(folder / f"{form}.gguf")
+            quantiser.ask("quantise", source=str(file), target=files[form], form=form,
+                          threads=given.threads)  # fmt: skip
+    room = max(*given.prefill, given.prompt + given.new)
+    cases: dict[str, Case] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for form, path in files.items():
+        case = stack.enter_context(Case(f"llama.cpp {form}", peer))
+        about[case.name] = case.ask(
+            "load", model=path, threads=given.threads, prompts=prompts, room=room
+        )
+        cases[case.name] = case
+    for weights, asked in WEIGHTS.items():
+        for name, policy in POLICIES.items():
+            case = stack.enter_context(Case(f"jaxkv {weights}, {name}", OURS))
+            about[case.name] = case.ask(
+                "load", model=str(file), weights=asked, policy=policy, prompts=prompts
+            )
+            cases[case.name] = case
+    return cases, about
+
+
+def memory_of_one(case: Case, tokens: Sequence[int], new: int) -> dict[str, int]:
+    """Memory of a process that has read one prompt and decoded from another.
+
+    Asked for before there are batches.
+    """
+    case.ask("prefill", tokens=tokens)
+    case.ask("decode", batch=1, new=new)
+    return case.ask("memory")
+
+
+def compare_tokens(cases: Mapping[str, Case], batch: int, new: int) -> dict[str, Any]:
+    """Greedy tokens that each case has in common with the reference before the first difference.
+
+    SystemExit where most first tokens differ: the cases then do not run the same model.
+    """
+    tokens = {
+        name: case.ask("greedy", batch=batch, new=new)["tokens"] for name, case in cases.items()
+    }
+    found = {}
+    for name, answers in tokens.items():
+        common = [int(np.argmin([*np.equal(*pair), False]))
+                  for pair in zip(answers, tokens[REFERENCE], strict=True)]  # fmt: skip
+        if np.mean(np.equal(common, 0)) > 0.5:
+            raise SystemExit(
+                f"{name} and {REFERENCE} predict different tokens; their times are not comparable"
+            )
+        found[name] = {"common": common, "of": new}
+    return found
+
+
+def measure(
+    cases: Mapping[str, Case],
+    about: Mapping[str, dict[str, Any]],
+    meter: Case,
+    text: Sequence[int],
+    given: argparse.Namespace,
+) -> dict[str, Any]:
+    """The times of all cases in turn. about: what each says about its model and memory."""
+    asked: dict[str, tuple[int, dict[str, Any]]] = (
+        {  # tokens, and the request
+            f"prefill, {count}": (count, {"do": "prefill", "tokens": text[:count]})
+            for count in given.prefill
+        }
+        | {
+            f"decode, batch {batch}": (
+                batch * given.new,
+                {"do": "decode", "batch": batch, "new": given.new},
+            )
+            for batch in given.batches
+        }
+    )
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for title, (_, request) in asked.items():
+        variants = {name: case.seconds(**request) for name, case in cases.items()}
+        if title == "decode, batch 1":
+            variants["bandwidth"] = meter.seconds("bandwidth", side=SIDE)
+        seconds[title] = time_rounds(variants, given.rounds, title)
+    bandwidth = 4 * SIDE**2 / np.array(seconds["decode, batch 1"].pop("bandwidth"))
+    found = {}
+    for name in cases:
+        read = about[name]["weight_bytes"] * given.new / np.array(seconds["decode, batch 1"][name])
+        found[name] = about[name] | {
+            "tokens_per_second": {
+                title: rate(tokens, seconds[title][name]) for title, (tokens, _) in asked.items()
+            },
+            "bytes_per_second": spread(read),
+            "share_of_bandwidth": spread(read / bandwidth),
+        }
+    ratio_of = {title: ratios(of) for title, of in seconds.items()}
+    return {"bandwidth": spread(bandwidth), "cases": found, "ratio": ratio_of}
+
+
+def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Tokens a second of each case of jaxkv over each of llama.cpp, round by round."""
+    ours, theirs = (
+        [name for name in seconds if name.startswith(side)] for side in ("jaxkv", "llama.cpp")
+    )
+    return {one: {other: ratio(seconds[other], seconds[one]) for other in theirs} for one in ours}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The tables of the record of llama.cpp, for docs/results.md and for the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.state.memory import show
+
+RECORD = "llama_cpp"
+
+
+def table() -> str:
+    """The tables of the record; says so where there is none yet."""
+    if not (RESULTS / f"{RECORD}.json").exists():
+        return "Not recorded yet.\n"
+    return of(read(RECORD, RESULTS)["results"])
+
+
+def of(results: dict[str, Any]) -> str:
+    """The setting, the rates of all cases, and jaxkv's over llama.cpp's."""
+    peer, bandwidth = results["llama_cpp"], results["bandwidth"]["median"] / 1e9
+    setting = (
+        f"llama-cpp-python {peer['llama_cpp_python']} (ggml {peer['ggml']}), {results['threads']} "
+        f"threads each, {results['prompt']:,} tokens before decoding of {results['new']:,}, "
+        f"{results['rounds']} rounds, memory bandwidth {bandwidth:.1f} GB/s:\n"
+    )
+    below = "Tokens per second of jaxkv over those of llama.cpp:\n"
+    return "\n".join([setting, rates(results), below, over(results)])
+
+
+def rates(results: dict[str, Any]) -> str:
+    """One row per case: tokens a second, and what decoding reads."""
+    cases = results["cases"]
+    titles = list(next(iter(cases.values()))["tokens_per_second"])
+    heads = ["case", *titles, "bytes of weights", "GB/s", "of the bandwidth", "memory"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, case in cases.items():
+        found = [ranged(case["tokens_per_second"][title], ",.0f") for title in titles]
+        gigabytes = {at: value / 1e9 for at, value in case["bytes_per_second"].items()}
+        cells = [name, *found, show(case["weight_bytes"]), ranged(gigabytes, ".1f"),
+                 f"{case['share_of_bandwidth']['median']:.0%}",
+                 show(case["memory"]["resident"])]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def over(results: dict[str, Any]) -> str:
+    """One row per measurement and case of jaxkv, one column per file of llama.cpp."""
+    by_title = results["ratio"]
+    others = list(next(iter(next(iter(by_title.values())).values())))
+    lines = [f"| measurement | case | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
+    for title, cases in by_title.items():
+        for name, found in cases.items():
+            cells = [title, name, *(ranged(found[other], ".2f") for other in others)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def ranged(found: dict[str, float], form: str) -> str:
+    """A median with its range, where they differ as printed."""
+    at, least, most = (format(found[name], form) for name in ("median", "min", "max"))
+    return at if least == most else f"{at} ({least} to {most})"

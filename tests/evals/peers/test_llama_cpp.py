@@ -1,0 +1,159 @@
+"""The comparison with llama.cpp: requests and answers, with a peer and a jaxkv that are fakes."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib import policy_tables
+from jaxkv.evals.peers import llama_cpp, llama_cpp_rates, our_rates, rates_table
+from tests.tiny import write_tiny
+
+# Answers of a peer: a form with twice the bytes takes twice the time. All cases generate the tokens
+# 7, 8, 9 after every prompt, except that the F16 file differs from the second token on.
+FAKE = """
+import os, sys
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from shared import serve
+
+class Worker:
+    def quantise(self, source, target, form, threads):
+        open(target, "w").write(form)
+        return {}
+    def load(self, model, prompts, threads=0, room=0, weights=None, policy=None):
+        made = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
+        self.bytes = {"Q8_0": 2000, "F16": 4000}.get(made, 1000) if policy is None else 8000
+        self.made, self.prompts, self.room = made, prompts, room
+        return {"weight_bytes": self.bytes}
+    def about(self):
+        return {"ggml": "0", "llama_cpp_python": "1"}
+    def prefill(self, tokens):
+        return {"seconds": len(tokens) * self.bytes / 1000}
+    def decode(self, batch, new):
+        assert len(self.prompts) >= batch
+        return {"seconds": batch * new * self.bytes / 1000}
+    def greedy(self, batch, new):
+        tokens = [7, 1, 2] if self.made == "F16" else [7, 8, 9]
+        return {"tokens": [tokens] * batch}
+    def memory(self):
+        return {"resident": 2**20, "peak": 2**21}
+    def bandwidth(self, side):
+        return {"seconds": 4 * side * side / 16000}
+
+serve(Worker())
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("rates") / "model")
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Both sides answer from a script; returns its path."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    (tmp_path / "shared.py").write_text(Path(llama_cpp.SCRIPT).read_text("utf-8"))
+    monkeypatch.setattr(llama_cpp, "SCRIPT", script)
+    monkeypatch.setattr(llama_cpp, "OURS", [sys.executable, "-P", str(script)])
+    monkeypatch.setattr(llama_cpp, "PAUSE", 0)
+    return script
+
+
+def sizes(**fields):
+    given = {"prefill": [32], "batches": [1, 2], "prompt": 8, "new": 3, "threads": 1, "rounds": 2}
+    return argparse.Namespace(**given | fields, peer_python=sys.executable)
+
+
+def test_all_cases_are_measured(fakes, model, capsys):
+    found = llama_cpp.run(model, sizes())
+    assert list(found["cases"]) == [
+        "llama.cpp Q4_1", "llama.cpp Q8_0", "llama.cpp F16", "jaxkv float32, full",
+        "jaxkv float32, streaming", "jaxkv int8, full", "jaxkv int8, streaming",
+    ]  # fmt: skip
+    q8 = found["cases"]["llama.cpp Q8_0"]
+    rates = {title: rate["median"] for title, rate in q8["tokens_per_second"].items()}
+    assert rates == {"prefill, 32": 0.5, "decode, batch 1": 0.5, "decode, batch 2": 0.5}
+    assert q8["bytes_per_second"]["median"] == 1000 and q8["bytes_per_second"]["n"] == 2
+    assert q8["share_of_bandwidth"]["median"] == pytest.approx(1000 / 16000)
+    assert found["bandwidth"]["median"] == pytest.approx(16000)
+    of = found["ratio"]["decode, batch 2"]["jaxkv int8, full"]
+    assert {name: one["median"] for name, one in of.items()} == {
+        "llama.cpp Q4_1": 1 / 8, "llama.cpp Q8_0": 1 / 4, "llama.cpp F16": 1 / 2,
+    }  # fmt: skip
+    assert found["greedy"]["llama.cpp F16"] == {"common": [1, 1], "of": 3}
+    assert found["greedy"]["jaxkv int8, full"]["common"] == [3, 3]
+    assert rates_table.of(found) in capsys.readouterr().out
+
+
+def test_another_model_is_refused(fakes, model):
+    fakes.write_text(FAKE.replace("[7, 1, 2]", "[6, 8, 9]"))
+    with pytest.raises(SystemExit, match=r"llama.cpp F16 .* different tokens"):
+        llama_cpp.run(model, sizes())
+
+
+def test_prompts_longer_than_the_passage_are_refused(fakes, model):
+    with pytest.raises(SystemExit, match="the passage has"):
+        llama_cpp.run(model, sizes(prefill=[10**6]))
+
+
+def test_a_failing_peer_ends_the_run(fakes, model):
+    fakes.write_text("raise ValueError")
+    with pytest.raises(SystemExit, match=r"quantiser: quantise failed.*nothing is written"):
+        llama_cpp.run(model, sizes())
+
+
+AT = {"median": 1234.4, "min": 1200.0, "max": 1300.0}
+SAME = {"median": 2e9, "min": 2e9, "max": 2e9}
+CASE = {"tokens_per_second": {"decode, batch 1": AT}, "weight_bytes": 2**20,
+        "bytes_per_second": SAME, "share_of_bandwidth": {"median": 0.5},
+        "memory": {"resident": 3 * 2**20}}  # fmt: skip
+
+
+def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates_table, "RESULTS", tmp_path)
+    assert policy_tables.TABLES["llama_cpp"]() == "Not recorded yet.\n"
+    results = {
+        "cases": {"llama.cpp Q4_1": CASE}, "bandwidth": SAME, "threads": 2, "prompt": 300,
+        "new": 64, "rounds": 9, "llama_cpp": {"llama_cpp_python": "0.3", "ggml": "0.25"},
+        "ratio": {"decode, batch 1": {"jaxkv int8, full": {"llama.cpp Q4_1": {
+            "median": 0.5, "min": 0.4, "max": 0.6}}}},
+    }  # fmt: skip
+    (tmp_path / "llama_cpp.json").write_text(json.dumps({"results": results}))
+    filled = policy_tables.TABLES["llama_cpp"]()
+    setting, _, head, _, row, _, _, _, over, _, ratio = filled.splitlines()
+    assert setting.startswith("llama-cpp-python 0.3 (ggml 0.25), 2 threads each, 300 tokens")
+    assert row == "| llama.cpp Q4_1 | 1,234 (1,200 to 1,300) | 1.0 MiB | 2.0 | 50% | 3.0 MiB |"
+    assert ratio == "| decode, batch 1 | jaxkv int8, full | 0.50 (0.40 to 0.60) |"
+    assert head.count("|") == row.count("|") and over.count("|") == ratio.count("|")
+
+
+def test_our_worker_decodes_what_the_model_generates(model):
+    ids = np.random.default_rng(0).integers(2, 250, (2, 24)).tolist()
+    worker = our_rates.Worker()
+    loaded = worker.load(str(model), "int8", "streaming:sinks=4,window=12", ids)
+    float_bytes = sum(leaf.nbytes for leaf in models.load(model, "float32").weights.values())
+    assert loaded["weight_bytes"] < 0.4 * float_bytes
+    assert worker.prefill(ids[0])["seconds"] > 0
+    assert worker.decode(2, 3)["seconds"] > 0
+    llm = models.load(model, "float32", weights="int8")
+    answer = models.generate(llm, ids[1], worker.policy, 3, ignore_eos=True)
+    assert worker.greedy(2, 3)["tokens"][1] == list(answer.tokens)
+    memory = worker.memory()
+    assert memory["peak"] >= memory["resident"] > 2**20
+    assert worker.bandwidth(64)["bytes"] == 4 * 64**2
+
+
+def test_the_peer_script_imports_nothing_of_jaxkv():
+    tree = ast.parse(Path(llama_cpp_rates.__file__).read_text("utf-8"))
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    assert "llama_cpp" in names and not {n for n in names if n.startswith(("jax", "torch"))}
