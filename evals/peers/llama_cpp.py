@@ -12,6 +12,9 @@ its source package for this CPU:
 Each case is a process that loads its model once. All cases take turns, round after round, on the
 same cores. `bytes_per_second` is what decoding of one sequence reads of the weights, and
 `bandwidth` is that of a float32 product of a matrix with a vector, measured in the same rounds.
+
+Run it on an idle machine. The threads of llama.cpp spin until all of them have finished an
+operation, so another program on these cores slows it much more than jaxkv (not recorded).
 """
 
 from __future__ import annotations
