@@ -183,7 +183,7 @@ def start_cases(
 def memory_of_one(case: Case, tokens: Sequence[int], new: int) -> dict[str, int]:
     """Memory of a process that has read one prompt and decoded from another.
 
-    Asked for before there are batches.
+    It is called before any batch is decoded.
     """
     case.ask("prefill", tokens=tokens)
     case.ask("decode", batch=1, new=new)
