@@ -9,7 +9,7 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.speed import kernels, profile, rates
+from jaxkv.evals.speed import cache_int8, kernels, profile, rates
 from jaxkv.evals.streaming import endless
 from jaxkv.models import streams
 from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
@@ -110,3 +110,21 @@ def test_rates_of_each_policy(compress):
     found = rates.measure(compress, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
     assert all(row["prefill"]["median"] > 0 for row in found.values())
     assert found["snapkv"]["step_milliseconds"]["n"] == 1
+
+
+@pytest.mark.parametrize("policy", cache_int8.STREAMED)
+def test_drift_counts_rows_that_are_not_those_of_their_token(policy, monkeypatch):
+    found = cache_int8.drift(policy, 1024)
+    assert found["tokens"] == 1024 and found["rows"] >= 120 and found["rows_off"] == 0
+    monkeypatch.setattr(cache_int8, "HALF", 0.4)  # rounding moves some elements by nearly a half
+    assert cache_int8.drift(policy, 1024)["rows_off"] > 0
+
+
+def test_losses_of_both_forms_of_a_cache(compress, ids, monkeypatch):
+    monkeypatch.setitem(cache_int8.POLICIES, "streaming", "sinks=4,window=28")
+    monkeypatch.setattr(cache_int8, "BIN", 64)
+    found = cache_int8.losses(compress, "streaming", ids)
+    assert found["tokens"] == len(ids) - 1
+    assert 0 < abs(found["difference"]) < 0.05 and found["standard_error"] > 0
+    shares = cache_int8.shares(compress, "streaming")
+    assert 0.25 < shares["float32"] < 0.5 < shares["bfloat16"] < 1  # sinks are a part of so few
