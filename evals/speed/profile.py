@@ -44,7 +44,7 @@ def run(llm: Llm, count: int) -> dict[str, Any]:
     sinks = ratio(seconds["absolute"], seconds["loop"])
     stream = streams["loop"]
     program = lowered(streams_module, stream)
-    sizes = {leaf.size for state in stream.decoding.states for leaf in state if leaf.ndim == 4}
+    sizes = {leaf.size for leaf in jax.tree.leaves(stream.decoding.states) if leaf.ndim == 4}
     copies = copies_in_loops(program.compile().as_text(), sizes)
     errors = {name: far_error(chunk) for name, chunk in (("decode", 1), ("chunks", 64))}
     return {

@@ -67,6 +67,13 @@ def test_the_decoder_without_nnx_is_the_same_program(compress):
     assert len(texts) == 1
 
 
+@pytest.mark.slow
+def test_the_profile_of_the_loop(compress):
+    found = profile.run(compress, 1)
+    assert found["cache_copies"] == [] and found["same_program_without_nnx"]
+    assert len(found["bars"]) == 5 and found["error"]["decode"] < 2e-6
+
+
 def test_a_ring_is_exact_at_position_four_million():
     assert profile.far_error(chunk=64) < 2e-6
 
