@@ -86,6 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
+    server.raise_descriptor_limit()
     keys, prefixes = read_keys(args.api_key_file), prefixes_of(args)
     tenants = server.parse_api_keys(*keys) if keys else ()
     if args.name is not None:
@@ -106,14 +107,15 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.models.language import Language
 
         language = Language(llm, check_name(args.name or name_of(args, llm)))
-        app = server.application(engine, language, tenants, server_config(args, llm))
+        config = server_config(args, llm)
+        app = server.application(engine, language, tenants, config)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.make_server(app)
+        pressed, running = threading.Event(), server.make_server(app, config)
 
         def leave() -> None:
             running.should_exit = True

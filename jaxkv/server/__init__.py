@@ -2,6 +2,7 @@
 
 from jaxkv.server.api_keys import parse_api_keys
 from jaxkv.server.app import application
+from jaxkv.server.connections import raise_descriptor_limit
 from jaxkv.server.job import ServerConfig
 from jaxkv.server.listen import begin_listening, bind, make_server, url
 
@@ -12,5 +13,6 @@ __all__ = [
     "bind",
     "make_server",
     "parse_api_keys",
+    "raise_descriptor_limit",
     "url",
 ]

@@ -28,9 +28,10 @@ class ServerConfig:
     max_body: bytes of a body. max_in_flight: answers at a time. max_per_key: answers at a time for
     one API key; None for no limit. max_answers: answers to one request. max_batch: answers that
     need not wait. max_waiting_tokens: prompt tokens of the other answers to a request. max_unread:
-    events that a client has not read yet. read_seconds, write_seconds: for a client to send its
-    body, and to read on. report_cached: report cached prompt tokens, which may reveal other users'
-    prompts. fingerprint: of the model and its settings.
+    events that a client has not read yet. max_connections: open at a time; None for as many as the
+    limit of open files allows. header_seconds, read_seconds, write_seconds: for a client to send
+    its header, to send its body, and to read on. report_cached: report cached prompt tokens, which
+    may reveal other users' prompts. fingerprint: of the model and its settings.
     """
 
     max_body: int = 8 * 2**20
@@ -40,6 +41,8 @@ class ServerConfig:
     max_batch: int = 1024
     max_waiting_tokens: int = 2**20
     max_unread: int = 4096
+    max_connections: int | None = None
+    header_seconds: float = 5.0
     read_seconds: float = 60.0
     write_seconds: float = 60.0
     report_cached: bool = True

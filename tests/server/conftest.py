@@ -118,9 +118,8 @@ def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **c
     words = words or language()
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
     server.begin_listening(listener)
-    running = server.make_server(
-        server.application(engine, words, tenants, server.ServerConfig(**config))
-    )
+    settings = server.ServerConfig(**config)
+    running = server.make_server(server.application(engine, words, tenants, settings), settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]
     engine.start()
