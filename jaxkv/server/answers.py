@@ -19,9 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.engine.request import Overloaded, Request
 from jaxkv.errors import UserError
-from jaxkv.server import body, job
+from jaxkv.server import job
 from jaxkv.server.api_keys import ConcurrencyLimit
-from jaxkv.server.body import Gone
+from jaxkv.server.body import Bodies, Gone
 from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
 from jaxkv.server.faults import Fault
 from jaxkv.server.formats import Json, ResponseFormat, usage
@@ -48,6 +48,7 @@ class Answers:
     config: ServerConfig
     metrics: Metrics
     limit: ConcurrencyLimit
+    bodies: Bodies
     readers: Executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,9 +70,10 @@ class Answers:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, config = scope["state"]["tenant"], self.config
+        self.limit.check(tenant)  # before reading the body
+        raw = await self.bodies.read(tenant.digest, scope, receive)
         with contextlib.ExitStack() as inside:
-            inside.enter_context(self.limit.enter(tenant))  # before reading the body
-            raw = await body.read(scope, receive, config.max_body, config.read_seconds)
+            inside.enter_context(self.limit.enter(tenant))
             # In a thread, because a long prompt would delay other streams. Few threads, because
             # each may use a hundred times the memory of its body.
             parsed = await asyncio.get_running_loop().run_in_executor(

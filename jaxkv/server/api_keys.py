@@ -108,17 +108,21 @@ class ConcurrencyLimit:
         self._most, self._each = most, each
         self._inside: Counter[bytes] = Counter()
 
-    @contextlib.contextmanager
-    def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Count `count` more answers inside the context. Raises Fault if that is too many."""
+    def check(self, tenant: Tenant, count: int = 1) -> None:
+        """Raise Fault if `count` more answers are too many."""
         inside, each = self._inside, math.inf if self._each is None else self._each
         if inside[tenant.digest] + count > each:
             message = f"a key may have {self._each} answers at a time; wait until one ends"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
         if inside.total() + count > self._most:
             raise Fault(503, f"at most {self._most} answers at a time; try again soon", retry=1.0)
-        inside[tenant.digest] += count
+
+    @contextlib.contextmanager
+    def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
+        """Count `count` more answers inside the context. Raises Fault if that is too many."""
+        self.check(tenant, count)
+        self._inside[tenant.digest] += count
         try:
             yield
         finally:
-            inside[tenant.digest] -= count
+            self._inside[tenant.digest] -= count

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from jaxkv import __version__
 from jaxkv.server.answers import Answers
 from jaxkv.server.api_keys import APIKeyMiddleware, ConcurrencyLimit, Tenant
+from jaxkv.server.body import Bodies
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
 from jaxkv.server.job import ServerConfig, unknown_model
@@ -42,9 +43,10 @@ def application(
         Metrics(engine.metrics),
         ConcurrencyLimit(config.max_in_flight, config.max_per_key),
     )
+    bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
     readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        format: Answers(format, engine, language, config, metrics, limit, readers)
+        format: Answers(format, engine, language, config, metrics, limit, bodies, readers)
         for format in (COMPLETION, CHAT)
     }
 

@@ -25,16 +25,18 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class ServerConfig:
     """The limits and settings of a server.
 
-    max_body: bytes of a body. max_in_flight: answers at a time. max_per_key: answers at a time for
-    one API key; None for no limit. max_answers: answers to one request. max_batch: answers that
-    need not wait. max_waiting_tokens: prompt tokens of the other answers to a request. max_unread:
-    events that a client has not read yet. max_connections: open at a time; None for as many as the
-    limit of open files allows. header_seconds, read_seconds, write_seconds: for a client to send
-    its header, to send its body, and to read on. report_cached: report cached prompt tokens, which
-    may reveal other users' prompts. fingerprint: of the model and its settings.
+    max_body: bytes of a body. max_bodies: bodies that are still coming. max_in_flight: answers at a
+    time. max_per_key: answers at a time for one API key; None for no limit. max_answers: answers to
+    one request. max_batch: answers that need not wait. max_waiting_tokens: prompt tokens of the
+    other answers to a request. max_unread: events that a client has not read yet. max_connections:
+    open at a time; None for as many as the limit of open files allows. header_seconds,
+    read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
+    report_cached: report cached prompt tokens, which may reveal other users' prompts. fingerprint:
+    of the model and its settings.
     """
 
     max_body: int = 8 * 2**20
+    max_bodies: int = 256
     max_in_flight: int = 1024
     max_per_key: int | None = None
     max_answers: int = 1024

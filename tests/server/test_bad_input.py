@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import time
 
 import pytest
 
 from jaxkv.models.language import Language
+from jaxkv.server import parse_api_keys
 from tests.server.conftest import serving
 from tests.server.fake import FakeEngine, language
 
@@ -275,6 +278,47 @@ def test_a_body_that_does_not_arrive():
         )  # until the server closes the connection
         assert b" 408 " in reply and b"within 0.2 s" in reply
         served.works()
+
+
+NO_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Authorization: Bearer %b\r\nContent-Length: 100\r\n\r\n"
+)
+
+
+def test_requests_without_bodies_do_not_lock_others_out():
+    """More than there may be answers; the oldest get 503 when too many bodies are coming."""
+    with (
+        serving(FakeEngine(), max_in_flight=4, max_bodies=8) as served,
+        contextlib.ExitStack() as opened,
+    ):
+        stalled = [opened.enter_context(served.connect()) for _ in range(12)]
+        for connection in stalled:
+            connection.sendall(NO_BODY % b"none")
+        assert served.complete("|x").status == 200
+        for connection in stalled[:4]:
+            reply = b"".join(iter(lambda c=connection: c.recv(1000), b""))
+            assert b" 503 " in reply and b"more than 8 bodies" in reply
+        assert served.complete("|x").status == 200
+        served.works()
+
+
+def test_the_key_with_most_bodies_loses_one():
+    tenants = parse_api_keys("greedy\nmodest", "keys")
+    with (
+        serving(FakeEngine(), tenants=tenants, max_bodies=4) as served,
+        contextlib.ExitStack() as opened,
+    ):
+        modest, *greedy = (opened.enter_context(served.connect()) for _ in range(7))
+        modest.sendall(NO_BODY % b"modest")
+        time.sleep(0.05)
+        for connection in greedy:
+            connection.sendall(NO_BODY % b"greedy")
+            time.sleep(0.02)
+        for connection in greedy[:3]:
+            assert b" 503 " in connection.recv(1000)
+        modest.sendall(json.dumps(GOOD).encode().ljust(100))  # the oldest of all
+        assert b" 200 " in modest.recv(1000)
 
 
 @pytest.mark.parametrize(
