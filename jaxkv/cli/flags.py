@@ -55,6 +55,18 @@ def memory(text: str) -> int:
     return int(size)
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """The type of a flag for origins of web pages, separated by commas; `*` is all."""
+    from jaxkv.server.hosts import is_origin
+
+    for origin in text.split(","):
+        if origin != "*" and not is_origin(origin):
+            raise argparse.ArgumentTypeError(
+                f"must be origins such as https://chat.example, without a path, got {origin!r}"
+            )
+    return tuple(text.split(","))
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that runs a model."""
     group = parser.add_argument_group("model")

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxkv import __version__
 from jaxkv.server.answers import Answers
-from jaxkv.server.api_keys import APIKeyMiddleware, ConcurrencyLimit, Tenant
+from jaxkv.server.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
 from jaxkv.server.body import Bodies
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
+from jaxkv.server.hosts import HostMiddleware
 from jaxkv.server.job import ServerConfig, unknown_model
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
@@ -31,14 +32,14 @@ READERS = 2  # threads that parse and tokenize bodies
 def application(
     engine: EngineProtocol,
     language: LanguageProtocol,
-    tenants: Sequence[Tenant] = (),
+    keys: ApiKeys | None = None,
     config: ServerConfig | None = None,
 ) -> Starlette:
     """The ASGI application for an engine and a model's tokenizer.
 
-    tenants: the owners of API keys; without any, no key is needed.
+    keys: the accepted API keys; without any, no key is needed.
     """
-    config = config or ServerConfig()
+    config, keys = config or ServerConfig(), keys or ApiKeys()
     metrics, limit = (
         Metrics(engine.metrics),
         ConcurrencyLimit(config.max_in_flight, config.max_per_key),
@@ -76,14 +77,28 @@ def application(
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", health),
-            Route("/metrics", prometheus),
+            Route(METRICS, prometheus),
             Route("/version", version),
         ],
-        middleware=[Middleware(APIKeyMiddleware, tenants=tenants)],
+        middleware=middleware(keys, config),
         exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
+    """From the outermost on. Browsers ask for permission (CORS) without an API key."""
+    origins = config.allowed_origins
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["retry-after", "x-request-id"],
+    )  # fmt: skip
+    return [
+        Middleware(HostMiddleware, keys=keys, host=config.host, origins=origins),
+        *([cors] if origins else []),
+        Middleware(APIKeyMiddleware, keys=keys),
+    ]
 
 
 def card(engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:

@@ -72,9 +72,8 @@ class Bodies:
 
 
 def _check_headers(headers: Headers, most: int) -> None:
-    # A browser asks for permission before it sends JSON to another site, and gets none here. So a
-    # web page cannot use a server on the user's machine. DNS rebinding still can: API keys prevent
-    # that.
+    # A browser asks for permission before it sends JSON to another site, which only
+    # --allowed-origins gives.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")

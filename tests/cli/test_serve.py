@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 
 from jaxkv import models
+from jaxkv.cli import serve
 from tests.cli.test_bad_input import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +28,8 @@ NO_MODEL = ("--model", "nowhere/at/all")
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch):
-    monkeypatch.delenv("JAXKV_API_KEYS", raising=False)
+    for name in ("JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_port_in_use(run):
@@ -50,6 +54,10 @@ def test_a_port_in_use(run):
     (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
     (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
+    (["--admin-key-file", "absent"], ["no such admin key file absent"]),
+    (["--allowed-origins", "https://a.example/path"], ["--allowed-origins", "without a path"]),
+    (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
+    (["--allowed-origins", "https://a.example,"], ["--allowed-origins", "got ''"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
     (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
 ])  # fmt: skip
@@ -66,6 +74,9 @@ def test_invalid_api_keys(run, tmp_path, monkeypatch):
     refused(ran, "JAXKV_API_KEYS, line 2")
     assert "good" not in ran.err
     refused(run("serve", "--api-key-file", path), "given twice")
+    monkeypatch.delenv("JAXKV_API_KEYS")
+    monkeypatch.setenv("JAXKV_ADMIN_KEYS", "root")
+    refused(run("serve"), "--admin-key-file needs API keys", "--api-key-file")
 
 
 def test_a_public_address_without_keys_warns(run):
@@ -76,12 +87,31 @@ def test_a_public_address_without_keys_warns(run):
     )
 
 
+@pytest.mark.parametrize("words, has_keys, expected", [
+    ([], True, (16 + 256) // 2),
+    (["--max-batch", "2", "--queue", "8"], True, 5),
+    (["--max-batch", "1", "--queue", "1"], True, 1),
+    (["--per-key", "7"], True, 7),
+    ([], False, None),
+])  # fmt: skip
+def test_the_default_of_per_key(words, has_keys, expected):
+    """One key must not fill the batch and the queue."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(words)
+    llm = SimpleNamespace(name="tiny", dtype="float32")
+    assert serve.server_config(args, llm, has_keys).max_per_key == expected
+
+
 @pytest.fixture(scope="module")
 def process(model, tmp_path_factory):
     """A server with an API key: its process and URL."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+    folder = tmp_path_factory.mktemp("keys")
+    keys, admins = folder / "keys", folder / "admins"
     keys.write_text("secret team\n")
-    with started(model, "--api-key-file", str(keys)) as running:
+    admins.write_text("root\n")
+    words = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
+    with started(model, *words) as running:
         yield running
 
 
@@ -131,7 +161,8 @@ def test_a_prefix_is_reused(client):
     ]
     assert answers[0].usage.prompt_tokens_details.cached_tokens == 0
     assert answers[-1].usage.prompt_tokens_details.cached_tokens >= 32
-    metrics = client.get("/../metrics", cast_to=str)
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
     hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
     assert float(hits[1]) >= 32
     assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", metrics, re.M)
