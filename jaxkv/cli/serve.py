@@ -84,6 +84,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-cached-tokens", action="store_true",
         help="leave cached_tokens out of the usage, because it reveals other users' prompts",
     )  # fmt: skip
+    groups[SERVER].add_argument(
+        "--allow-special-tokens", action="store_true",
+        help="turn special tokens that are written out in chat messages into their ids, not text",
+    )  # fmt: skip
     flags.add_model(parser)
 
 
@@ -109,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
         engine = make(args, llm, prefixes)
         from jaxkv.models.language import Language
 
-        language = Language(llm, check_name(args.name or name_of(args, llm)))
+        language = Language(
+            llm, check_name(args.name or name_of(args, llm)),
+            allow_special=args.allow_special_tokens,
+        )  # fmt: skip
         config = server_config(args, llm, has_keys=bool(keys.tenants))
         app = server.application(engine, language, keys, config)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
