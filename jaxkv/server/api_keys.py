@@ -153,7 +153,8 @@ class ConcurrencyLimit:
             message = f"a key may have {self._each} answers at a time; wait until one ends"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
         if inside.total() + count > self._most:
-            raise Fault(503, f"at most {self._most} answers at a time; try again soon", retry=1.0)
+            message = f"at most {self._most} answers at a time; try again soon"
+            raise Fault(503, message, "too_many_answers", retry=1.0)
 
     @contextlib.contextmanager
     def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jaxkv import __version__
 from jaxkv.server.answers import Answers
@@ -23,6 +24,7 @@ from jaxkv.server.formats import CHAT, COMPLETION
 from jaxkv.server.hosts import HostMiddleware
 from jaxkv.server.job import ServerConfig, unknown_model
 from jaxkv.server.metrics import Metrics
+from jaxkv.server.observer import ID, REQUEST_ID, Observer
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ def application(
     language: LanguageProtocol,
     keys: ApiKeys | None = None,
     config: ServerConfig | None = None,
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application for an engine and a model's tokenizer.
 
     keys: the accepted API keys; without any, no key is needed.
@@ -53,7 +55,7 @@ def application(
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
-            raise Fault(503, "the engine does not answer; restart the server")
+            raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
@@ -84,7 +86,7 @@ def application(
         exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
-    return app
+    return Observer(app, metrics)
 
 
 def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
@@ -92,7 +94,7 @@ def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
     origins = config.allowed_origins
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
-        allow_headers=["*"], expose_headers=["retry-after", "x-request-id"],
+        allow_headers=["*"], expose_headers=["retry-after", ID],
     )  # fmt: skip
     return [
         Middleware(HostMiddleware, keys=keys, host=config.host, origins=origins),
@@ -120,5 +122,5 @@ async def misdirect(request: Request, error: HTTPException) -> Response:
 
 async def fail(request: Request, error: Exception) -> Response:
     """Answer after a bug of ours: status 500 to the client, the traceback to the log."""
-    LOG.error("a request failed", exc_info=error)
+    LOG.error("request %s failed", REQUEST_ID.get(), exc_info=error)
     return Fault(500, "the server failed; its standard error says why").response()

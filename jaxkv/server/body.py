@@ -49,7 +49,7 @@ class Bodies:
                 fault = Fault(408, message)
             else:
                 message = f"more than {self._count} bodies are coming, this one for longest"
-                fault = Fault(503, f"{message}; send it again", retry=1.0)
+                fault = Fault(503, f"{message}; send it again", "too_many_bodies", retry=1.0)
             fault.headers["connection"] = "close"
             raise fault from None
 

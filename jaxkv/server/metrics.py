@@ -74,6 +74,10 @@ class Metrics:
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"
         )
         self._ended = self._counter("request_success", "Finished requests", "finished_reason")
+        self._responses = self._counter(
+            "http_requests", "Requests by status; 499 if the client left", "handler", "status"
+        )
+        self._refusals = self._counter("request_refusals", "Refused requests", "reason")
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
@@ -91,6 +95,12 @@ class Metrics:
         for name, histogram in self._phases.items():
             if (seconds := PHASES[name](outcome)) is not None:
                 histogram.observe(seconds)
+
+    def respond(self, handler: str, status: int, refusal: str | None) -> None:
+        """Count a response. handler: its path. refusal: why it was refused, or None."""
+        self._responses.labels(handler, status).inc()
+        if refusal is not None:
+            self._refusals.labels(refusal).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
