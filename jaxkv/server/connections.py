@@ -35,7 +35,10 @@ def raise_descriptor_limit() -> None:
         import resource  # absent on Windows
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except ValueError:  # macOS: its hard limit is infinite, and its largest soft limit is this
+            resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
 
 
 def most_connections() -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ import pytest
 from jaxkv import models
 from jaxkv.cli import serve
 from tests.cli.test_bad_input import refused
+from tests.server.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = "streaming:sinks=2,window=30"
@@ -181,6 +184,64 @@ def test_echoed_scores_equal_those_of_the_model(client, model):
         first, *others = answer.choices[0].logprobs.token_logprobs
         assert first is None and len(others) == len(losses) + count
         assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
+
+
+def running_requests(client) -> float:
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
+    return float(re.search(r"^jaxkv:num_requests_running (\S+)$", metrics, re.M)[1])
+
+
+def test_clients_that_leave_after_a_pipelined_request(process, client):
+    """They free both slots of the engine, although their answers have no end."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    pipelined = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    port = int(process[1].rpartition(":")[2])
+    leavers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    for leaver in leavers:
+        leaver.sendall(head + body)
+    eventually(lambda: running_requests(client) == 2, 20)
+    for leaver in leavers:
+        leaver.sendall(pipelined)
+    time.sleep(0.2)  # the server reads them before it sees the end
+    for leaver in leavers:
+        leaver.close()
+    eventually(lambda: running_requests(client) == 0, 20)
+    answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_a_message_cannot_contain_special_tokens(client):
+    """<|end|> in a message takes its 7 characters as tokens; in a prompt it is one token."""
+    counts = [
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text}], max_tokens=1
+        ).usage.prompt_tokens
+        for text in ("", "<|end|>")
+    ]
+    assert counts[1] - counts[0] == 7
+    prompts = [
+        client.completions.create(model="tiny", prompt=text, max_tokens=1).usage.prompt_tokens
+        for text in ("a", "a<|end|>")
+    ]
+    assert prompts[1] - prompts[0] == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_sighup_reads_the_keys_again(process, client):
+    running, url = process
+    keys = Path(running.args[running.args.index("--api-key-file") + 1])
+    keys.write_text("secret team\nnew team\n")
+    running.send_signal(signal.SIGHUP)
+    assert running.stderr.readline() == "jaxkv: read 2 API keys and 1 admin keys\n"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as other:
+        assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
