@@ -186,6 +186,26 @@ def test_echoed_scores_equal_those_of_the_model(client, model):
         assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
 
 
+def head_of(length: int) -> bytes:
+    """The header of a completion whose body has this many bytes."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_requests_without_bodies_do_not_lock_others_out(process, client):
+    """As many as there may be answers, all with one API key."""
+    port = int(process[1].rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        for _ in range(2 + 256 + 14):
+            stalled = socket.create_connection(("127.0.0.1", port), timeout=20)
+            opened.enter_context(stalled).sendall(head_of(100))
+        for _ in range(3):
+            answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+            assert answer.usage.completion_tokens == 1
+
+
 def running_requests(client) -> float:
     admin = {"authorization": "Bearer root"}
     metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
@@ -197,15 +217,11 @@ def test_clients_that_leave_after_a_pipelined_request(process, client):
     body = json.dumps(
         {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
     ).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode()
     pipelined = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     port = int(process[1].rpartition(":")[2])
     leavers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
     for leaver in leavers:
-        leaver.sendall(head + body)
+        leaver.sendall(head_of(len(body)) + body)
     eventually(lambda: running_requests(client) == 2, 20)
     for leaver in leavers:
         leaver.sendall(pipelined)
