@@ -55,6 +55,13 @@ def memory(text: str) -> int:
     return int(size)
 
 
+def metric_name(text: str) -> str:
+    """The type of a flag for a part of a Prometheus name."""
+    if re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"must be letters, digits and _, got {text!r}")
+    return text
+
+
 def origins(text: str) -> tuple[str, ...]:
     """The type of a flag for origins of web pages, separated by commas; `*` is all."""
     from jaxkv.server.hosts import is_origin

@@ -44,6 +44,8 @@ FLAGS = (
      "(default: none)"),
     (SERVER, "per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
      "(default: half of --max-batch and --queue together)"),
+    (SERVER, "metrics-prefix", flags.metric_name, "jaxkv", "NAME", "prefix of the names of "
+     "metrics; routers that know vLLM read the prefix vllm"),
     (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
@@ -226,5 +228,6 @@ def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerC
         report_cached=not args.no_cached_tokens,
         host=args.host,
         allowed_origins=args.allowed_origins,
+        metrics_prefix=args.metrics_prefix,
         fingerprint=f"fp_{digest[:10]}",
     )

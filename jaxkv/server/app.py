@@ -43,7 +43,7 @@ def application(
     """
     config, keys = config or ServerConfig(), keys or ApiKeys()
     metrics, limit = (
-        Metrics(engine.metrics),
+        Metrics(engine.metrics, config.metrics_prefix),
         ConcurrencyLimit(config.max_in_flight, config.max_per_key),
     )
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)

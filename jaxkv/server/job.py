@@ -35,8 +35,8 @@ class ServerConfig:
     read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
     report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
     name or address that the server was told to listen on. allowed_origins: of web pages on other
-    sites that may use the server, such as https://chat.example; `*` is all. fingerprint: of the
-    model and its settings.
+    sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
+    the names of metrics. fingerprint: of the model and its settings.
     """
 
     max_body: int = 8 * 2**20
@@ -54,6 +54,7 @@ class ServerConfig:
     report_cached: bool = True
     host: str = "127.0.0.1"
     allowed_origins: tuple[str, ...] = ()
+    metrics_prefix: str = "jaxkv"
     fingerprint: str = ""
 
 
