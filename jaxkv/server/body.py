@@ -67,8 +67,8 @@ class Bodies:
             yield
         finally:
             own.pop(deadline, None)
-            if not own:
-                self._coming.pop(owner, None)
+            if not own and self._coming.get(owner) is own:
+                del self._coming[owner]
 
 
 def _check_headers(headers: Headers, most: int) -> None:

@@ -114,6 +114,13 @@ class Connection(H11Protocol):
             self._ahead += len(data) if ahead else 0
             self._read_on()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP. uvicorn raises where a response has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()  # begins to answer a pipelined request
         self._ahead = len(self.conn.trailing_data[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.server import connections
-from tests.server.conftest import ENDLESS, eventually, serving
+from tests.server.conftest import ENDLESS, POST, eventually, serving
 from tests.server.fake import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +185,22 @@ def test_a_client_that_leaves_after_a_pipelined_request(strict, stream):
     time.sleep(0.05)
     connection.close()
     eventually(lambda: not strict.engine.handles, 2)
+    strict.works()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_after_the_last_request_are_not_logged(strict, stream, caplog):
+    """A client that announced to close may not send more; its request is cancelled."""
+    body = json.dumps(ENDLESS | {"stream": stream}).encode()
+    with strict.connect() as connection:
+        head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        eventually(lambda: strict.engine.handles)
+        if stream:
+            assert connection.recv(10)
+        connection.sendall(b"more")
+        eventually(lambda: not strict.engine.handles, 2)
+    assert not caplog.text
     strict.works()
 
 
