@@ -55,6 +55,17 @@ def memory(text: str) -> int:
     return int(size)
 
 
+def one_of(*values: str) -> Callable[[str], str]:
+    """The type of a flag with a choice of values."""
+
+    def read(text: str) -> str:
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"must be {' or '.join(values)}, got {text!r}")
+        return text
+
+    return read
+
+
 def metric_name(text: str) -> str:
     """The type of a flag for a part of a Prometheus name."""
     if re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is None:

@@ -46,6 +46,8 @@ FLAGS = (
      "(default: half of --max-batch and --queue together)"),
     (SERVER, "metrics-prefix", flags.metric_name, "jaxkv", "NAME", "prefix of the names of "
      "metrics; routers that know vLLM read the prefix vllm"),
+    (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
+     "json (also every request, one object per line) on standard error"),
     (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
@@ -97,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
     server.raise_descriptor_limit()
+    if args.log == "json":
+        server.log_json()
     keys, prefixes = read_keys(args), prefixes_of(args)
     if args.name is not None:
         check_name(args.name)

@@ -5,6 +5,7 @@ from jaxkv.server.app import application
 from jaxkv.server.connections import raise_descriptor_limit
 from jaxkv.server.job import ServerConfig
 from jaxkv.server.listen import begin_listening, bind, make_server, url
+from jaxkv.server.logs import log_json
 
 __all__ = [
     "ApiKeys",
@@ -12,6 +13,7 @@ __all__ = [
     "application",
     "begin_listening",
     "bind",
+    "log_json",
     "make_server",
     "parse_api_keys",
     "raise_descriptor_limit",

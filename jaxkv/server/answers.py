@@ -26,8 +26,8 @@ from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, 
 from jaxkv.server.faults import Fault
 from jaxkv.server.formats import Json, ResponseFormat, usage
 from jaxkv.server.job import Job, ServerConfig
+from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
-from jaxkv.server.observer import REQUEST_ID
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)

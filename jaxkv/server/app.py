@@ -23,8 +23,9 @@ from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
 from jaxkv.server.hosts import HostMiddleware
 from jaxkv.server.job import ServerConfig, unknown_model
+from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
-from jaxkv.server.observer import ID, REQUEST_ID, Observer
+from jaxkv.server.observer import ID, Observer
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)

@@ -1,16 +1,19 @@
-"""The outermost application: gives each request an id, and counts the responses."""
+"""The outermost application: gives each request an id, counts the responses and logs them."""
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
-from contextvars import ContextVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 
+LOG = logging.getLogger(__name__)
 ID = "x-request-id"
 VALID = re.compile(r"[!-~]{1,200}")
 LEFT = 499  # the status that proxies count when a client leaves before the response begins
@@ -18,8 +21,6 @@ HANDLERS = {
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
     *("/health", "/metrics", "/version"),
 }
-
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # for the log
 
 
 class Observer:
@@ -34,7 +35,7 @@ class Observer:
             return
         given = Headers(scope=scope).get(ID, "")
         name = given if VALID.fullmatch(given) else uuid.uuid4().hex
-        status, token = LEFT, REQUEST_ID.set(name)
+        status, token, start = LEFT, REQUEST_ID.set(name), time.perf_counter()
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -48,8 +49,19 @@ class Observer:
         try:
             await self._app(scope, receive, named)
         finally:
+            refusal = state.get("refusal")
+            self._metrics.respond(handler(scope["path"]), status, refusal)
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(time.perf_counter() - start, 6),
+            }
+            # Neither texts nor keys: the log may be read by others than their owners.
+            LOG.info(
+                "request", extra={"fields": fields | ({"refusal": refusal} if refusal else {})}
+            )
             REQUEST_ID.reset(token)
-            self._metrics.respond(handler(scope["path"]), status, state.get("refusal"))
 
 
 def handler(path: str) -> str:

@@ -59,6 +59,7 @@ def test_a_port_in_use(run):
     (["--api-key", "secret"], ["--api-key"]),
     (["--admin-key-file", "absent"], ["no such admin key file absent"]),
     (["--allowed-origins", "https://a.example/path"], ["--allowed-origins", "without a path"]),
+    (["--log", "xml"], ["--log", "must be text or json", "'xml'"]),
     (["--metrics-prefix", "v-llm"], ["--metrics-prefix", "letters", "'v-llm'"]),
     (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
     (["--allowed-origins", "https://a.example,"], ["--allowed-origins", "got ''"]),

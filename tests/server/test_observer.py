@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import re
+from datetime import datetime
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv.server import parse_api_keys
+from jaxkv.server.logs import JsonFormatter
 from jaxkv.server.observer import handler
 from tests.server.conftest import ENDLESS, eventually, serving
 from tests.server.fake import FakeEngine
@@ -104,3 +109,47 @@ def test_refusals_are_counted_by_reason():
 def test_paths_do_not_multiply_labels():
     assert handler("/v1/models/a/b") == handler("/v1/models") == "/v1/models"
     assert handler("/v1/completions/") == handler("/\ud800") == "other"
+
+
+@pytest.fixture
+def logged():
+    """The lines of the log as JSON objects."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("jaxkv.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_requests_are_logged_as_json(served, logged):
+    served.complete("|secret", {"x_request_id": "one", "authorization": "Bearer secret"})
+    served.ask("GET", "/no%0Awhere", x_request_id="two")
+    eventually(lambda: len(logged()) == 2)
+    first, second = logged()
+    datetime.fromisoformat(first.pop("time"))
+    assert 0 < first.pop("seconds") < 20
+    assert first == {
+        "level": "info", "message": "request", "request_id": "one", "method": "POST",
+        "path": "/v1/completions", "status": 200,
+    }  # fmt: skip
+    assert (second["request_id"], second["path"], second["status"], second["refusal"]) == (
+        "two", "/no\nwhere", 404, "unknown_route",
+    )  # fmt: skip
+
+
+def test_errors_are_logged_as_json(served, logged, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(FakeEngine, "submit", fail)
+    served.complete("|x", {"x_request_id": "bug-8"})
+    eventually(lambda: len(logged()) == 2)
+    error, request = logged()
+    assert (error["level"], error["request_id"]) == ("error", "bug-8")
+    assert "RuntimeError: a bug" in error["exception"]
+    assert request["status"] == 500
