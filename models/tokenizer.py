@@ -31,7 +31,8 @@ class Tokenizer:
 
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
     expects before a text, most often its BOS. strip: the number of spaces removed at the
-    beginning of a decoded text (SentencePiece adds one when it encodes).
+    beginning of a decoded text (SentencePiece adds one when it encodes). special_texts: what in a
+    text becomes a special id.
     """
 
     ids_of: Callable[[str], list[int]] = field(repr=False)
@@ -41,6 +42,7 @@ class Tokenizer:
     eos: tuple[int, ...]
     front: tuple[int, ...] = ()
     strip: int = 0
+    special_texts: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def adds_bos(self) -> bool:
@@ -163,6 +165,7 @@ def tokenizer_of(
         eos=tuple(eos),
         front=tuple(front),
         strip=_strip(steps),
+        special_texts=tuple(token.content for token in added.values() if token.special),
     )
 
 
@@ -247,6 +250,7 @@ def tokenizer_of_sentencepiece(
         eos=tuple(eos),
         front=tuple(front),
         strip=strip,
+        special_texts=tuple(marks),
     )
 
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "jaxkv": {"pallas_kernels", "jax", "numpy"},
     "jaxkv/typing.py": {"jax", "numpy", "jaxtyping"},
     "jaxkv/server": {
-        *("pallas_kernels", "jax", "numpy", "starlette", "uvicorn", "prometheus_client"),
+        *("pallas_kernels", "jax", "numpy", "starlette", "uvicorn", "h11", "prometheus_client"),
     },
     "jaxkv/cli": {"models", "pallas_kernels", "jax", "numpy", "flax"},
     "models": {

@@ -163,7 +163,7 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     try:
         data = json.dumps(body | {"stream": how.stream}).encode()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: soak\r\nconnection: close\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data) + data
         )
         await writer.drain()
@@ -213,7 +213,7 @@ async def rest(port: int, pid: int) -> dict[str, float]:
 
 async def metrics(port: int) -> dict[str, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nhost: soak\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     content = (await reader.read()).decode()
     writer.close()
     lines = (line.split() for line in content.splitlines() if line.startswith("jaxkv:"))

@@ -55,6 +55,36 @@ def memory(text: str) -> int:
     return int(size)
 
 
+def one_of(*values: str) -> Callable[[str], str]:
+    """The type of a flag with a choice of values."""
+
+    def read(text: str) -> str:
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"must be {' or '.join(values)}, got {text!r}")
+        return text
+
+    return read
+
+
+def metric_name(text: str) -> str:
+    """The type of a flag for a part of a Prometheus name."""
+    if re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"must be letters, digits and _, got {text!r}")
+    return text
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """The type of a flag for origins of web pages, separated by commas; `*` is all."""
+    from jaxkv.server.hosts import is_origin
+
+    for origin in text.split(","):
+        if origin != "*" and not is_origin(origin):
+            raise argparse.ArgumentTypeError(
+                f"must be origins such as https://chat.example, without a path, got {origin!r}"
+            )
+    return tuple(text.split(","))
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that runs a model."""
     group = parser.add_argument_group("model")

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import ipaddress
 import json
-import os
 import signal
 import socket
 import sys
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from jaxkv.models import Llm
     from jaxkv.server import ServerConfig
 
-KEYS = "JAXKV_API_KEYS"
 COUNT = flags.whole(1)
 SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
 # Group, flag, type, default, metavar, help.
@@ -39,8 +37,17 @@ FLAGS = (
      "the model folder)"),
     (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
      "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
+    (SERVER, "admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
+     "keys, /metrics needs an admin key (default: there is none)"),
+    (SERVER, "allowed-origins", flags.origins, (), "ORIGINS", "origins of web pages on other sites "
+     "that may use the server, such as https://chat.example,http://localhost:3000; * is all "
+     "(default: none)"),
     (SERVER, "per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
-     "(default: no limit)"),
+     "(default: half of --max-batch and --queue together)"),
+    (SERVER, "metrics-prefix", flags.metric_name, "jaxkv", "NAME", "prefix of the names of "
+     "metrics; routers that know vLLM read the prefix vllm"),
+    (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
+     "json (also every request, one object per line) on standard error"),
     (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
@@ -65,20 +72,25 @@ FLAGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"The environment variable {KEYS} may hold the lines of the API key file instead. Ctrl-C "
-        "waits up to 5 seconds for running answers; a second Ctrl-C does not wait."
+        f"The environment variables {KEYS} and {ADMIN_KEYS} may hold the lines of the key files "
+        "instead. SIGHUP reads the key files again. Ctrl-C waits up to 5 seconds for running "
+        "answers; a second Ctrl-C does not wait."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for title, name, kind, default, metavar, text in FLAGS:
         group = groups.get(title) or parser.add_argument_group(title)
         groups[title] = group
-        stated = default is None or kind is flags.memory
+        stated = default in (None, ()) or kind is flags.memory
         shown = text if stated else f"{text} (default {default})"
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
     groups[PREFIXES].add_argument(
         "--no-cached-tokens", action="store_true",
         help="leave cached_tokens out of the usage, because it reveals other users' prompts",
+    )  # fmt: skip
+    groups[SERVER].add_argument(
+        "--allow-special-tokens", action="store_true",
+        help="turn special tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
     flags.add_model(parser)
 
@@ -86,16 +98,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
-    keys, prefixes = read_keys(args.api_key_file), prefixes_of(args)
-    tenants = server.parse_api_keys(*keys) if keys else ()
+    server.raise_descriptor_limit()
+    if args.log == "json":
+        server.log_json()
+    keys, prefixes = read_keys(args), prefixes_of(args)
     if args.name is not None:
         check_name(args.name)
-    if args.per_key is not None and not tenants:
+    if args.per_key is not None and not keys.tenants:
         raise UserError("--per-key limits each API key; give --api-key-file")
     # Bind before minutes of loading, so that a port in use is reported at once.
     listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
-    with listener:
-        if not (tenants or is_loopback(listener)):
+    with listener, reload_at_hangup(args, keys):
+        if not (keys.tenants or is_loopback(listener)):
             warnings.warn(
                 "the server accepts requests from other machines without an API key; give "
                 "--api-key-file, or leave --host out",
@@ -105,15 +119,19 @@ def run(args: argparse.Namespace) -> int:
         engine = make(args, llm, prefixes)
         from jaxkv.models.language import Language
 
-        language = Language(llm, check_name(args.name or name_of(args, llm)))
-        app = server.application(engine, language, tenants, server_config(args, llm))
+        language = Language(
+            llm, check_name(args.name or name_of(args, llm)),
+            allow_special=args.allow_special_tokens,
+        )  # fmt: skip
+        config = server_config(args, llm, has_keys=bool(keys.tenants))
+        app = server.application(engine, language, keys, config)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.make_server(app)
+        pressed, running = threading.Event(), server.make_server(app, config)
 
         def leave() -> None:
             running.should_exit = True
@@ -130,16 +148,6 @@ def run(args: argparse.Namespace) -> int:
         finally:
             engine.stop()
     return INTERRUPTED if pressed.is_set() else 0
-
-
-def read_keys(path: str | None) -> tuple[str, str] | None:
-    """The text of the API key file and its source; None without API keys."""
-    content = os.environ.get(KEYS)
-    if path is not None and content is not None:
-        raise UserError(f"API keys are given twice, in --api-key-file and {KEYS}; give them once")
-    if path is not None:
-        return read_text(path, "API key file"), path
-    return None if content is None else (content, KEYS)
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -203,8 +211,12 @@ def memory_of(engine: Engine) -> str:
     return ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
 
 
-def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
+def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerConfig:
     from jaxkv import server
+
+    most = args.max_batch + args.queue
+    # By default one key cannot fill the batch and the queue.
+    per_key = args.per_key or (max(1, most // 2) if has_keys else None)
 
     settings = [
         llm.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
@@ -212,11 +224,14 @@ def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.ServerConfig(
-        max_in_flight=args.max_batch + args.queue,
-        max_per_key=args.per_key,
-        max_answers=args.max_batch + args.queue,
+        max_in_flight=most,
+        max_per_key=per_key,
+        max_answers=most,
         max_batch=args.max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,
+        host=args.host,
+        allowed_origins=args.allowed_origins,
+        metrics_prefix=args.metrics_prefix,
         fingerprint=f"fp_{digest[:10]}",
     )

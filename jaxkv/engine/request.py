@@ -101,7 +101,11 @@ def _are_whole(values: object) -> bool:
 
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded as UTF-8: one with a lone surrogate cannot."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
 """An HTTP server with OpenAI's API in front of the engine."""
 
-from jaxkv.server.api_keys import parse_api_keys
+from jaxkv.server.api_keys import ApiKeys, parse_api_keys
 from jaxkv.server.app import application
+from jaxkv.server.connections import raise_descriptor_limit
 from jaxkv.server.job import ServerConfig
 from jaxkv.server.listen import begin_listening, bind, make_server, url
+from jaxkv.server.logs import log_json
 
 __all__ = [
+    "ApiKeys",
     "ServerConfig",
     "application",
     "begin_listening",
     "bind",
+    "log_json",
     "make_server",
     "parse_api_keys",
+    "raise_descriptor_limit",
     "url",
 ]

@@ -19,13 +19,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.engine.request import Overloaded, Request
 from jaxkv.errors import UserError
-from jaxkv.server import body, job
+from jaxkv.server import job
 from jaxkv.server.api_keys import ConcurrencyLimit
-from jaxkv.server.body import Gone
+from jaxkv.server.body import Bodies, Gone
 from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
 from jaxkv.server.faults import Fault
 from jaxkv.server.formats import Json, ResponseFormat, usage
 from jaxkv.server.job import Job, ServerConfig
+from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
@@ -48,6 +49,7 @@ class Answers:
     config: ServerConfig
     metrics: Metrics
     limit: ConcurrencyLimit
+    bodies: Bodies
     readers: Executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,9 +71,10 @@ class Answers:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, config = scope["state"]["tenant"], self.config
+        self.limit.check(tenant)  # before reading the body
+        raw = await self.bodies.read(tenant.digest, scope, receive)
         with contextlib.ExitStack() as inside:
-            inside.enter_context(self.limit.enter(tenant))  # before reading the body
-            raw = await body.read(scope, receive, config.max_body, config.read_seconds)
+            inside.enter_context(self.limit.enter(tenant))
             # In a thread, because a long prompt would delay other streams. Few threads, because
             # each may use a hundred times the memory of its body.
             parsed = await asyncio.get_running_loop().run_in_executor(
@@ -111,13 +114,14 @@ class Answers:
     def _submit(self, request: Request, choice: Choice) -> Any:
         """Returns the engine's handle. Raises Fault if the engine refuses the request."""
         if not self.engine.healthy:
-            raise Fault(503, "the engine does not answer; restart the server")
+            raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
         try:
             return self.engine.submit(request, choice)
         except UserError as error:
             raise Fault(400, str(error)) from None
         except Overloaded as error:
-            raise Fault(503, f"{error}; try again later", retry=error.seconds) from None
+            message = f"{error}; try again later"
+            raise Fault(503, message, "queue_full", retry=error.seconds) from None
 
     async def _whole(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
         events: list[list[Piece | End]] = [parsed.opening(n) for n in range(len(parsed.requests))]
@@ -250,10 +254,11 @@ def checked(event: Event) -> Piece | End:
     if isinstance(event, Piece) or event.reason in FINISHED:
         return event
     if event.reason == "cancelled":
-        raise Fault(503, STOPPING, retry=10.0)
+        raise Fault(503, STOPPING, "server_stopping", retry=10.0)
     if event.reason == "slow":
-        raise Fault(408, "the answer was read too slowly and was ended; read it faster")
-    LOG.error("the engine failed: %s", event.outcome.error)
+        message = "the answer was read too slowly and was ended; read it faster"
+        raise Fault(408, message, "answer_read_too_slowly")
+    LOG.error("request %s: the engine failed: %s", REQUEST_ID.get(), event.outcome.error)
     raise Fault(500, "the engine failed on this answer; ask again, or see the server's log")
 
 
@@ -262,8 +267,8 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, Fault):
         return error
     if isinstance(error, asyncio.CancelledError):
-        return Fault(503, STOPPING, retry=10.0)
-    LOG.error("an answer failed", exc_info=error)
+        return Fault(503, STOPPING, "server_stopping", retry=10.0)
+    LOG.error("request %s failed", REQUEST_ID.get(), exc_info=error)
     return Fault(500, "the server failed; its standard error says why")
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,7 @@ from jaxkv.errors import UserError
 from jaxkv.server.faults import Fault
 
 OPEN = {"/health"}  # for liveness probes, which have no key
+METRICS = "/metrics"
 SCHEME = "Bearer "
 
 
@@ -40,21 +42,21 @@ class Tenant:
 ANYONE = Tenant()
 
 
-def parse_api_keys(content: str, where: str) -> tuple[Tenant, ...]:
+def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant, ...]:
     """Parse lines of KEY or KEY SALT. Keys with equal salts share prefixes; others share none.
 
     A word that begins with # begins a comment. where: the file's name in errors, which never quote
-    a key. Raises UserError for a bad line and for no keys.
+    a key. salts: False accepts keys only. Raises UserError for a bad line and for no keys.
     """
     tenants: dict[bytes, Tenant] = {}
     for number, line in enumerate(content.splitlines(), 1):
         words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
         if not words:
             continue
-        if len(words) > 2 or not words[0].isascii():
+        if len(words) > 1 + salts or not words[0].isascii():
+            rule = "an ASCII key and at most one salt" if salts else "one ASCII key"
             raise UserError(
-                f"{where}, line {number}: must be an ASCII key and at most one salt, got "
-                f"{len(words)} words; correct the line"
+                f"{where}, line {number}: must be {rule}, got {len(words)} words; correct the line"
             )
         digest = hashlib.sha256(words[0].encode()).digest()
         if digest in tenants:
@@ -66,20 +68,53 @@ def parse_api_keys(content: str, where: str) -> tuple[Tenant, ...]:
     return tuple(tenants.values())
 
 
-def find(tenants: Sequence[Tenant], authorization: str) -> Tenant:
-    """The tenant of this header's key, compared in constant time. Raises Fault."""
-    if not tenants:
-        return ANYONE
+class ApiKeys:
+    """The accepted API keys. They may be replaced while the server runs.
+
+    A key that stays keeps its prefixes, because the salts of requests depend on the key alone.
+    tenants: the owners of keys; without any, no key is needed. admins: of keys for `/metrics`,
+    which shows every owner's prefix hits.
+    """
+
+    def __init__(self, tenants: Sequence[Tenant] = (), admins: Sequence[Tenant] = ()) -> None:
+        self.tenants, self.admins = tuple(tenants), tuple(admins)
+
+    def find(self, authorization: str) -> Tenant:
+        """The tenant of this header's key. Raises Fault."""
+        if not self.tenants:
+            return ANYONE
+        digest = _digest(authorization)
+        return _find(self.tenants, digest) or _refuse("this API key is unknown; check it")
+
+    def check_admin(self, authorization: str) -> None:
+        """Raise Fault unless this header has an admin key. Without API keys none is needed."""
+        if not self.tenants:
+            return
+        digest = _digest(authorization)
+        if _find(self.admins, digest):
+            return
+        if _find(self.tenants, digest):
+            message = "needs an admin key, because it shows the prefix hits of every API key"
+            raise Fault(403, f"{METRICS} {message}; see --admin-key-file", "admin_key_required")
+        _refuse("this admin key is unknown; check it")
+
+
+def _digest(authorization: str) -> bytes:
+    """The digest of a header's key. Raises Fault if there is none."""
     given = authorization[len(SCHEME) :].strip()
     if authorization[: len(SCHEME)].lower() != SCHEME.lower() or not given:
-        fault = Fault(401, "an API key is required; send the header Authorization: Bearer KEY",
-                      "invalid_api_key")  # fmt: skip
-    else:
-        digest = hashlib.sha256(given.encode()).digest()
-        found = [one for one in tenants if hmac.compare_digest(one.digest, digest)]
-        if found:
-            return found[0]
-        fault = Fault(401, "this API key is unknown; check it", "invalid_api_key")
+        _refuse("an API key is required; send the header Authorization: Bearer KEY")
+    return hashlib.sha256(given.encode()).digest()
+
+
+def _find(tenants: Sequence[Tenant], digest: bytes) -> Tenant | None:
+    """The tenant with this digest, compared in constant time."""
+    found = [one for one in tenants if hmac.compare_digest(one.digest, digest)]
+    return found[0] if found else None
+
+
+def _refuse(message: str) -> NoReturn:
+    fault = Fault(401, message, "invalid_api_key")
     fault.headers["www-authenticate"] = "Bearer"
     raise fault
 
@@ -87,14 +122,17 @@ def find(tenants: Sequence[Tenant], authorization: str) -> Tenant:
 class APIKeyMiddleware:
     """Middleware: puts the tenant into `state`, or answers 401 without reading the body."""
 
-    def __init__(self, app: ASGIApp, tenants: Sequence[Tenant]) -> None:
-        self._app, self._tenants = app, tenants
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
                 given = Headers(scope=scope).get("authorization", "")
-                scope["state"]["tenant"] = find(self._tenants, given)
+                if scope["path"] == METRICS:
+                    self._keys.check_admin(given)
+                else:
+                    scope["state"]["tenant"] = self._keys.find(given)
             except Fault as fault:
                 await fault.response()(scope, receive, send)
                 return
@@ -108,17 +146,22 @@ class ConcurrencyLimit:
         self._most, self._each = most, each
         self._inside: Counter[bytes] = Counter()
 
-    @contextlib.contextmanager
-    def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Count `count` more answers inside the context. Raises Fault if that is too many."""
+    def check(self, tenant: Tenant, count: int = 1) -> None:
+        """Raise Fault if `count` more answers are too many."""
         inside, each = self._inside, math.inf if self._each is None else self._each
         if inside[tenant.digest] + count > each:
             message = f"a key may have {self._each} answers at a time; wait until one ends"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
         if inside.total() + count > self._most:
-            raise Fault(503, f"at most {self._most} answers at a time; try again soon", retry=1.0)
-        inside[tenant.digest] += count
+            message = f"at most {self._most} answers at a time; try again soon"
+            raise Fault(503, message, "too_many_answers", retry=1.0)
+
+    @contextlib.contextmanager
+    def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
+        """Count `count` more answers inside the context. Raises Fault if that is too many."""
+        self.check(tenant, count)
+        self._inside[tenant.digest] += count
         try:
             yield
         finally:
-            inside[tenant.digest] -= count
+            self._inside[tenant.digest] -= count

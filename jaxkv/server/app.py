@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jaxkv import __version__
 from jaxkv.server.answers import Answers
-from jaxkv.server.api_keys import APIKeyMiddleware, ConcurrencyLimit, Tenant
+from jaxkv.server.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
+from jaxkv.server.body import Bodies
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
+from jaxkv.server.hosts import HostMiddleware
 from jaxkv.server.job import ServerConfig, unknown_model
+from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
+from jaxkv.server.observer import ID, Observer
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 LOG = logging.getLogger(__name__)
@@ -30,27 +35,28 @@ READERS = 2  # threads that parse and tokenize bodies
 def application(
     engine: EngineProtocol,
     language: LanguageProtocol,
-    tenants: Sequence[Tenant] = (),
+    keys: ApiKeys | None = None,
     config: ServerConfig | None = None,
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application for an engine and a model's tokenizer.
 
-    tenants: the owners of API keys; without any, no key is needed.
+    keys: the accepted API keys; without any, no key is needed.
     """
-    config = config or ServerConfig()
+    config, keys = config or ServerConfig(), keys or ApiKeys()
     metrics, limit = (
-        Metrics(engine.metrics),
+        Metrics(engine.metrics, config.metrics_prefix),
         ConcurrencyLimit(config.max_in_flight, config.max_per_key),
     )
+    bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
     readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        format: Answers(format, engine, language, config, metrics, limit, readers)
+        format: Answers(format, engine, language, config, metrics, limit, bodies, readers)
         for format in (COMPLETION, CHAT)
     }
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
-            raise Fault(503, "the engine does not answer; restart the server")
+            raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
@@ -74,14 +80,28 @@ def application(
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", health),
-            Route("/metrics", prometheus),
+            Route(METRICS, prometheus),
             Route("/version", version),
         ],
-        middleware=[Middleware(APIKeyMiddleware, tenants=tenants)],
+        middleware=middleware(keys, config),
         exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
-    return app
+    return Observer(app, metrics)
+
+
+def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
+    """From the outermost on. Browsers ask for permission (CORS) without an API key."""
+    origins = config.allowed_origins
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["retry-after", ID],
+    )  # fmt: skip
+    return [
+        Middleware(HostMiddleware, keys=keys, host=config.host, origins=origins),
+        *([cors] if origins else []),
+        Middleware(APIKeyMiddleware, keys=keys),
+    ]
 
 
 def card(engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:
@@ -103,5 +123,5 @@ async def misdirect(request: Request, error: HTTPException) -> Response:
 
 async def fail(request: Request, error: Exception) -> Response:
     """Answer after a bug of ours: status 500 to the client, the traceback to the log."""
-    LOG.error("a request failed", exc_info=error)
+    LOG.error("request %s failed", REQUEST_ID.get(), exc_info=error)
     return Fault(500, "the server failed; its standard error says why").response()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -18,17 +19,61 @@ class Gone(Exception):
     """The client has disconnected."""
 
 
-async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> bytes:
-    """Read the whole body.
+class Bodies:
+    """Reads the bodies of requests. Bodies that are still coming are counted apart from answers.
 
-    most: bytes, whatever the header claims. seconds: for the whole body.
-    Raises Fault for a body that is too large, too slow, compressed or not declared as JSON, and
-    Gone if the client disconnects.
+    count: bodies at a time. When another comes, the API key with the most loses its oldest one, so
+    clients that send no body cannot lock others out. size: bytes of one, whatever its header
+    claims. seconds: for the whole body.
     """
-    headers = Headers(scope=scope)
-    # A browser asks for permission before it sends JSON to another site, and gets none here. So a
-    # web page cannot use a server on the user's machine. DNS rebinding still can: API keys prevent
-    # that.
+
+    def __init__(self, count: int, size: int, seconds: float) -> None:
+        self._count, self._size, self._seconds = count, size, seconds
+        self._coming: defaultdict[bytes, dict[asyncio.Timeout, None]] = defaultdict(dict)
+
+    async def read(self, owner: bytes, scope: Scope, receive: Receive) -> bytes:
+        """Read the whole body. owner: identifies the API key.
+
+        Raises Fault for a body that is too large, too slow, compressed or not declared as JSON, and
+        Gone if the client disconnects.
+        """
+        _check_headers(Headers(scope=scope), self._size)
+        try:
+            async with asyncio.timeout(self._seconds) as deadline:
+                last = deadline.when()
+                with self._counted(owner, deadline):
+                    return await _collect(receive, self._size)
+        except TimeoutError:
+            if deadline.when() == last:
+                message = f"the body must come within {self._seconds:g} s; send it again, faster"
+                fault = Fault(408, message)
+            else:
+                message = f"more than {self._count} bodies are coming, this one for longest"
+                fault = Fault(503, f"{message}; send it again", "too_many_bodies", retry=1.0)
+            fault.headers["connection"] = "close"
+            raise fault from None
+
+    @contextlib.contextmanager
+    def _counted(self, owner: bytes, deadline: asyncio.Timeout) -> Iterator[None]:
+        if sum(map(len, self._coming.values())) >= self._count:
+            most = max(self._coming.values(), key=len)
+            oldest = next(iter(most))
+            del most[oldest]
+            if not oldest.expired():
+                oldest.reschedule(0.0)
+        own = self._coming[owner]
+        own[deadline] = None
+        try:
+            yield
+        finally:
+            own.pop(deadline, None)
+            if not own and self._coming.get(owner) is own:
+                del self._coming[owner]
+
+
+def _check_headers(headers: Headers, most: int) -> None:
+    # A browser asks for permission before it sends JSON to another site, which only
+    # --allowed-origins gives.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")
@@ -37,13 +82,6 @@ async def read(scope: Scope, receive: Receive, most: int, seconds: float) -> byt
         raise Fault(415, f"a body must not be compressed, got {shown(packed)}; send it as it is")
     if int(headers.get("content-length", 0)) > most:
         raise _too_large(most)
-    try:
-        async with asyncio.timeout(seconds):
-            return await _collect(receive, most)
-    except TimeoutError:
-        fault = Fault(408, f"the body must come within {seconds:g} s; send it again, faster")
-        fault.headers["connection"] = "close"
-        raise fault from None
 
 
 async def _collect(receive: Receive, most: int) -> bytes:

@@ -7,8 +7,18 @@ import math
 import reprlib
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 TYPES = {401: "authentication_error", 429: "requests"}  # other than invalid_request_error
+# The reason of a refusal without a code, for the metrics; others are invalid_request.
+REASONS = {
+    404: "unknown_route",
+    405: "unknown_route",
+    408: "body_too_slow",
+    413: "body_too_large",
+    415: "unsupported_body",
+    500: "server_error",
+}
 RETRY = 1, 60  # seconds; clients ignore longer waits
 
 _short = reprlib.Repr()
@@ -40,8 +50,24 @@ class Fault(Exception):
         error = {"message": str(self), "type": TYPES.get(self.status, kind)}
         return json.dumps({"error": error | {"param": self.param, "code": self.code}})
 
+    @property
+    def reason(self) -> str:
+        return self.code or REASONS.get(self.status, "invalid_request")
+
     def response(self) -> Response:
-        return Response(self.json, self.status, self.headers, "application/json")
+        return Refusal(self)
+
+
+class Refusal(Response):
+    """The response to a Fault. It leaves the reason in `state`, for the metrics."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.json, fault.status, fault.headers, "application/json")
+        self._reason = fault.reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["refusal"] = self._reason
+        await super().__call__(scope, receive, send)
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,8 @@ from jaxkv.server.formats import ResponseFormat
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
+PROBED = 16  # characters per token of max_len that are tokenized first
+TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -25,24 +27,34 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class ServerConfig:
     """The limits and settings of a server.
 
-    max_body: bytes of a body. max_in_flight: answers at a time. max_per_key: answers at a time for
-    one API key; None for no limit. max_answers: answers to one request. max_batch: answers that
-    need not wait. max_waiting_tokens: prompt tokens of the other answers to a request. max_unread:
-    events that a client has not read yet. read_seconds, write_seconds: for a client to send its
-    body, and to read on. report_cached: report cached prompt tokens, which may reveal other users'
-    prompts. fingerprint: of the model and its settings.
+    max_body: bytes of a body. max_bodies: bodies that are still coming. max_in_flight: answers at a
+    time. max_per_key: answers at a time for one API key; None for no limit. max_answers: answers to
+    one request. max_batch: answers that need not wait. max_waiting_tokens: prompt tokens of the
+    other answers to a request. max_unread: events that a client has not read yet. max_connections:
+    open at a time; None for as many as the limit of open files allows. header_seconds,
+    read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
+    report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
+    name or address that the server was told to listen on. allowed_origins: of web pages on other
+    sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
+    the names of metrics. fingerprint: of the model and its settings.
     """
 
     max_body: int = 8 * 2**20
+    max_bodies: int = 256
     max_in_flight: int = 1024
     max_per_key: int | None = None
     max_answers: int = 1024
     max_batch: int = 1024
     max_waiting_tokens: int = 2**20
     max_unread: int = 4096
+    max_connections: int | None = None
+    header_seconds: float = 5.0
     read_seconds: float = 60.0
     write_seconds: float = 60.0
     report_cached: bool = True
+    host: str = "127.0.0.1"
+    allowed_origins: tuple[str, ...] = ()
+    metrics_prefix: str = "jaxkv"
     fingerprint: str = ""
 
 
@@ -92,7 +104,7 @@ def parse_job(
         message = f"a request may ask for {most} answers, got {count} prompts, n={n}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
-        prompts = _prompts(values, format, engine, language)
+        prompts = _prompts(values, format, engine, language, config)
         salt = tenant.salt(values["cache_salt"])
         requests = [
             request
@@ -101,12 +113,6 @@ def parse_job(
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
-    others = [len(request.tokens) for request in requests[config.max_batch :]]
-    size = sum(others)
-    if len(others) > 1 and size > config.max_waiting_tokens:  # it could never be queued
-        most = config.max_waiting_tokens
-        message = f"prompts beyond the first {config.max_batch} may have {most} tokens together"
-        raise Fault(400, f"{message}, got {size}; send several requests", param="prompt")
     echo = values.get("echo", False)
     return Job(
         requests=requests,
@@ -129,37 +135,73 @@ def _prompts(
     format: ResponseFormat,
     engine: EngineProtocol,
     language: LanguageProtocol,
+    config: ServerConfig,
 ) -> list[tuple[str, list[int]]]:
-    """Text and ids of each prompt."""
+    """Text and ids of each prompt. Each is checked before the next one is tokenized."""
     if "messages" in values:
-        said = sum(len(message["content"]) for message in values["messages"])
-        _check_length(said, "messages", engine, language)
+        contents = "".join(message["content"] for message in values["messages"])
+        _check_length(contents, "messages", engine, language)
         return [("", language.render(values["messages"]))]
-    prompts = []
+    size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
+    most = max(TOTAL, _most_characters(engine, language))
+    if size > most:
+        message = f"the prompts of a request may have {most} characters together, got {size}"
+        raise Fault(400, f"{message}; send several requests", param="prompt")
+    prompts: list[tuple[str, list[int]]] = []
     for prompt in values["prompt"]:
-        if isinstance(prompt, str):
-            _check_length(len(prompt), "prompt", engine, language)
-            prompts.append((prompt, language.encode(prompt)))
-        elif min(prompt) < 0 or max(prompt) >= engine.vocab:
-            raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
-        else:
-            _max_new_tokens(values, len(prompt), format, engine)
-            echoed = "".join(language.pieces(prompt)) if values["echo"] else ""
-            prompts.append((echoed, prompt))
+        prompts.append(_prompt(prompt, values, format, engine, language))
+        _check_waiting([len(ids) for _, ids in prompts], values["n"], config)
     return prompts
 
 
+def _prompt(
+    prompt: str | list[int],
+    values: dict[str, Any],
+    format: ResponseFormat,
+    engine: EngineProtocol,
+    language: LanguageProtocol,
+) -> tuple[str, list[int]]:
+    """Text and ids of one prompt of a completion; the text of ids only for an echo."""
+    if isinstance(prompt, str):
+        _check_length(prompt, "prompt", engine, language)
+        ids = language.encode(prompt)
+        _max_new_tokens(values, len(ids), format, engine)
+        return prompt, ids
+    if min(prompt) < 0 or max(prompt) >= engine.vocab:
+        raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
+    _max_new_tokens(values, len(prompt), format, engine)
+    return "".join(language.pieces(prompt)) if values["echo"] else "", prompt
+
+
+def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:
+    """Raise Fault for prompts that could never be queued. sizes: tokens of each."""
+    others = [size for size in sizes for _ in range(n)][config.max_batch :]
+    most = config.max_waiting_tokens
+    if len(others) > 1 and sum(others) > most:
+        message = f"prompts beyond the first {config.max_batch} may have {most} tokens together"
+        message = f"{message}, got {sum(others)} or more; send several requests"
+        raise Fault(400, message, param="prompt")
+
+
+def _most_characters(engine: EngineProtocol, language: LanguageProtocol) -> int:
+    """The characters of a prompt beyond which it certainly has too many tokens."""
+    return COMPOSED * engine.max_len * language.longest
+
+
 def _check_length(
-    size: int, param: str, engine: EngineProtocol, language: LanguageProtocol
+    text: str, param: str, engine: EngineProtocol, language: LanguageProtocol
 ) -> None:
     """Raise Fault for a text that is certainly too long, because tokenizing it takes seconds."""
-    most = COMPOSED * engine.max_len * language.longest
-    if size > most:
-        message = (
-            f"prompt and answer may have {engine.max_len} tokens together, for which {most} "
-            f"characters are too many, got {size}; shorten the prompt"
-        )
-        raise Fault(400, message, "context_length_exceeded", param)
+    most, head = _most_characters(engine, language), text[: PROBED * engine.max_len]
+    if len(text) > most:
+        why = f"for which {most} characters are too many, got {len(text)}"
+    # Twice the tokens, because a token may extend over the cut.
+    elif len(head) < len(text) and len(language.encode(head)) > 2 * engine.max_len:
+        why = f"the first {len(head)} characters alone have more"
+    else:
+        return
+    message = f"prompt and answer may have {engine.max_len} tokens together, {why}"
+    raise Fault(400, f"{message}; shorten the prompt", "context_length_exceeded", param)
 
 
 def _requests(

@@ -6,11 +6,20 @@ import contextlib
 import errno
 import os
 import socket
+from functools import partial
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from jaxkv.errors import UserError
+from jaxkv.server.connections import (
+    ACCEPTED,
+    Connection,
+    ConnectionLimit,
+    Server,
+    most_connections,
+)
+from jaxkv.server.job import ServerConfig
 
 GRACE = 5  # seconds for answers to end when the server stops
 IDLE = 75  # seconds of an idle connection: longer than clients wait, so that they close first
@@ -68,14 +77,16 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: Starlette) -> uvicorn.Server:
+def make_server(app: ASGIApp, config: ServerConfig | None = None) -> uvicorn.Server:
     """A server for `run(sockets=[...])`; it ends at Ctrl-C or when `should_exit` is set."""
-    return uvicorn.Server(
+    config = config or ServerConfig()
+    limit = ConnectionLimit(config.max_connections or most_connections(), config.header_seconds)
+    return Server(
         uvicorn.Config(
             app,
             # Fixed, so that production uses what the tests use, whatever else is installed.
             loop="asyncio",
-            http="h11",
+            http=partial(Connection, limit=limit),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -83,6 +94,7 @@ def make_server(app: Starlette) -> uvicorn.Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            backlog=ACCEPTED,
             timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=GRACE,
         )

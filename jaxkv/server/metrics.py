@@ -1,4 +1,4 @@
-"""The Prometheus metrics of /metrics. Their names are vLLM's with the prefix `jaxkv:`."""
+"""The Prometheus metrics of /metrics. Their names are vLLM's with another prefix."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ GAUGES = (
     ("num_requests_waiting", "waiting", "Requests that wait in the queue"),
     ("num_tokens_waiting", "waiting_tokens", "Prompt tokens of waiting requests"),
     ("kv_cache_usage_perc", "cache_usage", "Fraction of the decode batch in use, from 0 to 1"),
+    ("gpu_cache_usage_perc", "cache_usage", "The same; routers read this older name"),
     ("memory_weights_bytes", "bytes_of_weights", "Bytes of the weights"),
     ("memory_sequences_bytes", "bytes_of_sequences", "Bytes allocated for sequences"),
     ("memory_prefixes_bytes", "bytes_of_prefixes", "Bytes allocated for the prefix cache"),
@@ -64,16 +65,21 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class Metrics:
-    """The metrics of one server. engine_metrics: called at every scrape."""
+    """The metrics of one server. engine_metrics: called at every scrape. prefix: of all names."""
 
-    def __init__(self, engine_metrics: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, engine_metrics: Callable[[], Mapping[str, Any]], prefix: str) -> None:
         self._engine_metrics, self._registry = engine_metrics, CollectorRegistry()
+        self._prefix = prefix
         self._registry.register(self)
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts")
         self._sources = self._counter(
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"
         )
         self._ended = self._counter("request_success", "Finished requests", "finished_reason")
+        self._responses = self._counter(
+            "http_requests", "Requests by status; 499 if the client left", "handler", "status"
+        )
+        self._refusals = self._counter("request_refusals", "Refused requests", "reason")
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
@@ -92,6 +98,12 @@ class Metrics:
             if (seconds := PHASES[name](outcome)) is not None:
                 histogram.observe(seconds)
 
+    def respond(self, handler: str, status: int, refusal: str | None) -> None:
+        """Count a response. handler: its path. refusal: why it was refused, or None."""
+        self._responses.labels(handler, status).inc()
+        if refusal is not None:
+            self._refusals.labels(refusal).inc()
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -103,23 +115,25 @@ class Metrics:
         """The engine's current metrics."""
         values = self._engine_metrics()
         for name, key, what in GAUGES:
-            yield GaugeMetricFamily(f"jaxkv:{name}", what, values[key])
+            yield GaugeMetricFamily(f"{self._prefix}:{name}", what, values[key])
         for name, key, what in COUNTERS:
-            yield CounterMetricFamily(f"jaxkv:{name}", what, values[key])
+            yield CounterMetricFamily(f"{self._prefix}:{name}", what, values[key])
         misses = CounterMetricFamily(
-            "jaxkv:prefix_cache_misses", "Prompt tokens not found", labels=["reason"]
+            f"{self._prefix}:prefix_cache_misses", "Prompt tokens not found", labels=["reason"]
         )
         for reason, tokens in values["misses"].items():
             misses.add_metric([reason], tokens)
         yield misses
         yield HistogramMetricFamily(
-            "jaxkv:iteration_tokens_total", "Prefilled and decoded tokens in one engine step",
-            values["step_sizes"], values["step_tokens"],
-        )  # fmt: skip
+            f"{self._prefix}:iteration_tokens_total",
+            "Prefilled and decoded tokens in one engine step",
+            values["step_sizes"],
+            values["step_tokens"],
+        )
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"jaxkv:{name}", what, labels, registry=self._registry)
+        return Counter(f"{self._prefix}:{name}", what, labels, registry=self._registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         what = name.replace("_", " ").capitalize()
-        return Histogram(f"jaxkv:{name}", what, registry=self._registry, buckets=buckets)
+        return Histogram(f"{self._prefix}:{name}", what, registry=self._registry, buckets=buckets)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 
 from jaxkv import models
+from jaxkv.cli import serve
 from tests.cli.test_bad_input import refused
+from tests.server.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = "streaming:sinks=2,window=30"
@@ -25,7 +31,8 @@ NO_MODEL = ("--model", "nowhere/at/all")
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch):
-    monkeypatch.delenv("JAXKV_API_KEYS", raising=False)
+    for name in ("JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_port_in_use(run):
@@ -50,6 +57,12 @@ def test_a_port_in_use(run):
     (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
     (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
+    (["--admin-key-file", "absent"], ["no such admin key file absent"]),
+    (["--allowed-origins", "https://a.example/path"], ["--allowed-origins", "without a path"]),
+    (["--log", "xml"], ["--log", "must be text or json", "'xml'"]),
+    (["--metrics-prefix", "v-llm"], ["--metrics-prefix", "letters", "'v-llm'"]),
+    (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
+    (["--allowed-origins", "https://a.example,"], ["--allowed-origins", "got ''"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
     (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
 ])  # fmt: skip
@@ -66,6 +79,9 @@ def test_invalid_api_keys(run, tmp_path, monkeypatch):
     refused(ran, "JAXKV_API_KEYS, line 2")
     assert "good" not in ran.err
     refused(run("serve", "--api-key-file", path), "given twice")
+    monkeypatch.delenv("JAXKV_API_KEYS")
+    monkeypatch.setenv("JAXKV_ADMIN_KEYS", "root")
+    refused(run("serve"), "--admin-key-file needs API keys", "--api-key-file")
 
 
 def test_a_public_address_without_keys_warns(run):
@@ -76,12 +92,31 @@ def test_a_public_address_without_keys_warns(run):
     )
 
 
+@pytest.mark.parametrize("words, has_keys, expected", [
+    ([], True, (16 + 256) // 2),
+    (["--max-batch", "2", "--queue", "8"], True, 5),
+    (["--max-batch", "1", "--queue", "1"], True, 1),
+    (["--per-key", "7"], True, 7),
+    ([], False, None),
+])  # fmt: skip
+def test_the_default_of_per_key(words, has_keys, expected):
+    """One key must not fill the batch and the queue."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(words)
+    llm = SimpleNamespace(name="tiny", dtype="float32")
+    assert serve.server_config(args, llm, has_keys).max_per_key == expected
+
+
 @pytest.fixture(scope="module")
 def process(model, tmp_path_factory):
     """A server with an API key: its process and URL."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+    folder = tmp_path_factory.mktemp("keys")
+    keys, admins = folder / "keys", folder / "admins"
     keys.write_text("secret team\n")
-    with started(model, "--api-key-file", str(keys)) as running:
+    admins.write_text("root\n")
+    words = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
+    with started(model, *words) as running:
         yield running
 
 
@@ -131,7 +166,8 @@ def test_a_prefix_is_reused(client):
     ]
     assert answers[0].usage.prompt_tokens_details.cached_tokens == 0
     assert answers[-1].usage.prompt_tokens_details.cached_tokens >= 32
-    metrics = client.get("/../metrics", cast_to=str)
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
     hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
     assert float(hits[1]) >= 32
     assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", metrics, re.M)
@@ -150,6 +186,80 @@ def test_echoed_scores_equal_those_of_the_model(client, model):
         first, *others = answer.choices[0].logprobs.token_logprobs
         assert first is None and len(others) == len(losses) + count
         assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
+
+
+def head_of(length: int) -> bytes:
+    """The header of a completion whose body has this many bytes."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_requests_without_bodies_do_not_lock_others_out(process, client):
+    """As many as there may be answers, all with one API key."""
+    port = int(process[1].rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        for _ in range(2 + 256 + 14):
+            stalled = socket.create_connection(("127.0.0.1", port), timeout=20)
+            opened.enter_context(stalled).sendall(head_of(100))
+        for _ in range(3):
+            answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+            assert answer.usage.completion_tokens == 1
+
+
+def running_requests(client) -> float:
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
+    return float(re.search(r"^jaxkv:num_requests_running (\S+)$", metrics, re.M)[1])
+
+
+def test_clients_that_leave_after_a_pipelined_request(process, client):
+    """They free both slots of the engine, although their answers have no end."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
+    ).encode()
+    pipelined = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    port = int(process[1].rpartition(":")[2])
+    leavers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    for leaver in leavers:
+        leaver.sendall(head_of(len(body)) + body)
+    eventually(lambda: running_requests(client) == 2, 20)
+    for leaver in leavers:
+        leaver.sendall(pipelined)
+    time.sleep(0.2)  # the server reads them before it sees the end
+    for leaver in leavers:
+        leaver.close()
+    eventually(lambda: running_requests(client) == 0, 20)
+    answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_a_message_cannot_contain_special_tokens(client):
+    """<|end|> in a message takes its 7 characters as tokens; in a prompt it is one token."""
+    counts = [
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text}], max_tokens=1
+        ).usage.prompt_tokens
+        for text in ("", "<|end|>")
+    ]
+    assert counts[1] - counts[0] == 7
+    prompts = [
+        client.completions.create(model="tiny", prompt=text, max_tokens=1).usage.prompt_tokens
+        for text in ("a", "a<|end|>")
+    ]
+    assert prompts[1] - prompts[0] == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_sighup_reads_the_keys_again(process, client):
+    running, url = process
+    keys = Path(running.args[running.args.index("--api-key-file") + 1])
+    keys.write_text("secret team\nnew team\n")
+    running.send_signal(signal.SIGHUP)
+    assert running.stderr.readline() == "jaxkv: read 2 API keys and 1 admin keys\n"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as other:
+        assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")

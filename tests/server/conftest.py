@@ -17,6 +17,7 @@ import pytest
 from jaxkv import server
 from tests.server.fake import FakeEngine, language
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ENDLESS = {"model": "bytes", "prompt": "endless", "max_tokens": 90_000, "temperature": 0}
 
 
@@ -84,9 +85,9 @@ class Served(NamedTuple):
         """Send a completion request without reading the response."""
         connection, raw = self.connect(**options), json.dumps(body).encode()
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
-            % (key.encode(), len(raw), raw)
+            POST
+            + b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n" % (key.encode(), len(raw))
+            + raw
         )
         return connection
 
@@ -113,14 +114,13 @@ def events(raw: bytes) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine, words=None, tenants=(), kernel_seconds=60.0, **config: Any):
+def serving(engine, words=None, tenants=(), admins=(), keys=None, kernel_seconds=60.0, **config):
     """Run a server. kernel_seconds: after which a connection is dropped. config: a ServerConfig."""
-    words = words or language()
+    words, keys = words or language(), keys or server.ApiKeys(tenants, admins)
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
     server.begin_listening(listener)
-    running = server.make_server(
-        server.application(engine, words, tenants, server.ServerConfig(**config))
-    )
+    settings = server.ServerConfig(**config)
+    running = server.make_server(server.application(engine, words, keys, settings), settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]
     engine.start()

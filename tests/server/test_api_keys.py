@@ -22,7 +22,8 @@ shorter      our
 
 @pytest.fixture(scope="module")
 def guarded():
-    with serving(FakeEngine(), tenants=parse_api_keys(FILE, "keys"), max_per_key=2) as served:
+    tenants, admins = parse_api_keys(FILE, "keys"), parse_api_keys("root\n", "admins", salts=False)
+    with serving(FakeEngine(), tenants=tenants, admins=admins, max_per_key=2) as served:
         yield served
 
 
@@ -50,7 +51,16 @@ def test_an_invalid_key_gives_401(guarded, given):
 def test_a_valid_key_is_accepted(guarded):
     assert guarded.complete("|x", bearer("first")).status == 200
     assert guarded.complete("|x", {"authorization": "bearer  second "}).status == 200
-    assert guarded.ask("GET", "/metrics", **bearer("ours-1")).status == 200
+
+
+def test_metrics_need_an_admin_key(guarded):
+    """They show the prefix hits of every key."""
+    assert guarded.ask("GET", "/metrics", **bearer("root")).status == 200
+    answer = guarded.ask("GET", "/metrics", **bearer("ours-1"))
+    assert answer.status == 403 and "--admin-key-file" in answer.error["message"]
+    assert guarded.complete("|x", bearer("root")).status == 401
+    with serving(FakeEngine(), tenants=parse_api_keys("first", "keys")) as served:
+        assert served.ask("GET", "/metrics", **bearer("first")).status == 403
 
 
 def cached(served, prompt: str, key: str, salt: str | None = None) -> int:
@@ -118,6 +128,11 @@ def test_invalid_key_files(content, words):
     message = str(caught.value)
     assert message.startswith("keys.txt") and all(word in message for word in words)
     assert "good" not in message  # a key is never quoted
+
+
+def test_admin_keys_have_no_salts():
+    with pytest.raises(UserError, match="line 1: must be one ASCII key, got 2 words"):
+        parse_api_keys("root salt\n", "admins", salts=False)
 
 
 def test_comments_are_not_salts():

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.server.conftest import ENDLESS, eventually, serving
+from tests.server.conftest import ENDLESS, POST, eventually, serving
 from tests.server.fake import FakeEngine
 
 WIDE = ENDLESS | {"prompt": "wide", "stream": True}  # long tokens fill the kernel's buffers soon
@@ -55,10 +55,7 @@ def test_a_client_that_disconnects_while_queued(slow):
 
 def test_a_client_that_disconnects_within_its_body(slow):
     with slow.connect() as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
-        )
+        connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")
     slow.works()
 
 

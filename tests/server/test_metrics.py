@@ -79,3 +79,14 @@ def test_two_servers_count_separately(served):
     with serving(FakeEngine()) as other:
         raw = other.ask("GET", "/metrics").raw.decode()
     assert "jaxkv:prompt_tokens_total 0.0" in raw
+
+
+def test_routers_read_the_names_of_vllm():
+    with serving(FakeEngine(), metrics_prefix="vllm") as served:
+        lines = served.ask("GET", "/metrics").raw.decode().splitlines()
+    named = {line.split(" ")[0] for line in lines if not line.startswith("#")}
+    assert named >= {
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc",
+        "vllm:kv_cache_usage_perc",
+    }  # fmt: skip
+    assert all(name.startswith("vllm:") for name in named)

@@ -1,0 +1,190 @@
+"""Connections of clients: limits that keep idle and broken ones from locking others out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LOG = logging.getLogger(__name__)
+MOST = 8192  # connections, because each takes some 20 KB
+SPARE = 64  # descriptors that are left for files and for connections on their way
+ACCEPTED = 4  # connections that asyncio accepts before the limit counts them
+AHEAD = 2**16  # bytes that a client may send beyond the request that is being answered
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+QUIET = 60.0  # seconds between reports of the same condition
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-length: 0\r\n\r\n"
+)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, where the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource  # absent on Windows
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except ValueError:  # macOS: its hard limit is infinite, and its largest soft limit is this
+            resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
+
+
+def most_connections() -> int:
+    """The connections that fit under the limit of open files, at most MOST."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return MOST
+    if limit == resource.RLIM_INFINITY:
+        return MOST
+    return max(1, min(MOST, limit - used - min(SPARE, limit // 4)))
+
+
+class ConnectionLimit:
+    """The number of connections, and those on which no request is being answered.
+
+    most: connections. seconds: for a client to send a whole header. idle: the longest idle first.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most, self.seconds = most, seconds
+        self.idle: dict[Connection, None] = {}
+
+    def make_room(self) -> bool:
+        """Close the connection that has been idle longest; returns whether there was one."""
+        # Not one with unsent bytes: the system would not free it at once.
+        for connection in self.idle:
+            if not connection.transport.get_write_buffer_size():
+                connection.close()
+                return True
+        return False
+
+
+class Connection(H11Protocol):
+    """One connection. It ends if a header stays incomplete, and notices a client that leaves.
+
+    uvicorn only limits the time between a response and the next byte.
+    """
+
+    def __init__(self, *args: Any, limit: ConnectionLimit, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limit, self._ahead = limit, 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        self._limit.idle.pop(self, None)
+        self.transport.close()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limit.most and not self._limit.make_room():
+            transport.write(BUSY)
+            transport.close()
+            return
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        ahead = not self._waits() and self.conn.their_state is h11.DONE
+        super().data_received(data)
+        if self.transport.is_closing():
+            self._end_wait()
+        elif self._waits():  # for the rest of a header, or of a body that was refused
+            self._await_request()
+        else:
+            self._end_wait()
+            self._ahead += len(data) if ahead else 0
+            self._read_on()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP. uvicorn raises where a response has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins to answer a pipelined request
+        self._ahead = len(self.conn.trailing_data[0])
+        if self.transport.is_closing():
+            return
+        if not self._waits():
+            self._read_on()
+        elif self._ahead or self.conn.their_state is h11.SEND_BODY:
+            self._await_request()
+        else:  # uvicorn's own timer runs
+            self._limit.idle[self] = None
+
+    def _waits(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_request(self) -> None:
+        """Close this connection unless a whole header comes in time, however many bytes come."""
+        self._limit.idle.setdefault(self)
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._limit.seconds, self.close)
+
+    def _end_wait(self) -> None:
+        self._limit.idle.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _read_on(self) -> None:
+        """Read while a request is answered, because only reading shows that the client has left.
+
+        uvicorn stops reading when a client pipelines a second request.
+        """
+        if self.conn.their_state is not h11.DONE:
+            return  # a body, which uvicorn reads as it is consumed
+        if self._ahead > AHEAD:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
+
+
+class Server(uvicorn.Server):
+    """A server that goes on, and does not flood the log, when the system has no descriptors."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(Reporter())
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(socket.SOMAXCONN)  # uvicorn's backlog only limits accepting at once
+
+
+class Reporter:
+    """The event loop's exception handler. It reports exhausted descriptors once a minute."""
+
+    def __init__(self) -> None:
+        self._reported = -QUIET
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in EXHAUSTED):
+            loop.default_exception_handler(dict(context))
+        elif time.monotonic() - self._reported >= QUIET:
+            self._reported = time.monotonic()
+            LOG.warning(
+                "new connections wait: %s; raise the limit of open files (ulimit -n)",
+                error.strerror,
+            )

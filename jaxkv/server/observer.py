@@ -1,0 +1,71 @@
+"""The outermost application: gives each request an id, counts the responses and logs them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxkv.server.logs import REQUEST_ID
+from jaxkv.server.metrics import Metrics
+
+LOG = logging.getLogger(__name__)
+ID = "x-request-id"
+VALID = re.compile(r"[!-~]{1,200}")
+LEFT = 499  # the status that proxies count when a client leaves before the response begins
+HANDLERS = {
+    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/health", "/metrics", "/version"),
+}
+
+
+class Observer:
+    """Takes a client's X-Request-ID or makes one, and returns it with every response."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(ID, "")
+        name = given if VALID.fullmatch(given) else uuid.uuid4().hex
+        status, token, start = LEFT, REQUEST_ID.set(name), time.perf_counter()
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (ID.encode(), name.encode())]
+                message = message | {"headers": headers}
+            await send(message)
+
+        state = scope.setdefault("state", {})
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            refusal = state.get("refusal")
+            self._metrics.respond(handler(scope["path"]), status, refusal)
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(time.perf_counter() - start, 6),
+            }
+            # Neither texts nor keys: the log may be read by others than their owners.
+            LOG.info(
+                "request", extra={"fields": fields | ({"refusal": refusal} if refusal else {})}
+            )
+            REQUEST_ID.reset(token)
+
+
+def handler(path: str) -> str:
+    """The label of a path: bounded, because clients choose paths."""
+    if path.startswith("/v1/models/"):
+        return "/v1/models"
+    return path if path in HANDLERS else "other"

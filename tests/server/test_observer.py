@@ -1,0 +1,155 @@
+"""Request ids, and the metrics of responses by status and of refusals by reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from datetime import datetime
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxkv.server import parse_api_keys
+from jaxkv.server.logs import JsonFormatter
+from jaxkv.server.observer import handler
+from tests.server.conftest import ENDLESS, eventually, serving
+from tests.server.fake import FakeEngine
+
+
+@pytest.mark.parametrize("path, status", [
+    ("/health", 200), ("/nowhere", 404), ("/v1/completions", 405),
+])  # fmt: skip
+def test_a_request_id_is_returned(served, path, status):
+    answer = served.ask("GET", path, x_request_id="trace-7/a")
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "trace-7/a")
+
+
+def test_answers_and_streams_have_request_ids(served):
+    for stream in (False, True):
+        answer = served.complete("|x", {"x_request_id": "mine"}, stream=stream)
+        assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("given", [None, "", "two words", "x" * 201, "caf\xe9"])
+def test_a_request_id_is_made(served, given):
+    """Without a valid one of the client; each is different."""
+    headers = {} if given is None else {"x_request_id": given}
+    made = [served.ask("GET", "/health", **headers).headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1] and all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+
+
+def test_refusals_without_a_key_or_by_a_bug_have_request_ids(monkeypatch, caplog):
+    with serving(FakeEngine(), tenants=parse_api_keys("first", "keys")) as served:
+        answer = served.complete("|x", {"x_request_id": "no-key"})
+        assert (answer.status, answer.headers["x-request-id"]) == (401, "no-key")
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(FakeEngine, "submit", fail)
+        headers = {"x_request_id": "bug-7", "authorization": "Bearer first"}
+        answer = served.complete("|x", headers)
+        assert (answer.status, answer.headers["x-request-id"]) == (500, "bug-7")
+        assert "request bug-7 failed" in caplog.text
+
+
+def samples(served, name: str) -> dict[tuple[str, ...], float]:
+    """The counts of one metric by the values of its labels."""
+    raw = served.ask("GET", "/metrics").raw.decode()
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(raw)
+        for sample in family.samples
+        if sample.name == f"jaxkv:{name}_total"
+    }
+
+
+def test_responses_are_counted_by_status():
+    with serving(FakeEngine(pause=0.002)) as served:
+        served.complete("|x")
+        served.complete("|x", stream=True)
+        served.complete("|x", temperature=9)
+        for path in ("/a", "/b", "/v1/models/other"):
+            served.ask("GET", path)
+        left = served.send(ENDLESS)
+        eventually(lambda: served.engine.handles)
+        left.close()
+        counted = lambda: samples(served, "http_requests")  # noqa: E731
+        eventually(lambda: ("/v1/completions", "499") in counted())
+        counts = counted()
+        assert counts.pop(("/metrics", "200")) >= 1
+        assert counts == {
+            ("/v1/completions", "200"): 2, ("/v1/completions", "400"): 1,
+            ("/v1/completions", "499"): 1, ("other", "404"): 2, ("/v1/models", "404"): 1,
+        }  # fmt: skip
+
+
+def test_refusals_are_counted_by_reason():
+    with serving(FakeEngine(max_len=500), max_in_flight=2) as served:
+        served.complete("!full")
+        served.complete("|x", n=3)
+        served.complete("x" * 600)
+        served.complete("|x", temperature=9)
+        served.complete("|x", model="other")
+        served.complete("|x", {"host": "evil.example"})
+        served.ask("GET", "/nowhere")
+        served.engine.healthy = False
+        served.ask("GET", "/health")
+        counts = samples(served, "request_refusals")
+    assert counts == {
+        (reason,): 1 for reason in (
+            "queue_full", "too_many_answers", "context_length_exceeded", "invalid_request",
+            "model_not_found", "unknown_host", "unknown_route", "engine_unhealthy",
+        )
+    }  # fmt: skip
+
+
+def test_paths_do_not_multiply_labels():
+    assert handler("/v1/models/a/b") == handler("/v1/models") == "/v1/models"
+    assert handler("/v1/completions/") == handler("/\ud800") == "other"
+
+
+@pytest.fixture
+def logged():
+    """The lines of the log as JSON objects."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("jaxkv.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_requests_are_logged_as_json(served, logged):
+    served.complete("|secret", {"x_request_id": "one", "authorization": "Bearer secret"})
+    served.ask("GET", "/no%0Awhere", x_request_id="two")
+    eventually(lambda: len(logged()) == 2)
+    first, second = logged()
+    datetime.fromisoformat(first.pop("time"))
+    assert 0 < first.pop("seconds") < 20
+    assert first == {
+        "level": "info", "message": "request", "request_id": "one", "method": "POST",
+        "path": "/v1/completions", "status": 200,
+    }  # fmt: skip
+    assert (second["request_id"], second["path"], second["status"], second["refusal"]) == (
+        "two", "/no\nwhere", 404, "unknown_route",
+    )  # fmt: skip
+
+
+def test_errors_are_logged_as_json(served, logged, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(FakeEngine, "submit", fail)
+    served.complete("|x", {"x_request_id": "bug-8"})
+    eventually(lambda: len(logged()) == 2)
+    error, request = logged()
+    assert (error["level"], error["request_id"]) == ("error", "bug-8")
+    assert "RuntimeError: a bug" in error["exception"]
+    assert request["status"] == 500
