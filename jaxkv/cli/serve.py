@@ -219,4 +219,5 @@ def server_config(args: argparse.Namespace, llm: Llm) -> ServerConfig:
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,
         fingerprint=f"fp_{digest[:10]}",
+        sampling=llm.sampling,
     )

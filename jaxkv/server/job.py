@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxkv.engine.request import Request
@@ -30,7 +30,7 @@ class ServerConfig:
     need not wait. max_waiting_tokens: prompt tokens of the other answers to a request. max_unread:
     events that a client has not read yet. read_seconds, write_seconds: for a client to send its
     body, and to read on. report_cached: report cached prompt tokens, which may reveal other users'
-    prompts. fingerprint: of the model and its settings.
+    prompts. fingerprint: of the model and its settings. sampling: where a request gives none.
     """
 
     max_body: int = 8 * 2**20
@@ -44,6 +44,7 @@ class ServerConfig:
     write_seconds: float = 60.0
     report_cached: bool = True
     fingerprint: str = ""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
 
 
 class Job(NamedTuple):
@@ -97,7 +98,7 @@ def parse_job(
         requests = [
             request
             for _, ids in prompts
-            for request in _requests(values, ids, salt, format, engine, language)
+            for request in _requests(values, ids, salt, format, engine, language, config)
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
@@ -169,6 +170,7 @@ def _requests(
     format: ResponseFormat,
     engine: EngineProtocol,
     language: LanguageProtocol,
+    config: ServerConfig,
 ) -> list[Request]:
     """One request for each of the n answers to a prompt.
 
@@ -176,13 +178,14 @@ def _requests(
     the seeds 5, 6 and 7.
     """
     seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
+    given = {name: values[name] for name in SAMPLING if values[name] is not None}
     logprobs = values["logprobs"]
     if format.kind == "chat":
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
     first = Request(
         tokens=tuple(ids),
         max_new_tokens=_max_new_tokens(values, len(ids), format, engine),
-        sampling=Sampling(**{name: values[name] for name in SAMPLING}),
+        sampling=replace(config.sampling, **given),
         seed=seed,
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],
