@@ -17,7 +17,12 @@ from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import Decoding
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY, ROOM, Stream
-from jaxkv.models.text import OutputText, sampling_for, warn_beyond_context
+from jaxkv.models.text import (
+    OutputText,
+    sampling_for,
+    warn_beyond_context,
+    warn_if_grown_beyond_context,
+)
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.sampling import Sampling
 
@@ -155,11 +160,7 @@ class Conversation:
 
     def _warn_beyond_context(self) -> None:
         """Warn once that a growing cache is longer than the trained context."""
-        length = int(self.stream.lengths[0])
-        if not self._warned and length > self.llm.config.context:
-            self._warned = True
-            growing = [policy for policy in self.stream.policies if policy.grows]
-            warn_beyond_context(self.llm, growing, length)
+        self._warned = self._warned or warn_if_grown_beyond_context(self.stream)
 
     def interrupt(self) -> None:
         """End the answer in progress after the present block of tokens."""

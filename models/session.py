@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxkv import __version__
@@ -60,12 +61,18 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     found = Conversation(talk.llm, talk.policy)
     stream = found.stream
     loaded = batch.load(path, stream.decoding, IDENTITY, any_size=True)
-    stream.decoding = batch.to_device(loaded)
+    # Without a mesh the arrays stay uncommitted, as those of a new stream: programs are shared.
+    places = None if talk.llm.mesh is None else jax.tree.map(_place, stream.decoding)
+    stream.decoding = batch.to_device(loaded, places)
     stream.lengths = np.array(notes["lengths"])
     stream.prompt_lengths = np.array(notes["prompt_lengths"])
     stream.prefill_finished = notes["prefill_finished"]
     found.messages = notes["messages"]
     return found
+
+
+def _place(array: jax.Array) -> jax.sharding.Sharding:
+    return array.sharding
 
 
 def _belongs_to(talk: Conversation) -> dict[str, str]:

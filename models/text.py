@@ -241,10 +241,9 @@ class Generation:
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
+        self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
         warn_beyond_context(
-            llm,
-            self.stream.policies,
-            None if max_new_tokens is None else longest + max_new_tokens,
+            llm, self.stream.policies, 0 if self._may_exceed else longest + max_new_tokens
         )
         self.prefill = self.decode = self.compiled = 0.0
         self.stream.compile_ahead(list(map(len, prompts)), self.sampling, self.eos)
@@ -265,6 +264,8 @@ class Generation:
             if block is None:
                 yield [output.end("length") for output in self.outputs]
                 return
+            if self._may_exceed and warn_if_grown_beyond_context(self.stream):
+                self._may_exceed = False
             yield [
                 "".join(map(output.push, map(int, ids)))
                 for output, ids in zip(self.outputs, block, strict=True)
@@ -329,10 +330,22 @@ def sampling_for(
     return dataclasses.replace(llm.sampling, **knobs)
 
 
-def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None) -> None:
+def warn_if_grown_beyond_context(stream: Stream) -> bool:
+    """Warn where growing caches have more tokens than the trained context; whether there are any.
+
+    For texts of unknown length, whose growing caches need not reach their maximum.
+    """
+    length = int(stream.lengths.max())
+    if length <= stream.llm.config.context:
+        return False
+    warn_beyond_context(stream.llm, [policy for policy in stream.policies if policy.grows], length)
+    return True
+
+
+def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
     """Warn where a policy keeps tokens at distances beyond the trained context.
 
-    tokens: the length of the text; None for unbounded generation.
+    tokens: the length of the text, for growing caches.
     """
     for policy in dict.fromkeys(policies):
         # The lookback of a growing cache is the length of the text; others reach theirs in time.

@@ -35,7 +35,7 @@ class Session:
 
     def warm_up(self) -> None:
         """Compile all that turns need, with progress."""
-        with Progress("compiling", unit="programs") as progress:
+        with Progress("compiling", unit="programs", steady=False) as progress:
             self.talk.warm_up(self.sampling, self.args.ignore_eos, progress.at)
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import Stream, compilation
+from jaxkv.models import Stream, compilation, session
 from jaxkv.models.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
 from jaxkv.models.llm import load_weights, without_weights
 from jaxkv.models.published import open_published
@@ -213,7 +213,8 @@ def test_a_text_of_known_length_compiles_each_program_once(deep, compilations, p
     ["streaming:sinks=4,window=252", "window:window=512", "reservoir:sinks=1,window=8,sample=8",
      "full", "snapkv:capacity=64,window=8"],
 )  # fmt: skip
-def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy):
+def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp_path):
+    """Also after a conversation is saved and loaded."""
     talk, sampling = models.Conversation(models.load(deep), policy), models.Sampling(0.8)
     seen = []
     talk.warm_up(sampling, progress=lambda done, total: seen.append((done, total)))
@@ -224,6 +225,9 @@ def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy):
     with warnings.catch_warnings(action="ignore"):  # too short to compress, or a long text
         for length in (3, 30, 100, 250, 300):
             assert "".join(talk.say("x" * length, sampling, 9, stop=["never said"]))
+        session.save(tmp_path / "session", talk)
+        again = session.load(tmp_path / "session", talk)
+        assert "".join(again.say("And?", sampling, 9))
     assert compilations == {"here": [], "ahead": []}
 
 
