@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result = {"turns": turns, "state_bytes": session.talk.stream.state_bytes}
         settings = {"policy": session.written_policy, "seed": args.seed}
-        print_json(result | settings | {"versions": flags.versions()})
+        settings |= {"sampling": vars(sampling), "versions": flags.versions()}
+        print_json(result | settings)
     return code
 
 

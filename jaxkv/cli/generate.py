@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     (answer,) = generation.answers()
     code = INTERRUPTED if answer.finish_reason == "interrupted" else 0
     if args.json:
-        print_json(dataclasses.asdict(answer) | {"seed": args.seed, "versions": flags.versions()})
+        settings = {"sampling": vars(sampling), "seed": args.seed, "versions": flags.versions()}
+        print_json(dataclasses.asdict(answer) | settings)
         return code
     if not answer.text.endswith("\n"):
         print(flush=True)

@@ -13,7 +13,7 @@ from jaxkv.models import streams
 
 FIELDS = {
     "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
-    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "seed", "versions",
+    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "sampling", "seed", "versions",
 }  # fmt: skip
 
 
@@ -33,6 +33,7 @@ def test_json(run, model):
     assert set(found) == FIELDS
     assert found["prompt_tokens"] == 6 and len(found["tokens"]) == 40
     assert found["finish_reason"] == "length" and found["policy"].startswith("streaming:sinks=4")
+    assert found["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
     assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
@@ -120,3 +121,4 @@ def test_the_default_model_is_the_shipped_one(run):
     assert found["text"] == models.generate(
         models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
+    assert found["sampling"]["temperature"] == 0.8
