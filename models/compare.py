@@ -35,8 +35,13 @@ def compare(
     chunk: int | None,
     seed: int,
     watch: Watch,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
-    """The score of every policy; raises UserError before the first run if any cannot run."""
+    """The score of every policy; raises UserError before the first run if any cannot run.
+
+    stopped: asked after every chunk whether to end there: the policy in progress then has the score
+    of the beginning of the text, and later ones have none.
+    """
     for policy in policies:
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
@@ -44,13 +49,15 @@ def compare(
             memory.check(needed, f"the cache of {policy} for {len(tokens)} tokens")
     scores = {}
     for policy in policies:
+        if stopped():
+            break
         with watch(policy) as progress:
             if window := recompute.window_of(policy):
                 parts = recompute.losses(llm, tokens, window)
-                losses, seconds, compiling = gather(parts, progress)
+                losses, seconds, compiling = gather(parts, progress, stopped)
                 scores[policy] = Score(losses, 0, seconds, compiling)
             else:
-                scores[policy] = score(llm, tokens, policy, chunk, seed, progress)
+                scores[policy] = score(llm, tokens, policy, chunk, seed, progress, stopped)
     return scores
 
 
@@ -75,7 +82,7 @@ def result(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as a text table."""
+    """The results as a text table, with the predictions where policies have read unequally far."""
     rows = [["policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"]]
     rows += [
         [
@@ -89,6 +96,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ]
         for row in results
     ]
+    if len({row["predictions"] for row in results}) > 1:
+        counts = ["predictions", *(str(row["predictions"]) for row in results)]
+        rows = [[*row, count] for row, count in zip(rows, counts, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import ClassVar
 
@@ -110,6 +110,15 @@ class Ahead:
         shapes = jax.tree.unflatten(tree, leaves)
         future = _threads().submit(lambda: program.lower(*shapes).compile())
         self._running.setdefault(name, []).append(future)
+
+    def wait_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Wait for all programs; progress: called with (programs compiled, all programs)."""
+        futures = [future for group in self._running.values() for future in group]
+        for done, _ in enumerate(as_completed(futures), 1):
+            if progress is not None:
+                progress(done, len(futures))
+        for name in list(self._running):
+            self.wait(name)
 
     def wait(self, name: str) -> None:
         """Wait for all programs of this name; the clock counts the wait and not the threads."""

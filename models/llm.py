@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -24,10 +24,12 @@ from jaxkv.models.int8 import Quantised
 from jaxkv.models.published import Published, open_published
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
+from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
 
 INT8 = "int8"
 DTYPES = ("float32", "bfloat16", "float16")
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
 
@@ -36,7 +38,8 @@ class Llm:
     """A model. weights: flat, by name (models/hf/names.py); shapes until they are loaded.
 
     path: the folder or the GGUF file that the model is loaded from. dtype: of the cache, and of
-    weights that are not quantised.
+    weights that are not quantised. sampling: how tokens are drawn by default
+    (models/sampling_settings.py).
     """
 
     config: Config
@@ -46,6 +49,7 @@ class Llm:
     path: Path
     dtype: str
     mesh: Mesh | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
     @property
     def unloaded_bytes(self) -> int:
@@ -128,6 +132,7 @@ def without_weights(
     config = published.config
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+    dtype = SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
@@ -142,8 +147,8 @@ def without_weights(
         else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for name, (_, shape) in shapes(config).items()
     }
-    tokenizer, chat = published.tokenizer(), published.chat()
-    return Llm(config, found, tokenizer, chat, published.path, dtype, mesh)
+    tokenizer, chat, sampling = published.tokenizer(), published.chat(), published.sampling()
+    return Llm(config, found, tokenizer, chat, published.path, dtype, mesh, sampling)
 
 
 def load_weights(

@@ -15,7 +15,9 @@ from jaxkv.models.config import Config, read_config
 from jaxkv.models.gguf.header import gguf_package
 from jaxkv.models.hf.folder import find
 from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.sampling_settings import read_sampling, sampling_of_gguf
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
+from jaxkv.sampling import Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Published:
     config: Config
     tokenizer: Callable[[], Tokenizer]
     chat: Callable[[], Chat]
+    sampling: Callable[[], Sampling]
     weights: Callable[..., dict[str, jax.Array]]
 
 
@@ -52,6 +55,7 @@ def open_published(name: str | Path) -> Published:
             config,
             partial(gguf.read_tokenizer, header),
             partial(gguf.read_chat, header),
+            partial(sampling_of_gguf, header.fields, path),
             partial(gguf.load_weights, header, config),
         )
     config = read_config(path)
@@ -60,5 +64,6 @@ def open_published(name: str | Path) -> Published:
         config,
         partial(read_tokenizer, path),
         partial(read_chat, path),
+        partial(read_sampling, path),
         partial(load_weights, path, config),
     )

@@ -156,28 +156,40 @@ def score(
     chunk: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> Score:
-    """All losses of a text under a policy; progress is called with the predictions done so far."""
+    """All losses of a text under a policy.
+
+    progress: called with the predictions done so far. stopped: asked after every chunk whether to
+    end there; the score is then that of the beginning of the text.
+    """
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
     parts = losses(llm, tokens, chunk=chunk, stream=stream)  # raises before the warning
     warn_beyond_context(llm, stream.policies, len(tokens))
-    found, seconds, compiling = gather(parts, progress)
+    found, seconds, compiling = gather(parts, progress, stopped)
     if not np.isfinite(found).all():
         raise not_finite(llm)
     return Score(found, stream.state_bytes, seconds, compiling, chunk)
 
 
 def gather(
-    parts: Iterable[np.ndarray], progress: Callable[[int], None] | None = None
+    parts: Iterable[np.ndarray],
+    progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> tuple[np.ndarray, float, float]:
-    """Concatenate the parts. Returns the result and the seconds of computing and of compiling."""
+    """Concatenate the parts, up to the one after which `stopped` says so.
+
+    Returns the result and the seconds of computing and of compiling.
+    """
     begun, compiled, found, done = time.perf_counter(), clock().seconds, [], 0
     for part in parts:
         found.append(part)
         done += len(part)
         if progress:
             progress(done)
+        if stopped and stopped():
+            break
     compiled = clock().seconds - compiled
     seconds = max(0.0, time.perf_counter() - begun - compiled)
     return np.concatenate(found), seconds, compiled

@@ -62,14 +62,14 @@ class Stream:
         self.policies = llm.policies(policy)
         self.lengths = np.full(batch, 0)  # tokens of each sequence, for policies that grow
         self.prefill_finished = False
-        self._prompt_lengths = self.lengths
+        self.prompt_lengths = self.lengths
         self.limit = 1
         self.static = Static(llm.config, self.policies, llm.mesh)
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
         self._batch, self._checked, self._final = batch, -1, tokens
-        self._ahead, self._usable = Ahead(), True
+        self.ahead, self._usable = Ahead(), True
         self._check_length(tokens, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
         if not all(isinstance(s, Integral) for s in seeds):
@@ -140,7 +140,7 @@ class Stream:
         before, done = self.lengths, np.zeros_like(self.lengths)
         counts = np.array(list(map(len, prompts)))
         self.reserve(counts)
-        self._ahead.wait("prefill")
+        self.ahead.wait("prefill")
         try:
             for start in range(0, longest, chunk):
                 width = bucket(min(chunk, longest - start), chunk)
@@ -196,7 +196,7 @@ class Stream:
             layer: lambda state, policy=policy: finish_prefill_layer(policy, **fixed, state=state)
             for layer, policy in enumerate(self.policies) if policy.min_prompt is not None
         })  # fmt: skip
-        self.prefill_finished, self._prompt_lengths = True, self.lengths
+        self.prefill_finished, self.prompt_lengths = True, self.lengths
 
     def compile_ahead(
         self, lengths: Sequence[int], sampling: Sampling, eos: tuple[int, ...]
@@ -217,13 +217,13 @@ class Stream:
         prompt, later = self._states_for(max(lengths))
         shapes = self.decoding._replace(states=later)
         arguments = self.decode_arguments(shapes, sampling, eos, BLOCK)
-        self._ahead.compile("decode", compiled_decode_block(), *arguments)
+        self.ahead.compile("decode", compiled_decode_block(), *arguments)
         shapes = self.decoding._replace(states=prompt)
         for width in sorted(widths):
             for program, *of_program in prefill_programs(
                 self.static, self.llm.weights, shapes, width
             ):
-                self._ahead.compile("prefill", program, *of_program)
+                self.ahead.compile("prefill", program, *of_program)
 
     def _states_for(self, length: int) -> tuple[tuple[State, ...], tuple[State, ...]]:
         """The shapes of the caches during prefill of a first prompt, and when decoding begins."""
@@ -273,7 +273,7 @@ class Stream:
         self._check_usable()
         limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit, self._room(int(before.max()) + limit))
-        self._ahead.wait("decode")
+        self.ahead.wait("decode")
         self.decoding, out, count, finite = compiled_decode_block()(
             *self.decode_arguments(self.decoding, sampling, eos, limit)
         )
@@ -309,8 +309,8 @@ class Stream:
         if grows:
             # After `finish_prefill` a policy counts the tokens that follow the prompt.
             longest = max(int(lengths.max()), room)
-            new_tokens = max(int((lengths - self._prompt_lengths).max()),
-                             room - int(self._prompt_lengths.max()))  # fmt: skip
+            new_tokens = max(int((lengths - self.prompt_lengths).max()),
+                             room - int(self.prompt_lengths.max()))  # fmt: skip
             if not self.prefill_finished:
                 self._check_length(int(lengths.max()), self.state_bytes)
             self._replace_states({

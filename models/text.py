@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import warnings
@@ -127,7 +128,8 @@ def generate(
 
     prompt: a text or a list of token ids; for a batch a list of these, which returns a list of
     answers. policy: the cache policy, a string or a value, for all layers or one per layer.
-    sampling: how tokens are drawn; its fields are also keywords (temperature=0.8, top_k=40, ...).
+    sampling: how tokens are drawn; None takes the model's own settings (`Llm.sampling`). Its fields
+    are also keywords (temperature=0, top_k=40, ...), which replace single settings of the model.
     seed: one for all sequences or one per sequence. stop: strings that end a sequence; its text
     leaves them out. chunk: prompt tokens per prefill chunk, None chooses by policy.
     Raises UserError for anything that the caller can correct.
@@ -231,7 +233,7 @@ class Generation:
     ):
         if max_new_tokens is not None:
             check_int("max_new_tokens", max_new_tokens)
-        self.sampling = _sampling(sampling, knobs or {})
+        self.sampling = sampling_for(llm, sampling, knobs)
         self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
@@ -239,10 +241,9 @@ class Generation:
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
+        self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
         warn_beyond_context(
-            llm,
-            self.stream.policies,
-            None if max_new_tokens is None else longest + max_new_tokens,
+            llm, self.stream.policies, 0 if self._may_exceed else longest + max_new_tokens
         )
         self.prefill = self.decode = self.compiled = 0.0
         self.stream.compile_ahead(list(map(len, prompts)), self.sampling, self.eos)
@@ -263,6 +264,8 @@ class Generation:
             if block is None:
                 yield [output.end("length") for output in self.outputs]
                 return
+            if self._may_exceed and warn_if_grown_beyond_context(self.stream):
+                self._may_exceed = False
             yield [
                 "".join(map(output.push, map(int, ids)))
                 for output, ids in zip(self.outputs, block, strict=True)
@@ -307,7 +310,11 @@ class _Timed:
         setattr(self.run, self.phase, getattr(self.run, self.phase) + seconds)
 
 
-def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling:
+def sampling_for(
+    llm: Llm, sampling: Sampling | None, knobs: Mapping[str, float] | None = None
+) -> Sampling:
+    """The given settings, or those of the model with some of its fields replaced."""
+    knobs = knobs or {}
     if sampling is not None and knobs:
         raise UserError(f"give sampling= or its fields ({', '.join(knobs)}), not both")
     if sampling is not None:
@@ -320,21 +327,36 @@ def _sampling(sampling: Sampling | None, knobs: Mapping[str, float]) -> Sampling
     if unknown:
         known = ", ".join(Sampling.__dataclass_fields__)
         raise UserError(f"unknown argument {unknown[0]!r}; sampling has {known}")
-    return Sampling(**knobs)
+    return dataclasses.replace(llm.sampling, **knobs)
 
 
-def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None) -> None:
+def warn_if_grown_beyond_context(stream: Stream) -> bool:
+    """Warn where growing caches have more tokens than the trained context; whether there are any.
+
+    For texts of unknown length, whose growing caches need not reach their maximum.
+    """
+    length = int(stream.lengths.max())
+    if length <= stream.llm.config.context:
+        return False
+    warn_beyond_context(stream.llm, [policy for policy in stream.policies if policy.grows], length)
+    return True
+
+
+def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
     """Warn where a policy keeps tokens at distances beyond the trained context.
 
-    tokens: the length of the text; None for unbounded generation.
+    tokens: the length of the text, for growing caches.
     """
     for policy in dict.fromkeys(policies):
         # The lookback of a growing cache is the length of the text; others reach theirs in time.
         furthest = max_lookback(policy, tokens if policy.grows else None)
         if furthest > llm.config.context:
             far = "without limit" if furthest == math.inf else f"{furthest} tokens"
+            name = format_policy(policy)
+            if policy.grows:  # its fields name a maximum, which is not what is used
+                name = name.partition(":")[0]
             warnings.warn(
-                f"{format_policy(policy)} looks back {far}, beyond the trained context of "
+                f"{name} looks back {far}, beyond the trained context of "
                 f"{llm.config.context}: the text usually degrades there",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""Writes a complete small model folder: random weights and a byte tokenizer."""
+"""Writes a complete small model folder: random weights, a byte tokenizer, greedy by default."""
 
 from __future__ import annotations
 
@@ -38,4 +38,5 @@ def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"bos_token": BEGIN, "eos_token": END})
+    write_json(folder / "generation_config.json", {"do_sample": False})
     return folder

@@ -121,7 +121,7 @@ def check_same_tokens(
     llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int
 ) -> None:
     """Exit if both sides generate different greedy tokens."""
-    answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True)
+    answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True, temperature=0)
     if [answer.tokens for answer in answers] != baseline.generate(prompts, new):
         raise SystemExit(
             "the two sides generate different tokens, so their times are not comparable"

@@ -87,7 +87,9 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
 
     def generated() -> None:
         for one in alone:
-            models.generate(llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True)
+            models.generate(
+                llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True, temperature=0
+            )
 
     seconds = time_rounds(
         {

@@ -70,7 +70,7 @@ def main() -> None:
 
 def variants(kept: str) -> dict[str, Callable[[], float]]:
     """Every measured start. kept: the folder of the compilation cache, which starts empty."""
-    generate = ["generate", PROMPT, "--max-new-tokens", TOKENS]
+    generate = ["generate", PROMPT, "--max-new-tokens", TOKENS, "--temperature", "0"]
     real = [*COMMAND, *generate, "--model", smollm2.NAME]
     engine = [sys.executable, "-c", ENGINE]
     found = {

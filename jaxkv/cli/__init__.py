@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -48,6 +50,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see {self.prog} --help")
 
+    def check_flags(self, words: Sequence[str]) -> None:
+        """Raise UserError for the first unknown flag, with the nearest that exists.
+
+        argparse would first miss what a mistyped flag was to give, such as --text.
+        """
+        known = list(self._option_string_actions)
+        for word in words[: words.index("--")] if "--" in words else words:
+            flag = word.partition("=")[0]
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", flag) and flag not in known:
+                near = difflib.get_close_matches(f"--{flag.lstrip('-').lower()}", known, n=1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                self.error(f"unrecognized arguments: {word}{meant}")
+
 
 def program() -> int:
     """The entry point of `jaxkv`. A further Ctrl-C at the end does not change the exit code."""
@@ -66,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with on_interrupt(leave), _warnings_as_lines():
-            args = _parser(argv).parse_args(argv)
+            parser, command = _parser(argv)
+            command.check_flags(argv if command is parser else argv[1:])
+            args = parser.parse_args(argv)
             code = args.run(args)
             sys.stdout.flush()
             return code
@@ -94,12 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(argv: Sequence[str]) -> Parser:
-    """The parser of all commands; only the given command has its flags."""
+def _parser(argv: Sequence[str]) -> tuple[Parser, Parser]:
+    """The parser of all commands, of which only the given one has its flags, and that one's."""
     about = "Bounded KV caches for Llama-family models on JAX: generation in constant memory."
     parser = Parser("jaxkv", description=about, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument("-V", "--version", action="version", version=f"jaxkv {__version__}")
+    commands, given = parser.add_subparsers(metavar="COMMAND", required=True), parser
+    if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        near = difflib.get_close_matches(argv[0].lower(), COMMANDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        parser.error(f"unknown command {argv[0]!r}; {meant}there are {', '.join(COMMANDS)}")
     for name, summary in COMMANDS.items():
         about = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=about, allow_abbrev=False)
@@ -107,7 +128,8 @@ def _parser(argv: Sequence[str]) -> Parser:
             module = importlib.import_module(f"jaxkv.cli.{name}")
             module.add_flags(command)
             command.set_defaults(run=module.run)
-    return parser
+            given = command
+    return parser, given
 
 
 def _say(kind: str, message: object) -> None:

@@ -7,26 +7,20 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
+from jaxkv.cli.chat_commands import EXIT, Session, obey
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 from jaxkv.files import decode
-from jaxkv.policy_spec import format_policy
-
-if TYPE_CHECKING:
-    from jaxkv.models import Conversation, Sampling
-
-EXIT = "/exit"
-USUAL = (16, 64, 256)  # lengths of messages in tokens, for which programs are compiled at the start
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"Each line of input is a message. {EXIT} or the end of input exits. Ctrl-C stops an "
+        f"Each line of input is a message; a line that begins with / is a command: /help lists "
+        f"them, // begins a message with /. {EXIT} or the end of input exits. Ctrl-C stops an "
         "answer; at the prompt it exits."
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
@@ -37,29 +31,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = flags.sampling_of(args)
     llm, load = flags.open_model(args, args.policy)
-    from jaxkv.models import Conversation
-
+    sampling = flags.sampling_of(args, llm)
     if llm.chat.template is None:
         print(
             "jaxkv: the model has no chat template: messages are sent as plain text",
             file=sys.stderr,
         )
-    talk = Conversation(llm, args.policy, args.system, args.seed)
-    talk.stream.compile_ahead(USUAL, sampling, () if args.ignore_eos else llm.eos)
+    session = Session(args, llm, sampling)
+    session.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
+    session.warm_up()
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):
-            turns.append(answer(talk, line, sampling, args))
+            begin = line.lstrip()[:2]
+            if begin.startswith("/") and begin != "//":
+                with on_interrupt(stop):
+                    obey(session, line.strip())
+            else:
+                message = line.lstrip()[1:] if begin == "//" else line
+                turns.append(answer(session, message))
     except KeyboardInterrupt:
         code = INTERRUPTED
         _end_line(silent=args.json)
     if args.json:
-        result = {"turns": turns, "state_bytes": talk.stream.state_bytes}
-        settings = {"policy": format_policy(talk.stream.policies), "seed": args.seed}
-        print_json(result | settings | {"versions": flags.versions()})
+        result = {"turns": turns, "state_bytes": session.talk.stream.state_bytes}
+        settings = {"policy": session.written_policy, "seed": args.seed}
+        settings |= {"sampling": vars(sampling), "versions": flags.versions()}
+        print_json(result | settings)
     return code
 
 
@@ -91,13 +91,12 @@ def _piped() -> str:
     return decode(raw, "standard input").removesuffix("\n").removesuffix("\r")
 
 
-def answer(
-    talk: Conversation, line: str, sampling: Sampling, args: argparse.Namespace
-) -> dict[str, object]:
+def answer(session: Session, line: str) -> dict[str, object]:
     """Print one answer while it is generated; Ctrl-C ends it, and the conversation continues."""
+    args, talk = session.args, session.talk
     with on_interrupt(talk.interrupt):
-        pieces = talk.say(line, sampling, args.max_new_tokens, args.stop, args.ignore_eos)
-        with Progress("compiling and prefilling"):
+        pieces = talk.say(line, session.sampling, args.max_new_tokens, args.stop, args.ignore_eos)
+        with Progress("prefilling"):
             first = next(pieces, "")
         try:
             for piece in itertools.chain([first], pieces):
@@ -105,8 +104,17 @@ def answer(
                     print(piece, end="", flush=True)
         finally:
             _end_line(silent=args.json)
+    if not args.json:
+        print(session.status, file=sys.stderr, flush=True)
     out = talk.output
-    return {"user": line, "text": out.text, "tokens": out.tokens, "finish_reason": out.reason}
+    return {
+        "user": line,
+        "text": out.text,
+        "tokens": out.tokens,
+        "finish_reason": out.reason,
+        "tokens_per_second": talk.tokens_per_second,
+        "position": talk.position,
+    }
 
 
 def _end_line(silent: bool) -> None:

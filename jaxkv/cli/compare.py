@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import check_folder, finite, print_json, read_text, write
-from jaxkv.cli.perplexity import add_text
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.perplexity import add_text, say_interrupted
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 from jaxkv.models.run_metadata import run_metadata
@@ -49,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
             check_scorable(llm.policies(policy))
     about = run_metadata("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
     tokens = encode(llm, text)[: args.max_tokens]
-    scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, _watch(len(tokens) - 1))
+    pressed, total = threading.Event(), len(tokens) - 1
+    with on_interrupt(pressed.set):
+        scores = compare.compare(
+            llm, tokens, chosen, args.chunk, args.seed, _watch(total), pressed.is_set
+        )
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
     results = [compare.result(llm, policy, score, block) for policy, score in scores.items()]
     name = (llm.path if args.model is None else Path(args.model)).name
@@ -73,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
         picture = compare.draw(results, llm.config.context, caption)
         file = json.dumps(finite(report), indent=1) + "\n"
         write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
+    if pressed.is_set():
+        last, score = list(scores.items())[-1]
+        say_interrupted(last, len(score.losses), total, len(chosen) - len(scores))
+        return INTERRUPTED
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import re
 import sys
 import warnings
@@ -95,7 +97,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--dtype",
-        help="data type of weights and caches: float32, bfloat16 or float16 (default: by device)",
+        help="data type of weights and caches: float32, bfloat16 or float16, or in short fp32, "
+        "bf16, fp16 (default: by device)",
     )
     group.add_argument(
         "--weights",
@@ -145,36 +148,32 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     group.add_argument(
         "--temperature",
         type=number,
-        default=0.0,
-        help="divides the logits before sampling; 0 is greedy decoding (default 0)",
+        help="divides the logits before sampling; 0 is greedy decoding (default: the model's own, "
+        "else 0.8; the next four likewise, else off)",
     )
     group.add_argument(
         "--top-k",
         type=whole(0),
-        default=0,
         metavar="K",
-        help="sample from the K most likely tokens; 0 is off (default 0)",
+        help="sample from the K most likely tokens; 0 is off",
     )
     group.add_argument(
         "--top-p",
         type=number,
-        default=1.0,
         metavar="P",
-        help="sample from the fewest tokens whose probabilities add up to P (default 1)",
+        help="sample from the fewest tokens whose probabilities add up to P; 1 is off",
     )
     group.add_argument(
         "--min-p",
         type=number,
-        default=0.0,
         metavar="P",
-        help="minimum probability of a token, relative to the most likely one (default 0)",
+        help="minimum probability of a token, relative to the most likely one; 0 is off",
     )
     group.add_argument(
         "--repetition-penalty",
         type=number,
-        default=1.0,
         metavar="X",
-        help="penalty of tokens that already occurred; 1 is none (default 1)",
+        help="penalty of tokens that already occurred; 1 is off",
     )
     group.add_argument(
         "--stop",
@@ -189,21 +188,32 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The sampling settings that the flags give."""
-    with Progress("loading"):
-        from jaxkv.models import Sampling
-
-    sampling = Sampling(
-        args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty
-    )
-    if args.temperature == 0 and (args.top_k or args.top_p < 1 or args.min_p):
+def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
+    """The model's own sampling settings, with those of the flags in their place."""
+    names = [field.name for field in dataclasses.fields(llm.sampling)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    sampling = dataclasses.replace(llm.sampling, **given)
+    if sampling.temperature == 0 and given.keys() & {"top_k", "top_p", "min_p"}:
         warnings.warn(
             "--top-k, --top-p and --min-p have no effect in greedy decoding (temperature 0); "
             "give --temperature",
             stacklevel=2,
         )
     return sampling
+
+
+def check_device() -> None:
+    """Raise UserError where JAX finds no device, as with JAX_PLATFORMS=cuda and no GPU."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # without its plugin, an empty assertion
+        platforms = os.environ.get("JAX_PLATFORMS")
+        reason = str(error) or f"none of JAX_PLATFORMS={platforms}"
+        raise UserError(
+            f"JAX finds no device: {reason}; set JAX_PLATFORMS=cpu, or unset it"
+        ) from None
 
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
@@ -219,19 +229,12 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
     Meanwhile its programs can be compiled. The policies are checked against the model.
     """
     with Progress("loading"):
-        import jax
-
+        check_device()
         from jaxkv.models.llm import DEFAULT, load_weights, without_weights
         from jaxkv.models.published import open_published
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
 
-        try:
-            jax.devices()
-        except RuntimeError as error:
-            raise UserError(
-                f"JAX finds no device: {error}; set JAX_PLATFORMS=cpu, or unset it"
-            ) from None
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         published = open_published(DEFAULT if args.model is None else args.model)
         config = published.config

@@ -26,8 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt, sampling = read_prompt(args), flags.sampling_of(args)
+    prompt = read_prompt(args)
     llm, load = flags.open_model(args, args.policy)
+    sampling = flags.sampling_of(args, llm)
     from jaxkv.models.text import Generation, encode
 
     generation = Generation(
@@ -56,19 +57,20 @@ def run(args: argparse.Namespace) -> int:
     (answer,) = generation.answers()
     code = INTERRUPTED if answer.finish_reason == "interrupted" else 0
     if args.json:
-        print_json(dataclasses.asdict(answer) | {"seed": args.seed, "versions": flags.versions()})
+        settings = {"sampling": vars(sampling), "seed": args.seed, "versions": flags.versions()}
+        print_json(dataclasses.asdict(answer) | settings)
         return code
     if not answer.text.endswith("\n"):
         print(flush=True)
-    if sys.stderr.isatty():
-        from jaxkv.state.memory import show as show_bytes
+    from jaxkv.state.memory import show as show_bytes
 
-        print(
-            f"{len(answer.tokens)} tokens ({answer.finish_reason}), "
-            f"{answer.tokens_per_second:.0f} tokens/s, compiled {answer.compile_seconds:.1f} s, "
-            f"state {show_bytes(answer.state_bytes)}",
-            file=sys.stderr,
-        )
+    print(
+        f"jaxkv: {len(answer.tokens)} tokens ({answer.finish_reason}), "
+        f"{answer.tokens_per_second:.1f} tokens/s, compiled {answer.compile_seconds:.1f} s, "
+        f"state {show_bytes(answer.state_bytes)}",
+        file=sys.stderr,
+        flush=True,
+    )
     return code
 
 

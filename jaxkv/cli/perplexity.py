@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import threading
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 
 BLOCKS = 20  # default number of blocks with a mean loss each
@@ -48,8 +51,12 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]
-    with Progress("scoring", len(tokens) - 1) as progress:
-        found = score(llm, tokens, args.policy, args.chunk, args.seed, progress.at)
+    pressed = threading.Event()
+    with Progress("scoring", len(tokens) - 1) as progress, on_interrupt(pressed.set):
+        found = score(llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set)
+    code = INTERRUPTED if pressed.is_set() else 0
+    if code:
+        say_interrupted(args.policy, len(found.losses), len(tokens) - 1)
     result = {
         "perplexity": found.perplexity,
         "loss": found.loss,
@@ -64,9 +71,16 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         print_json(result | {"seed": args.seed, "versions": flags.versions()})
-        return 0
+        return code
     predictions = result["predictions"]
     print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}), {predictions} predictions")
     print(f"policy     {result['policy']}, state {show(found.state_bytes)}")
     print(f"seconds    {found.seconds:.1f}, and {found.compile_seconds:.1f} compiling")
-    return 0
+    return code
+
+
+def say_interrupted(policy: str, done: int, total: int, left: int = 0) -> None:
+    """Say in one line what was scored before Ctrl-C. left: policies that were not."""
+    scored = f"{policy} is scored on the first {done} of {total} predictions"
+    others = f"; {left} more not scored" if left else ""
+    print(f"jaxkv: interrupted: {scored}{others}", file=sys.stderr)

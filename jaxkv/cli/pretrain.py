@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from jaxkv.cli import flags
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.distributed is not None:
             _join(args.distributed)
+        flags.check_device()
         from jaxkv.models import data
         from jaxkv.models.pretrain import pretrain
         from jaxkv.models.recipes import read_recipe

@@ -13,11 +13,15 @@ REDRAW, REPEAT = 0.2, 5.0  # seconds between redraws in a terminal, between line
 class Progress:
     """One line that is redrawn in a terminal and erased at the end.
 
-    Elsewhere it prints a line every five seconds, and only if the total is known.
+    Elsewhere it prints a line every five seconds, and only if the total is known. steady: units
+    take about equal times, so a rate and the time left are shown; else the count and the time.
     """
 
-    def __init__(self, label: str, total: int | None = None, unit: str = "tokens"):
+    def __init__(
+        self, label: str, total: int | None = None, unit: str = "tokens", steady: bool = True
+    ):
         self._label, self._total, self._unit, self.done = label, total, unit, 0
+        self._steady = steady
         self._begun = self._printed = time.monotonic()
         self._first: tuple[float, int] | None = None
         self._terminal = sys.stderr.isatty()
@@ -56,6 +60,9 @@ class Progress:
         now = time.monotonic()
         # The rate counts from the first report: the time before it is mostly compilation.
         since, before = self._first or (now, 0)
+        if self._total and not self._steady:
+            done = f"{self.done} of {self._total} {self._unit}"
+            return f"{self._label}: {done}, {now - self._begun:.0f} s"
         if self.done == before or not self._total:
             return f"{self._label} ... {now - self._begun:.0f} s"
         rate = (self.done - before) / max(now - since, 1e-9)

@@ -234,4 +234,5 @@ def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerC
         allowed_origins=args.allowed_origins,
         metrics_prefix=args.metrics_prefix,
         fingerprint=f"fp_{digest[:10]}",
+        sampling=llm.sampling,
     )

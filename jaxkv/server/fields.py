@@ -168,11 +168,12 @@ def _is_text_part(part: Any) -> bool:
 
 SHARED = {
     "model": Field(text, required=True),
-    "temperature": Field(number(0.0, 2.0), 1.0),
-    "top_p": Field(number(0.0, 1.0, above=True), 1.0),
-    "top_k": Field(whole(0, WHOLE), 0),
-    "min_p": Field(number(0.0, 1.0), 0.0),
-    "repetition_penalty": Field(number(0.01, 100.0), 1.0),
+    # Where these five are absent, the settings of the model apply.
+    "temperature": Field(number(0.0, 2.0)),
+    "top_p": Field(number(0.0, 1.0, above=True)),
+    "top_k": Field(whole(0, WHOLE)),
+    "min_p": Field(number(0.0, 1.0)),
+    "repetition_penalty": Field(number(0.01, 100.0)),
     "presence_penalty": Field(number(-2.0, 2.0), 0.0),
     "frequency_penalty": Field(number(-2.0, 2.0), 0.0),
     "logit_bias": Field(biases, ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxkv.engine.request import Request
@@ -36,7 +36,8 @@ class ServerConfig:
     report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
     name or address that the server was told to listen on. allowed_origins: of web pages on other
     sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
-    the names of metrics. fingerprint: of the model and its settings.
+    the names of metrics. fingerprint: of the model and its settings. sampling: where a request
+    gives none.
     """
 
     max_body: int = 8 * 2**20
@@ -56,6 +57,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxkv"
     fingerprint: str = ""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
 
 
 class Job(NamedTuple):
@@ -109,7 +111,7 @@ def parse_job(
         requests = [
             request
             for _, ids in prompts
-            for request in _requests(values, ids, salt, format, engine, language)
+            for request in _requests(values, ids, salt, format, engine, language, config)
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
@@ -211,6 +213,7 @@ def _requests(
     format: ResponseFormat,
     engine: EngineProtocol,
     language: LanguageProtocol,
+    config: ServerConfig,
 ) -> list[Request]:
     """One request for each of the n answers to a prompt.
 
@@ -218,13 +221,14 @@ def _requests(
     the seeds 5, 6 and 7.
     """
     seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
+    given = {name: values[name] for name in SAMPLING if values[name] is not None}
     logprobs = values["logprobs"]
     if format.kind == "chat":
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
     first = Request(
         tokens=tuple(ids),
         max_new_tokens=_max_new_tokens(values, len(ids), format, engine),
-        sampling=Sampling(**{name: values[name] for name in SAMPLING}),
+        sampling=replace(config.sampling, **given),
         seed=seed,
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],

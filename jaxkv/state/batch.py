@@ -6,11 +6,12 @@ arrays and needs no policy. `state` may be a tuple of states, one per layer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,16 +104,22 @@ def to_device(state: State, sharding: State | jax.sharding.Sharding | None = Non
     return jax.device_put(state, sharding)
 
 
-def save(path: str | os.PathLike, state: State, identity: str = "") -> None:
+def save(
+    path: str | os.PathLike,
+    state: State,
+    identity: str = "",
+    notes: Mapping[str, Any] | None = None,
+) -> None:
     """Write a snapshot atomically.
 
     identity: what the state belongs to beyond its shapes, such as the policy's string and the
-    model's name; `load` refuses another.
+    model's name; `load` refuses another. notes: JSON values to store with it (`read_notes`).
     Raises UserError where the file cannot be written.
     """
     leaves = {name: np.asarray(leaf) for name, leaf in _named(to_host(state)).items()}
     described = {name: _describe(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     header = {"format": FORMAT, "identity": identity, "leaves": described}
+    header |= {"notes": dict(notes or {})}
     # Raw bytes: npz drops the name of every dtype that is not numpy's own, such as bfloat16.
     raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
     try:
@@ -125,14 +132,33 @@ def save(path: str | os.PathLike, state: State, identity: str = "") -> None:
         ) from None
 
 
-def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
+def load(path: str | os.PathLike, like: State, identity: str = "", any_size: bool = False) -> State:
     """Read a snapshot as numpy arrays.
 
     like: a state of the same shapes; shapes (jax.eval_shape of `init`) suffice. identity: as it was
-    saved with.
+    saved with. any_size: axes may have other sizes than in `like`, as after `reserve`.
     Raises UserError where the file is no snapshot or holds another state.
     """
     wanted = _named(like)
+    with _opened(path, identity) as (header, file):
+        if any_size:
+            wanted = {
+                name: _resized(leaf, header["leaves"].get(name)) for name, leaf in wanted.items()
+            }
+        _compare(path, header["leaves"], wanted)
+        leaves = [file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def read_notes(path: str | os.PathLike, identity: str = "") -> dict[str, Any]:
+    """The notes of a snapshot; raises UserError as `load` does."""
+    with _opened(path, identity) as (header, _):
+        return header.get("notes", {})
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The header and the arrays of a snapshot. Errors of reading them become UserErrors."""
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
@@ -146,10 +172,7 @@ def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
                     f"a snapshot must have the identity it was saved with: {path} has "
                     f"{header['identity']!r}, got {identity!r}; give its own identity"
                 )
-            _compare(path, header["leaves"], wanted)
-            leaves = [
-                file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in wanted.items()
-            ]
+            yield header, file
     except UserError:
         raise
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
@@ -163,7 +186,15 @@ def load(path: str | os.PathLike, like: State, identity: str = "") -> State:
             f"a snapshot must be a whole file written by jaxkv.state.batch.save: {path} is not; "
             "save it again"
         ) from None
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _resized(leaf: Shaped, found: str | None) -> Shaped:
+    """The shape of a leaf with the sizes in its description in a file, if that has as many axes."""
+    name, _, sizes = (found or "").removesuffix("]").partition("[")
+    shape = tuple(map(int, filter(None, sizes.split(","))))
+    if name != np.dtype(leaf.dtype).name or len(shape) != len(leaf.shape):
+        return leaf
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, Shaped]) -> None:

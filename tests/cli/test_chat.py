@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+
+import pytest
 
 from jaxkv import models
 
@@ -26,6 +29,13 @@ def test_answers_equal_those_of_the_library(run, model, stdin):
     stdin("Hello\nÄ?\n".encode())
     plain = run("chat", "--model", model, "--max-new-tokens", 12)
     assert (plain.code, plain.out) == (0, "".join(turn["text"] + "\n" for turn in turns))
+    assert [turn["position"] for turn in turns] == [19, 36]
+    status = r"\[12 tokens, [\d.]+ tokens/s, cache 66.0 KiB, position {}\]"
+    _, *lines = plain.err.splitlines()
+    assert len(lines) == 2
+    assert all(
+        re.fullmatch(status.format(n), line) for n, line in zip((19, 36), lines, strict=True)
+    )
 
 
 def test_empty_input_exits_with_code_0(run, model, stdin):
@@ -59,3 +69,74 @@ def test_ctrl_c_at_the_prompt_exits(run, model, stdin, monkeypatch):
     stdin(b"")
     ran = run("chat", "--model", model, "--json")
     assert ran.code == 130 and json.loads(ran.out)["turns"] == []
+
+
+@pytest.fixture
+def chat(run, model, stdin):
+    """Chat with these lines; the turns, and the lines on standard error after the first."""
+
+    def chat(*lines: str, flags: tuple = ()) -> tuple[list[dict], list[str]]:
+        stdin("".join(line + "\n" for line in lines).encode())
+        ran = run("chat", "--model", model, "--max-new-tokens", 5, "--json", *flags)
+        return ran.json["turns"], ran.err.splitlines()[1:]
+
+    return chat
+
+
+def test_help_names_every_command(chat):
+    turns, lines = chat("/help")
+    names = ("/help", "/reset", "/system", "/policy", "/save", "/load", "/exit")
+    assert turns == [] and all(any(name in line for line in lines) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/hepl", "unknown command '/hepl'; did you mean /help? /help lists"),
+        ("/RESET", "did you mean /reset?"),
+        ("/xyzzy", "unknown command '/xyzzy'; /help lists"),
+        ("/save", "/save needs FILE; write /save FILE"),
+        ("/reset now", "/reset takes nothing after it, got 'now'; write /reset"),
+        ("/policy windw", "unknown policy 'windw'; did you mean 'window'?"),
+        ("/load absent", "no such session: absent"),
+        ("/save /no/such/folder/file", "choose another place"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_the_chat_goes_on(chat, line, words):
+    turns, lines = chat("Hello", line, "And?")
+    assert len(lines) == 1 and lines[0].startswith("jaxkv: error: ") and words in lines[0]
+    assert [turn["position"] for turn in turns] == [12, 23]
+
+
+def test_reset_begins_an_empty_conversation(chat):
+    turns, lines = chat("Hello", "/reset", "Hello")
+    assert turns[0] == turns[1] | {"tokens_per_second": turns[0]["tokens_per_second"]}
+    assert lines == ["jaxkv: the conversation is empty"]
+
+
+def test_the_system_message(chat):
+    turns, lines = chat("Hello", "/system Be brief.", "/system", "Hello")
+    (alone,), _ = chat("Hello", flags=("--system", "Be brief."))
+    assert turns[1]["tokens"] == alone["tokens"] and turns[1]["position"] == alone["position"]
+    assert "begins with this system message" in lines[0]
+    assert lines[1] == "jaxkv: system message: Be brief."
+
+
+def test_another_policy(chat):
+    turns, lines = chat("Hello", "/policy", "/policy window:window=16", "Hello")
+    assert lines[0].startswith("jaxkv: streaming:sinks=4,window=252") and "position 12" in lines[0]
+    assert lines[1].startswith("jaxkv: window:window=16")
+    assert "the conversation is empty, because a cache cannot be converted" in lines[1]
+    assert turns[1]["position"] == 12
+
+
+def test_save_and_load(chat, tmp_path):
+    path = tmp_path / "a b"
+    turns, lines = chat("Hello", f"/save {path}", "And?", f"/load {path}", "And?")
+    assert turns[1]["tokens"] == turns[2]["tokens"] and turns[2]["position"] == 23
+    assert "saved" in lines[0] and "1 messages, position 12" in lines[1]
+
+
+def test_a_message_that_begins_with_a_slash(chat):
+    turns, lines = chat("//help", "see http://example.org")
+    assert [turn["user"] for turn in turns] == ["/help", "see http://example.org"] and not lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 from jaxkv import models
@@ -12,7 +13,7 @@ from jaxkv.models import streams
 
 FIELDS = {
     "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
-    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "seed", "versions",
+    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "sampling", "seed", "versions",
 }  # fmt: skip
 
 
@@ -20,7 +21,11 @@ def test_text_equals_that_of_the_library(run, model):
     expected = models.generate(models.load(model), "Hello", max_new_tokens=40)
     ran = run("generate", "Hello", "--model", model, "--max-new-tokens", 40)
     assert (ran.code, ran.out) == (0, expected.text + "\n" * (not expected.text.endswith("\n")))
-    assert ran.err == ""
+    number = r"[\d.]+"
+    assert re.fullmatch(
+        rf"jaxkv: 40 tokens \(length\), {number} tokens/s, compiled {number} s, state 66.0 KiB\n",
+        ran.err,
+    )
 
 
 def test_json(run, model):
@@ -28,6 +33,7 @@ def test_json(run, model):
     assert set(found) == FIELDS
     assert found["prompt_tokens"] == 6 and len(found["tokens"]) == 40
     assert found["finish_reason"] == "length" and found["policy"].startswith("streaming:sinks=4")
+    assert found["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
     assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
@@ -39,9 +45,9 @@ def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin)
     (tmp_path / "prompt").write_text("Hello\n", encoding="utf-8")
     flags = ("--model", model, "--max-new-tokens", 40)
     plain = run("generate", "Hello", *flags)
-    assert run("generate", "--prompt-file", tmp_path / "prompt", *flags) == plain
+    assert run("generate", "--prompt-file", tmp_path / "prompt", *flags).out == plain.out
     stdin(b"Hello\n")
-    assert run("generate", "-", *flags) == plain
+    assert run("generate", "-", *flags).out == plain.out
 
 
 def test_the_text_ends_before_a_stop_string(run, model):
@@ -76,7 +82,8 @@ def test_a_policy_for_each_layer_and_a_warning(run, model):
 
 def test_a_prompt_too_short_to_compress_warns_once(run, model):
     ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
-    (line,) = ran.err.splitlines()
+    line, speed = ran.err.splitlines()
+    assert "tokens/s" in speed
     assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
     assert "needs a prompt of at least 68 tokens, got 6: all its tokens stay in the cache" in line
 
@@ -100,7 +107,8 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
     monkeypatch.setattr(Generation, "blocks", interrupted)
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
     ran = run(*flags)
-    assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n") and not ran.err
+    assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n")
+    assert ran.err.count("\n") == 1 and "tokens (interrupted)" in ran.err
     ran = run(*flags, "--json")
     found = json.loads(ran.out)
     assert ran.code == 130
@@ -108,8 +116,9 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
 
 
 def test_the_default_model_is_the_shipped_one(run):
-    words = ("Once upon a time", "--max-new-tokens", 20, "--temperature", 0.8, "--json")
+    words = ("Once upon a time", "--max-new-tokens", 20, "--json")
     found = run("generate", *words).json
     assert found["text"] == models.generate(
-        models.load(), words[0], max_new_tokens=20, temperature=0.8
+        models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
+    assert found["sampling"]["temperature"] == 0.8

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
+import os
+import signal
 
 import numpy as np
+import pytest
 
 FIELDS = {
     "perplexity", "loss", "tokens", "predictions", "policy", "state_bytes", "chunk", "seconds",
@@ -42,3 +47,48 @@ def test_the_reference_perplexity(run, stories, shared):
     flags = ("--policy", "full", "--max-tokens", 512, "--chunk", 256, "--json")
     found = run("perplexity", "--model", stories, "--text", file, *flags).json
     assert math.isclose(found["perplexity"], 3.7107, rel_tol=1e-3)
+
+
+@pytest.fixture
+def pressed_at(monkeypatch):
+    """Press Ctrl-C when a chunk of a text is scored, by its number in the process."""
+
+    def press(number: int) -> None:
+        score = importlib.import_module("jaxkv.models.score")  # `models.score` is the function
+        by_chunk, count = score._losses_by_chunk, iter(range(10**6))
+
+        def pressing(*words):
+            for losses in by_chunk(*words):
+                if next(count) == number:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield losses
+
+        monkeypatch.setattr(score, "_losses_by_chunk", pressing)
+
+    return press
+
+
+def test_ctrl_c_keeps_what_was_scored(run, model, text, pressed_at):
+    flags = ("--policy", "window:window=32", "--chunk", 20, "--json")
+    whole = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20).json
+    pressed_at(2)
+    ran = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20)
+    found = json.loads(ran.out)
+    assert ran.code == 130 and found["predictions"] == 60
+    assert found["blocks"] == whole["blocks"][:3]
+    total = whole["predictions"]
+    said = f"window:window=32 is scored on the first 60 of {total} predictions"
+    assert ran.err == f"jaxkv: interrupted: {said}\n"
+
+
+def test_ctrl_c_keeps_what_was_compared(run, model, text, pressed_at):
+    words = ("--policy", "window:window=32", "--policy", "full", "--policy", "window:window=16")
+    pressed_at(5)
+    flags = ("--chunk", 20, "--max-tokens", 81)
+    ran = run("compare", "--model", model, "--text", text, *flags, *words)
+    assert ran.code == 130
+    rows = [line.split() for line in ran.out.splitlines()]
+    assert rows[0][-1] == "predictions"
+    assert [(row[0], row[-1]) for row in rows[1:]] == [("window:window=32", "80"), ("full", "40")]
+    said = "full is scored on the first 40 of 80 predictions; 1 more not scored"
+    assert ran.err == f"jaxkv: interrupted: {said}\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import Stream, compilation
+from jaxkv.models import Stream, compilation, session
 from jaxkv.models.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
 from jaxkv.models.llm import load_weights, without_weights
 from jaxkv.models.published import open_published
@@ -205,6 +206,29 @@ def test_a_text_of_known_length_compiles_each_program_once(deep, compilations, p
         stream.decode(models.Sampling(), 15, ())
     found = compilations["here"] + compilations["ahead"]
     assert found.count("jit(run_layer)") == found.count("jit(decode_block)") == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["streaming:sinks=4,window=252", "window:window=512", "reservoir:sinks=1,window=8,sample=8",
+     "full", "snapkv:capacity=64,window=8"],
+)  # fmt: skip
+def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp_path):
+    """Also after a conversation is saved and loaded."""
+    talk, sampling = models.Conversation(models.load(deep), policy), models.Sampling(0.8)
+    seen = []
+    talk.warm_up(sampling, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == len(seen) > 3
+    assert "jit(decode_block)" in compilations["ahead"]
+    for name in compilations:
+        compilations[name].clear()
+    with warnings.catch_warnings(action="ignore"):  # too short to compress, or a long text
+        for length in (3, 30, 100, 250, 300):
+            assert "".join(talk.say("x" * length, sampling, 9, stop=["never said"]))
+        session.save(tmp_path / "session", talk)
+        again = session.load(tmp_path / "session", talk)
+        assert "".join(again.say("And?", sampling, 9))
+    assert compilations == {"here": [], "ahead": []}
 
 
 def test_the_clock_counts_waiting_and_not_other_threads():

@@ -102,7 +102,21 @@ def test_an_interrupted_answer_stays_in_the_cache(llm):
 
 
 def test_a_growing_cache_counts_its_tokens(llm):
+    """Also with a maximum below the lengths of the warm-up."""
     conversation = models.Conversation(llm, "full:start=32,max=64")
+    conversation.warm_up()
     for _ in range(2):
         "".join(conversation.say("Hello", max_new_tokens=8))
     assert conversation.stream.lengths[0] == int(conversation.stream.decoding.position[0]) < 64
+
+
+def test_a_growing_cache_warns_when_its_text_exceeds_the_context(tiny, recwarn):
+    """The trained context of this model is 96 tokens; the maximum of the cache does not matter."""
+    conversation = models.Conversation(tiny, "full")
+    "".join(conversation.say("Hello", max_new_tokens=5, ignore_eos=True))
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"^full looks back 1\d\d tokens, .* context of 96"):
+        "".join(conversation.say("x" * 90, max_new_tokens=5, ignore_eos=True))
+    recwarn.clear()
+    "".join(conversation.say("And?", max_new_tokens=5, ignore_eos=True))
+    assert not recwarn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -279,6 +280,19 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
     ):
         Generation(llm, [[65] * 10], policy, max_new_tokens=100)
     Generation(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
+
+
+def test_an_endless_text_warns_when_it_exceeds_the_context(llm, recwarn):
+    """The warning names the tokens in use, not the maximum of the cache."""
+    pieces = models.stream(llm, "abcd", "full", **COMMON)
+    next(pieces)
+    assert not recwarn
+    while not recwarn:
+        next(pieces)
+    said = str(recwarn.pop().message)
+    assert re.match(rf"full looks back \d{{2,3}} tokens, .* context of {CONTEXT}", said)
+    next(pieces)
+    assert not recwarn
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -74,7 +74,8 @@ def test_dtype(published, tmp_path, monkeypatch):
     # The default is float32 on a CPU, where bfloat16 products are ten times slower.
     assert dtypes() == ("float32", {"float32"}, "float32")
     for requested in ("float32", "bfloat16", "float16"):
-        for same in (requested, getattr(jnp, requested), jnp.dtype(requested)):
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[requested]
+        for same in (requested, short, getattr(jnp, requested), jnp.dtype(requested)):
             assert dtypes(dtype=same) == (requested, {requested}, requested)
     monkeypatch.setattr("jaxkv.models.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)

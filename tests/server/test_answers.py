@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from jaxkv import __version__
+from jaxkv.sampling import Sampling
 from tests.server.conftest import events, serving
 from tests.server.fake import BOS, EOS, TEMPLATE, FakeEngine, language, logprob
 
@@ -60,6 +61,14 @@ def test_defaults(served):
     assert reply["choices"][0]["text"].split()[0] == str(request.seed)  # a seed was drawn
     served.chat("|x")
     assert served.engine.requests[-1].max_new_tokens == 4096
+
+
+def test_a_request_without_settings_is_sampled_as_the_model_says():
+    with serving(FakeEngine(), sampling=Sampling(0.6, 20, 0.9)) as served:
+        served.complete("|x", max_tokens=1)
+        served.complete("|x", max_tokens=1, temperature=0, top_p=1)
+        found = [request.sampling for request in served.engine.requests]
+    assert found == [Sampling(0.6, 20, 0.9), Sampling(0, 20, 1)]
 
 
 def test_every_setting_reaches_the_engine(served):

@@ -116,6 +116,24 @@ def test_snapshot_of_another_state_is_refused(tmp_path, rng):
         batch.load(path, state.part)
 
 
+def test_a_snapshot_of_another_size_is_read_if_that_is_asked_for(tmp_path, rng):
+    path, state = tmp_path / "snapshot", state_of(rng)
+    batch.save(path, state)
+    same(batch.load(path, state_of(rng, slots=9), any_size=True), state)
+    with pytest.raises(UserError, match=r"\.part\.k should be float32"):
+        batch.load(path, state_of(rng, dtype=jnp.float32), any_size=True)
+
+
+def test_notes_are_stored_with_a_snapshot(tmp_path, rng):
+    path, notes = tmp_path / "snapshot", {"messages": [{"content": "Ä"}], "length": 3}
+    batch.save(path, state_of(rng), "a session", notes)
+    assert batch.read_notes(path, "a session") == notes
+    with pytest.raises(UserError, match="got 'another'"):
+        batch.read_notes(path, "another")
+    batch.save(path, state_of(rng))
+    assert batch.read_notes(path) == {}
+
+
 def test_a_snapshot_of_another_identity_is_refused(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
     batch.save(path, state, "window:window=4 of tiny")

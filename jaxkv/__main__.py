@@ -1,0 +1,7 @@
+"""`python -m jaxkv`: the command line."""
+
+import sys
+
+from jaxkv.cli import program
+
+sys.exit(program())

@@ -1,0 +1,148 @@
+"""The commands of `jaxkv chat`: lines that begin with a slash.
+
+What they say goes to standard error. A wrong command is told in one line, and the chat goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import TYPE_CHECKING
+
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxkv.models import Conversation, Llm, Sampling
+
+EXIT = "/exit"
+
+
+class Session:
+    """The chat in progress and its settings. policy, system: of the next fresh conversation."""
+
+    def __init__(self, args: argparse.Namespace, llm: Llm, sampling: Sampling):
+        self.args, self.llm, self.sampling = args, llm, sampling
+        self.policy, self.system = args.policy, args.system
+        self.talk = self.fresh(self.policy, self.system)
+
+    def fresh(self, policy: str, system: str | None) -> Conversation:
+        """An empty conversation."""
+        from jaxkv.models import Conversation
+
+        return Conversation(self.llm, policy, system, self.args.seed)
+
+    def warm_up(self) -> None:
+        """Compile all that turns need, with progress."""
+        with Progress("compiling", unit="programs", steady=False) as progress:
+            self.talk.warm_up(self.sampling, self.args.ignore_eos, progress.at)
+
+    @property
+    def memory(self) -> str:
+        """The memory of the cache and the length of the conversation."""
+        from jaxkv.state.memory import show
+
+        return f"cache {show(self.talk.stream.state_bytes)}, position {self.talk.position}"
+
+    @property
+    def status(self) -> str:
+        """The speed of the last answer, and `memory`."""
+        talk = self.talk
+        speed = f"{talk.output.count} tokens, {talk.tokens_per_second:.1f} tokens/s"
+        return f"[{speed}, {self.memory}]"
+
+    @property
+    def written_policy(self) -> str:
+        """The policy with all its fields."""
+        from jaxkv.policy_spec import format_policy
+
+        return format_policy(self.talk.stream.policies)
+
+
+def obey(session: Session, line: str) -> None:
+    """Run one command; an error of the user is told in one line."""
+    name, _, rest = line.partition(" ")
+    try:
+        if name not in COMMANDS:
+            known = [*COMMANDS, EXIT]
+            near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"unknown command {name!r}; {meant}/help lists the commands")
+        argument, _, act = COMMANDS[name]
+        rest = rest.strip()
+        if rest and not argument:
+            raise UserError(f"{name} takes nothing after it, got {rest!r}; write {name}")
+        if not rest and argument and not argument.startswith("["):
+            raise UserError(f"{name} needs {argument}; write {name} {argument}")
+        tell(act(session, rest))
+    except UserError as error:
+        tell(f"error: {error}")
+
+
+def tell(text: str) -> None:
+    """Print lines to standard error."""
+    for line in text.splitlines():
+        print(f"jaxkv: {line}", file=sys.stderr, flush=True)
+
+
+def _help(session: Session, _: str) -> str:
+    usages = {
+        f"{name} {argument}".strip(): about for name, (argument, about, _) in COMMANDS.items()
+    }
+    usages |= {EXIT: "exit", "//...": "send a message that begins with /"}
+    width = max(map(len, usages))
+    return "\n".join(f"{usage:{width}}  {about}" for usage, about in usages.items())
+
+
+def _reset(session: Session, _: str) -> str:
+    session.talk = session.fresh(session.policy, session.system)
+    return "the conversation is empty"
+
+
+def _system(session: Session, text: str) -> str:
+    if not text:
+        return f"system message: {session.system or 'none'}"
+    session.talk = session.fresh(session.policy, text)
+    session.system = text
+    return "the conversation begins with this system message; the earlier one is dropped"
+
+
+def _policy(session: Session, text: str) -> str:
+    if not text:
+        return f"{session.written_policy}; {session.memory}"
+    talk = session.fresh(text, session.system)  # raises for an unknown policy
+    session.talk, session.policy = talk, text
+    session.warm_up()
+    return (
+        f"{session.written_policy}; the conversation is empty, because a cache cannot be converted "
+        "to another policy"
+    )
+
+
+def _save(session: Session, path: str) -> str:
+    from jaxkv.models import session as files
+
+    files.save(path, session.talk)
+    return f"saved {path}, position {session.talk.position}"
+
+
+def _load(session: Session, path: str) -> str:
+    from jaxkv.models import session as files
+
+    session.talk = files.load(path, session.talk)
+    first = session.talk.messages[:1]
+    session.system = first[0]["content"] if first and first[0]["role"] == "system" else None
+    count = sum(message["role"] == "user" for message in session.talk.messages)
+    return f"loaded {path}, {count} messages, position {session.talk.position}"
+
+
+# Name -> what follows it, what it does, the function. In brackets: may be left out.
+COMMANDS = {
+    "/help": ("", "list the commands", _help),
+    "/reset": ("", "begin an empty conversation", _reset),
+    "/system": ("[TEXT]", "show the system message, or begin a conversation with another", _system),
+    "/policy": ("[POLICY]", "show the policy, or begin a conversation under another", _policy),
+    "/save": ("FILE", "save the conversation with its cache", _save),
+    "/load": ("FILE", "continue a saved conversation", _load),
+}

@@ -1,0 +1,48 @@
+"""The sampling settings that a model is published with, the default of every answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.models.hf.folder import read_json
+from jaxkv.sampling import Sampling
+
+TEMPERATURE = 0.8  # where the model publishes none: greedy text of small models soon repeats itself
+FILE = "generation_config.json"
+# Field of Sampling -> field of a GGUF header.
+GGUF = {
+    name: f"general.sampling.{theirs}"
+    for name, theirs in {
+        "temperature": "temp",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+    }.items()
+}
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """The settings in generation_config.json; `do_sample: false` is greedy decoding.
+
+    Raises UserError for values that cannot be used.
+    """
+    found = read_json(Path(folder) / FILE)
+    greedy = {"temperature": 0.0} if found.get("do_sample") is False else {}
+    return _sampling({name: found.get(name) for name in GGUF} | greedy, Path(folder) / FILE)
+
+
+def sampling_of_gguf(fields: Mapping[str, Any], path: Path) -> Sampling:
+    """The settings in the header of a GGUF file."""
+    return _sampling({name: fields.get(theirs) for name, theirs in GGUF.items()}, path)
+
+
+def _sampling(found: Mapping[str, Any], where: Path) -> Sampling:
+    given = {name: value for name, value in found.items() if value is not None}
+    try:
+        return Sampling(**{"temperature": TEMPERATURE} | given)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

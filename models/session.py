@@ -1,0 +1,91 @@
+"""Session files of conversations: the caches, the messages, and what they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxkv import __version__
+from jaxkv.errors import UserError
+from jaxkv.models.conversation import Conversation
+from jaxkv.models.llm import Llm
+from jaxkv.policy_spec import format_policy
+from jaxkv.state import batch
+
+IDENTITY = "jaxkv chat session"
+
+
+def save(path: str | Path, talk: Conversation) -> None:
+    """Write a conversation with its caches to a file.
+
+    Raises UserError where the file cannot be written, or exists and is no session.
+    """
+    path, stream = Path(path).expanduser(), talk.stream
+    if path.exists():
+        try:
+            batch.read_notes(path, IDENTITY)
+        except UserError:
+            raise UserError(
+                f"only a session may be overwritten, and {path} is something else; choose another "
+                "name"
+            ) from None
+    lengths = {name: getattr(stream, name).tolist() for name in ("lengths", "prompt_lengths")}
+    progress = lengths | {"prefill_finished": stream.prefill_finished, "messages": talk.messages}
+    batch.save(path, stream.decoding, IDENTITY, _belongs_to(talk) | progress)
+
+
+def load(path: str | Path, talk: Conversation) -> Conversation:
+    """The conversation in a session file; that of `talk`, which stays as it is, is not used.
+
+    talk: a conversation with the same model and policy.
+    Raises UserError for a file that is no session or incomplete, and for one of another model,
+    policy or version.
+    """
+    path = Path(path).expanduser()
+    try:
+        notes = batch.read_notes(path, IDENTITY)
+    except UserError as error:
+        if not path.is_file():
+            raise UserError(f"no such session: {path}; name a file written by /save") from None
+        raise UserError(f"{path} is no complete session: {error}") from None
+    for name, ours in _belongs_to(talk).items():
+        theirs = notes.get(name)
+        if theirs != ours:
+            raise UserError(
+                f"a session continues with its own {name}: {path} has {theirs}, this chat has "
+                f"{ours}; start the chat with that {name}"
+            )
+    found = Conversation(talk.llm, talk.policy)
+    stream = found.stream
+    loaded = batch.load(path, stream.decoding, IDENTITY, any_size=True)
+    # Without a mesh the arrays stay uncommitted, as those of a new stream: programs are shared.
+    places = None if talk.llm.mesh is None else jax.tree.map(_place, stream.decoding)
+    stream.decoding = batch.to_device(loaded, places)
+    stream.lengths = np.array(notes["lengths"])
+    stream.prompt_lengths = np.array(notes["prompt_lengths"])
+    stream.prefill_finished = notes["prefill_finished"]
+    found.messages = notes["messages"]
+    return found
+
+
+def _place(array: jax.Array) -> jax.sharding.Sharding:
+    return array.sharding
+
+
+def _belongs_to(talk: Conversation) -> dict[str, str]:
+    """What a session needs to be continued exactly, each in a few words."""
+    return {
+        "version": f"jaxkv {__version__}",
+        "policy": format_policy(talk.stream.policies),
+        "model": f"{talk.llm.name} {_fingerprint(talk.llm)}",
+    }
+
+
+def _fingerprint(llm: Llm) -> str:
+    """A short hash of the settings of a model and of one of its weights."""
+    described = f"{llm.config} {llm.dtype} {llm.quantised}".encode()
+    norm = np.asarray(llm.weights["norm"]).tobytes()
+    return hashlib.sha256(described + norm).hexdigest()[:8]

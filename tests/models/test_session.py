@@ -1,0 +1,70 @@
+"""Session files: a conversation continues after `load` as if it had never been saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models import session
+from tests.tiny import write_tiny
+
+POLICY = "streaming:sinks=2,window=30"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("session") / "tiny"))
+
+
+def ask(talk: models.Conversation, text: str) -> str:
+    return "".join(talk.say(text, models.Sampling(temperature=3.0), 9, ignore_eos=True))
+
+
+@pytest.mark.parametrize("policy", [POLICY, "full:start=16", "snapkv:capacity=9,window=3,start=16"])
+def test_a_loaded_conversation_continues(llm, tmp_path, policy):
+    talk, path = models.Conversation(llm, policy, "Be brief.", seed=5), tmp_path / "session"
+    ask(talk, "Hello there")
+    session.save(path, talk)
+    found = session.load(path, models.Conversation(llm, policy))
+    assert (found.messages, found.position) == (talk.messages, talk.position)
+    for _ in range(2):
+        assert ask(found, "And?") == ask(talk, "And?")
+    session.save(path, talk)  # a session may be overwritten
+
+
+@pytest.fixture
+def saved(llm, tmp_path):
+    talk = models.Conversation(llm, POLICY)
+    ask(talk, "Hello")
+    session.save(tmp_path / "session", talk)
+    return tmp_path / "session"
+
+
+def test_another_policy_model_or_version(llm, saved, tmp_path, monkeypatch):
+    other = models.load(write_tiny(tmp_path / "tiny", seed=1, hidden_size=64))
+    with pytest.raises(UserError, match=r"own model: .* start the chat with that model"):
+        session.load(saved, models.Conversation(other, POLICY))
+    with pytest.raises(UserError, match=r"own policy: .*window=30.* this chat has window:window=9"):
+        session.load(saved, models.Conversation(llm, "window:window=9"))
+    monkeypatch.setattr(session, "__version__", "9.9")
+    with pytest.raises(UserError, match=r"own version: .* this chat has jaxkv 9.9"):
+        session.load(saved, models.Conversation(llm, POLICY))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-100], lambda raw: raw[:9], lambda raw: b"x"])
+def test_an_incomplete_file(llm, saved, damage):
+    saved.write_bytes(damage(saved.read_bytes()))
+    with pytest.raises(UserError, match="is no complete session") as error:
+        session.load(saved, models.Conversation(llm, POLICY))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_absent_or_no_session(llm, saved, tmp_path):
+    talk, text = models.Conversation(llm, POLICY), tmp_path / "text"
+    with pytest.raises(UserError, match="no such session"):
+        session.load(tmp_path / "absent", talk)
+    text.write_text("my notes")
+    with pytest.raises(UserError, match="only a session may be overwritten"):
+        session.save(text, talk)
+    assert text.read_text() == "my notes"
