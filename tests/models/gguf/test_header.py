@@ -146,6 +146,6 @@ def test_a_model_generates_from_a_file(path, capsys):
     assert (llm.path, llm.eos, llm.tokenizer.adds_bos) == (path, (2,), False)
     answer = models.generate(llm, "Hi", max_new_tokens=4, temperature=0)
     assert len(answer.tokens) <= 4
-    words = ["--model", str(path), "--json", "--max-new-tokens", "4"]
+    words = ["--model", str(path), "--json", "--max-new-tokens", "4", "--temperature", "0"]
     assert main(["generate", "Hi", *words]) == 0
     assert f'"tokens": {answer.tokens}' in capsys.readouterr().out
