@@ -83,15 +83,6 @@ def test_answers_together_equal_answers_alone(engine):
     )
 
 
-def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
-    policy = "streaming:sinks=2,window=14,cache=int8"
-    engine = Engine(plain(policy), max_batch=4, chunk=16, step_tokens=32)
-    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._batch))
-    asked = requests(6, 4, logprobs=2)
-    alone = [outcome_of(*ask(engine, request)) for request in asked]
-    assert [outcome_of(listener) for listener in ask(engine, *asked)] == alone
-
-
 def test_nothing_is_compiled_while_it_serves(engine):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -113,6 +104,15 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
     metrics = engine.metrics()
     assert engine.compilations == before and metrics["snapshot_slots_held"] == 0
     assert metrics["promotions"] > 3 and metrics["demotions"] > 3
+
+
+def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
+    policy = "streaming:sinks=2,window=14,cache=int8"
+    engine = Engine(plain(policy), max_batch=4, chunk=16, step_tokens=32)
+    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._batch))
+    asked = requests(6, 4, logprobs=2)
+    alone = [outcome_of(*ask(engine, request)) for request in asked]
+    assert [outcome_of(listener) for listener in ask(engine, *asked)] == alone
 
 
 def test_resetting_the_prefix_cache_beside_the_thread_raises():
