@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from jaxkv.engine.handle import RequestHandle
 
 
 class RequestQueue:
-    """Waiting requests, oldest first.
+    """Waiting requests. Their owners take turns, so one with many requests does not delay others.
 
-    max_requests, max_tokens: how many requests, and tokens of their prompts, may wait. The queue
-    has no lock: callers hold the engine's.
+    Requests of one owner are taken in the order of their arrival. max_requests, max_tokens: how
+    many requests, and tokens of their prompts, may wait. The queue has no lock: callers hold the
+    engine's.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.tokens = 0
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._handles: deque[RequestHandle] = deque()
+        self._waiting: dict[str | None, deque[RequestHandle]] = {}  # owners in the order of turns
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[RequestHandle]:
+        """The requests in the order in which they would be taken."""
+        turns = deque(map(iter, self._waiting.values()))
+        while turns:
+            own = turns.popleft()
+            if (handle := next(own, None)) is not None:
+                yield handle
+                turns.append(own)
 
     def is_full(self, size: int, free: int) -> bool:
         """Whether a prompt of `size` tokens is refused.
@@ -31,28 +42,39 @@ class RequestQueue:
         """
         if len(self) <= free:
             return False
-        placed = sum(len(handle.request.tokens) for handle in islice(self._handles, free))
+        placed = sum(len(handle.request.tokens) for handle in islice(self, free))
         full = len(self) >= self._max_requests + free
         return full or self.tokens - placed + size > self._max_tokens
 
     def put(self, handle: RequestHandle) -> None:
-        self._handles.append(handle)
+        """Add a request; an owner who has none waiting gets the last turn."""
+        self._waiting.setdefault(handle.request.owner, deque()).append(handle)
         self.tokens += len(handle.request.tokens)
 
     def take(self) -> RequestHandle:
-        """Remove and return the oldest request; raises IndexError if none waits."""
-        handle = self._handles.popleft()
+        """Remove and return the oldest request of the owner whose turn it is.
+
+        Raises StopIteration if none waits.
+        """
+        owner = next(iter(self._waiting))
+        own = self._waiting.pop(owner)
+        handle = own.popleft()
+        if own:
+            self._waiting[owner] = own  # the last turn
         self.tokens -= len(handle.request.tokens)
         return handle
 
     def drop_cancelled(self) -> list[RequestHandle]:
         """Remove and return the cancelled requests."""
-        gone = [handle for handle in self._handles if handle.cancelled]
+        gone = [handle for handle in self if handle.cancelled]
         for handle in gone:
-            self._handles.remove(handle)
+            own = self._waiting[handle.request.owner]
+            own.remove(handle)
+            if not own:
+                del self._waiting[handle.request.owner]
             self.tokens -= len(handle.request.tokens)
         return gone
 
     def clear(self) -> None:
-        self._handles.clear()
+        self._waiting.clear()
         self.tokens = 0

@@ -31,9 +31,10 @@ class Request:
     a draw depends on `seed` and position alone. presence_penalty, frequency_penalty: subtracted
     from the logit of a token in the answer, once, and for each occurrence. bias: pairs of a token
     and a number added to its logit. eos: ids that end the answer. salt: only requests of equal
-    salt share prefixes and the policies' random draws; None is a salt too. logprobs: how many of
-    the likeliest tokens to report with each; None reports no log probabilities. echo: also score
-    the prompt's tokens, without using the prefix cache.
+    salt share prefixes and the policies' random draws; None is a salt too. owner: whose request it
+    is; owners take turns in the queue. logprobs: how many of the likeliest tokens to report with
+    each; None reports no log probabilities. echo: also score the prompt's tokens, without using the
+    prefix cache.
     Raises UserError for a request that no engine could answer.
     """
 
@@ -46,6 +47,7 @@ class Request:
     bias: tuple[tuple[int, float], ...] = ()
     eos: tuple[int, ...] = ()
     salt: str | None = None
+    owner: str | None = None
     logprobs: int | None = None
     echo: bool = False
 
@@ -82,6 +84,7 @@ def _check_types(request: Request) -> None:
          "a whole number or None"),
         ("sampling", isinstance(request.sampling, Sampling), "a Sampling"),
         ("salt", isinstance(request.salt, str | None), "a text or None"),
+        ("owner", isinstance(request.owner, str | None), "a text or None"),
         ("presence_penalty", isinstance(request.presence_penalty, Real), "a number"),
         ("frequency_penalty", isinstance(request.frequency_penalty, Real), "a number"),
         ("echo", isinstance(request.echo, bool), "True or False"),

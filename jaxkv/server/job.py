@@ -107,11 +107,11 @@ def parse_job(
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
         prompts = _prompts(values, format, engine, language, config)
-        salt = tenant.salt(values["cache_salt"])
+        shared = {"salt": tenant.salt(values["cache_salt"]), "owner": tenant.digest.hex()}
         requests = [
             request
             for _, ids in prompts
-            for request in _requests(values, ids, salt, format, engine, language, config)
+            for request in _requests(values, ids, shared, format, engine, language, config)
         ]
     except UserError as error:
         raise Fault(400, str(error)) from None
@@ -209,13 +209,13 @@ def _check_length(
 def _requests(
     values: dict[str, Any],
     ids: Sequence[int],
-    salt: str | None,
+    shared: dict[str, str | None],
     format: ResponseFormat,
     engine: EngineProtocol,
     language: LanguageProtocol,
     config: ServerConfig,
 ) -> list[Request]:
-    """One request for each of the n answers to a prompt.
+    """One request for each of the n answers to a prompt. shared: the same fields of all requests.
 
     They differ in their seeds, which are consecutive: seed 5 with n=3 gives the first answers to
     the seeds 5, 6 and 7.
@@ -234,9 +234,9 @@ def _requests(
         frequency_penalty=values["frequency_penalty"],
         bias=values["logit_bias"],
         eos=() if values["ignore_eos"] else language.eos,
-        salt=salt,
         logprobs=logprobs,
         echo=logprobs is not None and values.get("echo", False),
+        **shared,
     )
     return [replace(first, seed=(seed + n) % 2**32) for n in range(values["n"])]
 

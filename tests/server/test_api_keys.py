@@ -159,3 +159,10 @@ def test_the_limits_count_answers_not_requests():
     with serving(FakeEngine(), max_in_flight=5) as served:
         assert served.complete("|a", n=6).status == 503
         assert served.complete("|a", n=5).status == 200
+
+
+def test_requests_name_their_key_as_owner(guarded):
+    for key in ("first", "ours-1", "first"):
+        guarded.complete("x", bearer(key), cache_salt="of a request")
+    first, other, again = (request.owner for request in guarded.engine.requests[-3:])
+    assert first == again != other and "first" not in first

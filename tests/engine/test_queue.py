@@ -1,0 +1,99 @@
+"""The queue of requests: owners take turns, and what it counts stays right."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from jaxkv.engine import Engine, Request
+from jaxkv.engine.handle import RequestHandle
+from jaxkv.engine.queue import RequestQueue
+from tests.engine.plain import Recorder, ask, plain
+
+
+def waiting(owner: str | None, size: int = 1) -> RequestHandle:
+    return RequestHandle(Request((1,) * size, 4, owner=owner), Recorder(), 0.0)
+
+
+def test_owners_take_turns():
+    queue = RequestQueue(100, 1000)
+    greedy, other = [waiting("greedy") for _ in range(4)], [waiting("other") for _ in range(2)]
+    for handle in [*greedy, *other]:
+        queue.put(handle)
+    order = [greedy[0], other[0], greedy[1], other[1], greedy[2], greedy[3]]
+    assert list(queue) == order
+    assert [queue.take() for _ in range(6)] == order and not queue and queue.tokens == 0
+
+
+def test_an_owner_who_comes_back_waits_for_one_turn_of_each_other():
+    queue = RequestQueue(100, 1000)
+    for _ in range(3):
+        queue.put(waiting("a"))
+        queue.put(waiting("b"))
+    queue.put(waiting("c"))
+    assert [queue.take().request.owner for _ in range(3)] == ["a", "b", "c"]
+    queue.put(waiting("c"))
+    assert [queue.take().request.owner for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_random_calls_keep_the_counts():
+    rng, queue, inside, cancelled = np.random.default_rng(0), RequestQueue(9, 99), [], 0
+    for _ in range(3000):
+        match int(rng.integers(5)):
+            case 0 | 1:
+                handle = waiting(str(rng.integers(4)), int(rng.integers(1, 9)))
+                queue.put(handle)
+                inside.append(handle)
+            case 2 | 3 if inside:
+                taken = queue.take()
+                own = [one for one in inside if one.request.owner == taken.request.owner]
+                assert taken is own[0], "one owner's requests keep their order"
+                inside.remove(taken)
+            case 4 if inside:
+                gone = {inside[int(rng.integers(len(inside)))] for _ in range(3)}
+                for handle in gone:
+                    handle.cancelled = True
+                assert set(queue.drop_cancelled()) == gone
+                inside = [handle for handle in inside if handle not in gone]
+                cancelled += len(gone)
+        assert len(queue) == len(inside) == len(list(queue))
+        assert queue.tokens == sum(len(handle.request.tokens) for handle in inside)
+    assert cancelled > 100
+    queue.clear()
+    assert not queue and queue.tokens == 0
+
+
+def test_a_full_queue_counts_the_requests_of_all_owners():
+    queue = RequestQueue(2, 50)
+    for owner in ("a", "a", "b"):
+        queue.put(waiting(owner, 20))
+    # The next to be taken is of a, then of b: with one free entry, a and b have 20 tokens each.
+    assert not queue.is_full(10, 2) and queue.is_full(1, 1)
+    assert queue.is_full(31, 2)
+
+
+def test_one_owner_cannot_delay_another_in_the_engine():
+    engine = Engine(plain(), max_batch=1, chunk=16)
+    asked = [Request((1, 2, 3), 3, owner="greedy", seed=n) for n in range(8)]
+    late = Request((3, 2, 1), 3, owner="other")
+    order = []
+
+    class Named(Recorder):
+        def __init__(self, owner: str) -> None:
+            super().__init__()
+            self.owner = owner
+
+        def done(self, outcome) -> None:
+            super().done(outcome)
+            order.append(self.owner)
+
+    for request in (*asked, late):
+        engine.submit(request, Named(request.owner))
+    while engine.step():
+        pass
+    assert order.index("other") <= 1 and Counter(order) == {"greedy": 8, "other": 1}
+    # The order of answers changes no answer.
+    (alone,) = ask(engine, Request((3, 2, 1), 3))
+    (again,) = ask(engine, late)
+    assert alone.tokens == again.tokens
