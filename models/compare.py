@@ -49,7 +49,7 @@ def compare(
             memory.check(needed, f"the cache of {policy} for {len(tokens)} tokens")
     scores = {}
     for policy in policies:
-        if stopped():
+        if scores and stopped():
             break
         with watch(policy) as progress:
             if window := recompute.window_of(policy):

@@ -42,6 +42,9 @@ def sampling_of_gguf(fields: Mapping[str, Any], path: Path) -> Sampling:
 
 def _sampling(found: Mapping[str, Any], where: Path) -> Sampling:
     given = {name: value for name, value in found.items() if value is not None}
+    top_k = given.get("top_k")
+    if (isinstance(top_k, float) and top_k.is_integer()) or top_k == -1:
+        given["top_k"] = max(0, int(top_k))  # some models publish 50.0, or -1 for no limit
     try:
         return Sampling(**{"temperature": TEMPERATURE} | given)
     except UserError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import jax
@@ -23,8 +24,8 @@ def save(path: str | Path, talk: Conversation) -> None:
 
     Raises UserError where the file cannot be written, or exists and is no session.
     """
-    path, stream = Path(path).expanduser(), talk.stream
-    if path.exists():
+    path, stream = _expanded(path), talk.stream
+    if os.path.exists(path):
         try:
             batch.read_notes(path, IDENTITY)
         except UserError:
@@ -38,17 +39,17 @@ def save(path: str | Path, talk: Conversation) -> None:
 
 
 def load(path: str | Path, talk: Conversation) -> Conversation:
-    """The conversation in a session file; that of `talk`, which stays as it is, is not used.
+    """The conversation in a session file.
 
-    talk: a conversation with the same model and policy.
+    talk: gives the model and the policy, and is not changed.
     Raises UserError for a file that is no session or incomplete, and for one of another model,
     policy or version.
     """
-    path = Path(path).expanduser()
+    path = _expanded(path)
     try:
         notes = batch.read_notes(path, IDENTITY)
     except UserError as error:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"no such session: {path}; name a file written by /save") from None
         raise UserError(f"{path} is no complete session: {error}") from None
     for name, ours in _belongs_to(talk).items():
@@ -71,6 +72,14 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     return found
 
 
+def _expanded(path: str | Path) -> Path:
+    """The path, with ~ expanded. Raises UserError for the home of an unknown user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path} begins with the home of an unknown user; give a path") from None
+
+
 def _place(array: jax.Array) -> jax.sharding.Sharding:
     return array.sharding
 
@@ -85,7 +94,8 @@ def _belongs_to(talk: Conversation) -> dict[str, str]:
 
 
 def _fingerprint(llm: Llm) -> str:
-    """A short hash of the settings of a model and of one of its weights."""
-    described = f"{llm.config} {llm.dtype} {llm.quantised}".encode()
-    norm = np.asarray(llm.weights["norm"]).tobytes()
-    return hashlib.sha256(described + norm).hexdigest()[:8]
+    """A short hash of the settings of a model and of the first values of each of its weights."""
+    found = hashlib.sha256(f"{llm.config} {llm.dtype} {llm.quantised}".encode())
+    for leaf in jax.tree.leaves(llm.weights):
+        found.update(np.asarray(leaf[tuple([slice(8)] * leaf.ndim)]).tobytes())
+    return found.hexdigest()[:8]

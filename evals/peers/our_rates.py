@@ -62,7 +62,9 @@ class Worker:
     def greedy(self, batch: int, new: int) -> dict[str, list[list[int]]]:
         """The tokens that `decode` generates."""
         prompts = [list(prompt) for prompt in self.prompts[:batch]]
-        answers = models.generate(self.llm, prompts, self.policy, new, ignore_eos=True)
+        answers = models.generate(
+            self.llm, prompts, self.policy, new, sampling=models.Sampling(), ignore_eos=True
+        )
         return {"tokens": [np.asarray(answer.tokens).tolist() for answer in answers]}
 
     def memory(self) -> dict[str, int]:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     session = Session(args, llm, sampling)
     session.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
-    session.warm_up()
+    session.warm_up(session.talk)
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):

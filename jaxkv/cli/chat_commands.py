@@ -1,6 +1,6 @@
 """The commands of `jaxkv chat`: lines that begin with a slash.
 
-What they say goes to standard error. A wrong command is told in one line, and the chat goes on.
+What they say goes to standard error. A wrong command prints one line, and the chat goes on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Session:
 
         return Conversation(self.llm, policy, system, self.args.seed)
 
-    def warm_up(self) -> None:
-        """Compile all that turns need, with progress."""
+    def warm_up(self, talk: Conversation) -> None:
+        """Compile all that turns of a conversation need, with progress."""
         with Progress("compiling", unit="programs", steady=False) as progress:
-            self.talk.warm_up(self.sampling, self.args.ignore_eos, progress.at)
+            talk.warm_up(self.sampling, self.args.ignore_eos, progress.at)
 
     @property
     def memory(self) -> str:
@@ -61,8 +61,8 @@ class Session:
 
 
 def obey(session: Session, line: str) -> None:
-    """Run one command; an error of the user is told in one line."""
-    name, _, rest = line.partition(" ")
+    """Run one command; an error of the user prints one line."""
+    name, rest = (*line.split(None, 1), "")[:2]
     try:
         if name not in COMMANDS:
             known = [*COMMANDS, EXIT]
@@ -112,8 +112,8 @@ def _policy(session: Session, text: str) -> str:
     if not text:
         return f"{session.written_policy}; {session.memory}"
     talk = session.fresh(text, session.system)  # raises for an unknown policy
+    session.warm_up(talk)
     session.talk, session.policy = talk, text
-    session.warm_up()
     return (
         f"{session.written_policy}; the conversation is empty, because a cache cannot be converted "
         "to another policy"

@@ -193,7 +193,9 @@ def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
     names = [field.name for field in dataclasses.fields(llm.sampling)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sampling = dataclasses.replace(llm.sampling, **given)
-    if sampling.temperature == 0 and given.keys() & {"top_k", "top_p", "min_p"}:
+    neutral = type(llm.sampling)()
+    filters = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    if sampling.temperature == 0 and any(given[name] != getattr(neutral, name) for name in filters):
         warnings.warn(
             "--top-k, --top-p and --min-p have no effect in greedy decoding (temperature 0); "
             "give --temperature",

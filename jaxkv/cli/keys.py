@@ -49,11 +49,12 @@ def _content(flag: str, path: str | None, variable: str) -> tuple[str, str] | No
 def reload_at_hangup(args: argparse.Namespace, keys: ApiKeys) -> Iterator[None]:
     """Inside, SIGHUP reads the key files again into `keys`; invalid files change nothing.
 
-    Without key files SIGHUP ends the process, as it does by default.
+    Without key files, or if they are standard input, SIGHUP ends the process, as by default.
     """
     hangup = getattr(signal, "SIGHUP", None)  # absent on Windows
     in_main = threading.current_thread() is threading.main_thread()
-    if hangup is None or not in_main or (args.api_key_file or args.admin_key_file) is None:
+    files = {args.api_key_file, args.admin_key_file} - {None}
+    if hangup is None or not in_main or not files or "-" in files:
         yield
         return
 
@@ -65,7 +66,8 @@ def reload_at_hangup(args: argparse.Namespace, keys: ApiKeys) -> Iterator[None]:
         else:
             keys.tenants, keys.admins = fresh.tenants, fresh.admins
             line = f"read {len(fresh.tenants)} API keys and {len(fresh.admins)} admin keys"
-        os.write(2, f"jaxkv: {line}\n".encode())  # print may be running, and cannot be nested
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            os.write(2, f"jaxkv: {line}\n".encode())  # print may be running, and cannot be nested
 
     before = signal.signal(hangup, reload)
     try:

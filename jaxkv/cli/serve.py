@@ -73,8 +73,8 @@ FLAGS = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"The environment variables {KEYS} and {ADMIN_KEYS} may hold the lines of the key files "
-        "instead. SIGHUP reads the key files again. Ctrl-C waits up to 5 seconds for running "
-        "answers; a second Ctrl-C does not wait."
+        "instead. SIGHUP reads the key files again; without any it ends the server. Ctrl-C waits "
+        "up to 5 seconds for running answers; a second Ctrl-C does not wait."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}

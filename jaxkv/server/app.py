@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -68,6 +69,7 @@ def application(
         return JSONResponse(card(engine, language))
 
     async def prometheus(request: Request) -> Response:
+        keys.check_admin(request.headers.get("authorization", ""))
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(request: Request) -> Response:
@@ -93,9 +95,13 @@ def application(
 def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
     """From the outermost on. Browsers ask for permission (CORS) without an API key."""
     origins = config.allowed_origins
+    # A public page that asks a server on the user's machine needs one permission more. Older
+    # versions of Starlette do not refuse it.
+    private = {"allow_private_network": True}
+    private = private if private.keys() <= signature(CORSMiddleware).parameters.keys() else {}
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
-        allow_headers=["*"], expose_headers=["retry-after", ID],
+        allow_headers=["*"], expose_headers=["retry-after", ID], **private,
     )  # fmt: skip
     return [
         Middleware(HostMiddleware, keys=keys, host=config.host, origins=origins),

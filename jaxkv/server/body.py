@@ -48,7 +48,7 @@ class Bodies:
                 message = f"the body must come within {self._seconds:g} s; send it again, faster"
                 fault = Fault(408, message)
             else:
-                message = f"more than {self._count} bodies are coming, this one for longest"
+                message = f"more than {self._count} bodies are coming, and this one was the oldest"
                 fault = Fault(503, f"{message}; send it again", "too_many_bodies", retry=1.0)
             fault.headers["connection"] = "close"
             raise fault from None

@@ -6,6 +6,7 @@ the answers: the name of its site then resolves to 127.0.0.1. The Host header st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from jaxkv.server.api_keys import OPEN, ApiKeys
 from jaxkv.server.faults import Fault, shown
 
 LOCAL = {"localhost", "127.0.0.1", "::1"}
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
 
 
 class HostMiddleware:
@@ -43,7 +45,7 @@ class HostMiddleware:
         """Raise Fault for another Host, or another Origin than that host."""
         host = headers.get("host", "")
         # DNS rebinding needs a name, so the address of this connection is safe.
-        local = (scope.get("server") or ("",))[0].removeprefix("::ffff:")
+        local = (scope.get("server") or ("localhost",))[0].removeprefix("::ffff:").partition("%")[0]
         if hostname(host) not in self._hosts | {local}:
             raise Fault(
                 421,
@@ -65,12 +67,8 @@ class HostMiddleware:
 
 def hostname(host: str) -> str:
     """The name in a Host header, without the port and the brackets; empty if it is invalid."""
-    try:
-        parts = urlsplit(f"//{host}")
-        name, _ = parts.hostname, parts.port  # both raise ValueError for what is invalid
-    except ValueError:
-        return ""
-    return name or "" if parts.netloc == host and "@" not in host else ""
+    found = HOST.fullmatch(host.lower())
+    return found[1].strip("[]") if found else ""
 
 
 def is_origin(text: str) -> bool:

@@ -57,7 +57,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxkv"
     fingerprint: str = ""
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8))
 
 
 class Job(NamedTuple):

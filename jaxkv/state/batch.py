@@ -11,6 +11,7 @@ import json
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -180,8 +181,8 @@ def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, 
             f"a snapshot must be a file that can be read: {path}: {error.strerror}; "
             "give the path that was saved to"
         ) from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError,
-            zipfile.BadZipFile):  # fmt: skip
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
+            zlib.error, zipfile.BadZipFile):  # fmt: skip
         raise UserError(
             f"a snapshot must be a whole file written by jaxkv.state.batch.save: {path} is not; "
             "save it again"

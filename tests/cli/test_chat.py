@@ -100,6 +100,11 @@ def test_help_names_every_command(chat):
         ("/policy windw", "unknown policy 'windw'; did you mean 'window'?"),
         ("/load absent", "no such session: absent"),
         ("/save /no/such/folder/file", "choose another place"),
+        ("/save ~nobody-of-this-name/x", "begins with the home of an unknown user"),
+        ("/load ~nobody-of-this-name/x", "begins with the home of an unknown user"),
+        ("/load " + "x" * 300, "no such session"),
+        ("/save " + "x" * 300, "choose another"),
+        ("/save\tx/y/z", "choose another place"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_the_chat_goes_on(chat, line, words):

@@ -63,8 +63,21 @@ def test_invalid_files_change_nothing(args, tmp_path, capfd, content):
     assert len(keys.tenants) == 3
 
 
-def test_sighup_is_left_alone_without_key_files():
-    before = signal.getsignal(signal.SIGHUP)
-    none = argparse.Namespace(api_key_file=None, admin_key_file=None)
-    with reload_at_hangup(none, read_keys(none)):
+def test_a_closed_terminal_does_not_end_the_server(args, tmp_path, monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    keys = read_keys(args)
+    with reload_at_hangup(args, keys):
+        monkeypatch.setattr(os, "write", closed)
+        (tmp_path / "keys").write_text("one\n")
+        signal.raise_signal(signal.SIGHUP)
+    assert len(keys.tenants) == 1
+
+
+@pytest.mark.parametrize("path", [None, "-"])
+def test_sighup_is_left_alone_without_key_files(args, path):
+    before, keys = signal.getsignal(signal.SIGHUP), read_keys(args)
+    given = argparse.Namespace(api_key_file=path, admin_key_file=None)
+    with reload_at_hangup(given, keys):
         assert signal.getsignal(signal.SIGHUP) == before

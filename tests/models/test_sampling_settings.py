@@ -26,6 +26,8 @@ POLICY = "streaming:sinks=1,window=15"
         (QWEN, Sampling(0.7, 20, 0.8, 0.0, 1.1)),
         ({"top_p": 0.9}, Sampling(0.8, top_p=0.9)),
         ({"do_sample": False, "temperature": 0.7}, Sampling(0.0)),
+        ({"top_k": -1}, Sampling(0.8)),
+        ({"top_k": 50.0}, Sampling(0.8, 50)),
     ],
 )
 def test_generation_config(published, expected, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 
 from jaxkv import models
@@ -45,6 +48,11 @@ def test_another_policy_model_or_version(llm, saved, tmp_path, monkeypatch):
     other = models.load(write_tiny(tmp_path / "tiny", seed=1, hidden_size=64))
     with pytest.raises(UserError, match=r"own model: .* start the chat with that model"):
         session.load(saved, models.Conversation(other, POLICY))
+    changed = dict(llm.weights)
+    name = next(name for name in changed if "q_proj" in name or name.endswith("q"))
+    changed[name] = changed[name] * 2
+    with pytest.raises(UserError, match="own model"):
+        session.load(saved, models.Conversation(replace(llm, weights=changed), POLICY))
     with pytest.raises(UserError, match=r"own policy: .*window=30.* this chat has window:window=9"):
         session.load(saved, models.Conversation(llm, "window:window=9"))
     monkeypatch.setattr(session, "__version__", "9.9")
@@ -58,6 +66,19 @@ def test_an_incomplete_file(llm, saved, damage):
     with pytest.raises(UserError, match="is no complete session") as error:
         session.load(saved, models.Conversation(llm, POLICY))
     assert "\n" not in str(error.value)
+
+
+def test_a_flipped_bit_is_one_line(llm, saved):
+    """In the index of the archive, whose fields choose how the rest is read."""
+    raw, talk = saved.read_bytes(), models.Conversation(llm, POLICY)
+    start, refused = raw.rindex(b"PK\x01\x02"), 0
+    for at in range(start, len(raw)):
+        saved.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+        with contextlib.suppress(UserError):
+            session.load(saved, talk)
+            continue
+        refused += 1
+    assert refused > 20
 
 
 def test_a_file_that_is_absent_or_no_session(llm, saved, tmp_path):

@@ -56,6 +56,7 @@ def test_a_valid_key_is_accepted(guarded):
 def test_metrics_need_an_admin_key(guarded):
     """They show the prefix hits of every key."""
     assert guarded.ask("GET", "/metrics", **bearer("root")).status == 200
+    assert guarded.ask("GET", "/metrics%0A", **bearer("ours-1")).status in (403, 404)
     answer = guarded.ask("GET", "/metrics", **bearer("ours-1"))
     assert answer.status == 403 and "--admin-key-file" in answer.error["message"]
     assert guarded.complete("|x", bearer("root")).status == 401

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 
 import pytest
 
-from jaxkv.server import hosts, parse_api_keys
+from jaxkv.server import ApiKeys, hosts, parse_api_keys
 from tests.server.conftest import serving
 from tests.server.fake import FakeEngine
 
@@ -45,12 +45,28 @@ def test_other_hosts_are_refused(named, host):
     assert named.ask("GET", "/health", host=host).status == 200  # probes use any address
 
 
-def test_the_address_of_a_connection_is_served(named):
+@pytest.mark.parametrize("server, host, served", [
+    (("10.0.0.7", 80), "10.0.0.7:80", True), (("10.0.0.7", 80), "10.0.0.8", False),
+    (("::ffff:10.0.0.7", 80), "10.0.0.7", True), (("fe80::1%eth0", 80), "[fe80::1]:80", True),
+    (("10.0.0.7", 80), "", False), (None, "", False), (None, "evil.example", False),
+    (("10.0.0.7", 80), "[::1].evil.example", False),
+])  # fmt: skip
+def test_the_address_of_a_connection_is_served(server, host, served):
     """As behind --host 0.0.0.0; an address is not a name that can be rebound."""
-    with socket.socket() as probe:
-        probe.connect(("127.0.0.1", named.port))
-        address = probe.getsockname()[0]
-    assert ask(named, host=f"{address}:{named.port}").status == 200
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(200)
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    guard = hosts.HostMiddleware(app, ApiKeys(), "0.0.0.0", ())
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "path": "/version", "headers": headers, "server": server, "state": {}}
+    asyncio.run(guard(scope, None, send))
+    assert seen == [200 if served else 421]
 
 
 @pytest.mark.parametrize("origin, status", [
@@ -69,6 +85,8 @@ def test_origins(named, origin, status):
 def test_a_browser_may_read_answers_on_an_allowed_origin(named):
     """Also refusals; and it may ask for permission first."""
     headers = {"host": "localhost", "origin": "https://chat.example"}
+    private = {"access_control_request_private_network": "true"}  # from a public page to localhost
+    assert named.ask("OPTIONS", "/v1/completions", **headers, **PREFLIGHT, **private).status == 200
     granted = named.ask("OPTIONS", "/v1/completions", **headers, **PREFLIGHT)
     assert granted.status == 200
     assert granted.headers["access-control-allow-headers"] == "x-any"

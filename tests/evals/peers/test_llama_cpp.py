@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -136,7 +137,9 @@ def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
     assert head.count("|") == row.count("|") and over.count("|") == ratio.count("|")
 
 
-def test_our_worker_decodes_what_the_model_generates(model):
+def test_our_worker_decodes_what_the_model_generates(model, tmp_path):
+    model = shutil.copytree(model, tmp_path / "sampled")
+    (model / "generation_config.json").write_text('{"temperature": 3.0}')
     ids = np.random.default_rng(0).integers(2, 250, (2, 24)).tolist()
     worker = our_rates.Worker()
     loaded = worker.load(str(model), "int8", "streaming:sinks=4,window=12", ids)
@@ -145,7 +148,7 @@ def test_our_worker_decodes_what_the_model_generates(model):
     assert worker.prefill(ids[0])["seconds"] > 0
     assert worker.decode(2, 3)["seconds"] > 0
     llm = models.load(model, "float32", weights="int8")
-    answer = models.generate(llm, ids[1], worker.policy, 3, ignore_eos=True)
+    answer = models.generate(llm, ids[1], worker.policy, 3, temperature=0, ignore_eos=True)
     assert worker.greedy(2, 3)["tokens"][1] == list(answer.tokens)
     memory = worker.memory()
     assert memory["peak"] >= memory["resident"] > 2**20
