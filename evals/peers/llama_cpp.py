@@ -51,7 +51,7 @@ SIDE = 8192  # of the matrix that measures the bandwidth: larger than caches of 
 PAUSE = 0.2  # seconds before a measurement, in which the threads of the last case go to sleep
 
 
-class Case:
+class PeerProcess:
     """A process that answers requests: llama.cpp with one file, or jaxkv with one policy."""
 
     def __init__(self, name: str, command: Sequence[str]):
@@ -60,7 +60,7 @@ class Case:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __enter__(self) -> Case:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,7 +138,7 @@ def run(file: Path, given: argparse.Namespace) -> dict[str, Any]:
         for name, case in cases.items():
             about[name]["memory"] = memory_of_one(case, text[: max(given.prefill)], given.new)
         same = compare_tokens(cases, max(given.batches), given.new)
-        meter = stack.enter_context(Case("bandwidth", OURS))
+        meter = stack.enter_context(PeerProcess("bandwidth", OURS))
         results = fixed | measure(cases, about, meter, text, given) | {"greedy": same}
     print(rates_table.of(results))
     return results
@@ -150,29 +150,29 @@ def start_cases(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     given: argparse.Namespace,
-) -> tuple[dict[str, Case], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, PeerProcess], dict[str, dict[str, Any]]]:
     """The processes by name, with their models loaded, and what they say about these.
 
     folder: for the files that llama.cpp's quantiser makes.
     """
     peer, files = [given.peer_python, "-P", str(SCRIPT)], {FILE: str(file)}
-    with Case("llama.cpp's quantiser", peer) as quantiser:
+    with PeerProcess("llama.cpp's quantiser", peer) as quantiser:
         for form in MADE:
             files[form] = str(folder / f"{form}.gguf")
             quantiser.ask("quantise", source=str(file), target=files[form], form=form,
                           threads=given.threads)  # fmt: skip
     room = max(*given.prefill, given.prompt + given.new)
-    cases: dict[str, Case] = {}
+    cases: dict[str, PeerProcess] = {}
     about: dict[str, dict[str, Any]] = {}
     for form, path in files.items():
-        case = stack.enter_context(Case(f"llama.cpp {form}", peer))
+        case = stack.enter_context(PeerProcess(f"llama.cpp {form}", peer))
         about[case.name] = case.ask(
             "load", model=path, threads=given.threads, prompts=prompts, room=room
         )
         cases[case.name] = case
     for weights, asked in WEIGHTS.items():
         for name, policy in POLICIES.items():
-            case = stack.enter_context(Case(f"jaxkv {weights}, {name}", OURS))
+            case = stack.enter_context(PeerProcess(f"jaxkv {weights}, {name}", OURS))
             about[case.name] = case.ask(
                 "load", model=str(file), weights=asked, policy=policy, prompts=prompts
             )
@@ -180,7 +180,7 @@ def start_cases(
     return cases, about
 
 
-def memory_of_one(case: Case, tokens: Sequence[int], new: int) -> dict[str, int]:
+def memory_of_one(case: PeerProcess, tokens: Sequence[int], new: int) -> dict[str, int]:
     """Memory of a process that has read one prompt and decoded from another.
 
     It is called before any batch is decoded.
@@ -190,7 +190,7 @@ def memory_of_one(case: Case, tokens: Sequence[int], new: int) -> dict[str, int]
     return case.ask("memory")
 
 
-def compare_tokens(cases: Mapping[str, Case], batch: int, new: int) -> dict[str, Any]:
+def compare_tokens(cases: Mapping[str, PeerProcess], batch: int, new: int) -> dict[str, Any]:
     """Greedy tokens that each case has in common with the reference before the first difference.
 
     SystemExit where most first tokens differ: the cases then do not run the same model.
@@ -211,9 +211,9 @@ def compare_tokens(cases: Mapping[str, Case], batch: int, new: int) -> dict[str,
 
 
 def measure(
-    cases: Mapping[str, Case],
+    cases: Mapping[str, PeerProcess],
     about: Mapping[str, dict[str, Any]],
-    meter: Case,
+    meter: PeerProcess,
     text: Sequence[int],
     given: argparse.Namespace,
 ) -> dict[str, Any]:

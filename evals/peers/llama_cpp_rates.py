@@ -1,7 +1,7 @@
 """Speed of llama.cpp; runs in the Python of an environment with llama-cpp-python.
 
 It imports nothing of jaxkv. Each line of standard input is one JSON object whose `do` names a
-method of `Worker`, with its arguments; the answer to each is one line of JSON on standard output.
+method of `LlamaCppWorker`, with its arguments; the answer is one line of JSON on standard output.
 Run it with `python -P`: the folder of this file has a module of the name of the package.
 
 llama.cpp's own defaults apply, with two exceptions: the number of threads and the context length.
@@ -41,7 +41,7 @@ def memory() -> dict[str, int]:
     return {"resident": 1024 * kilobytes["VmRSS"], "peak": 1024 * kilobytes["VmHWM"]}
 
 
-class Worker:
+class LlamaCppWorker:
     """One GGUF file in llama.cpp, with one context per batch size."""
 
     def quantise(self, source: str, target: str, form: str, threads: int) -> dict[str, Any]:
@@ -221,4 +221,4 @@ def quiet() -> None:
 
 
 if __name__ == "__main__":
-    serve(Worker())
+    serve(LlamaCppWorker())

@@ -17,7 +17,7 @@ from jaxkv.evals.peers import llama_cpp_rates
 from jaxkv.models.llm import Llm
 
 
-class Worker:
+class JaxkvWorker:
     """One model under one policy, with one stream per batch size."""
 
     def __init__(self) -> None:
@@ -80,4 +80,4 @@ def read(llm: Llm, policy: str, tokens: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    llama_cpp_rates.serve(Worker())
+    llama_cpp_rates.serve(JaxkvWorker())

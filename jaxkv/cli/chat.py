@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxkv.cli import flags
-from jaxkv.cli.chat_commands import EXIT, Session, obey
+from jaxkv.cli.chat_commands import EXIT, ChatState, obey
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
 from jaxkv.cli.progress import Progress
@@ -38,26 +38,26 @@ def run(args: argparse.Namespace) -> int:
             "jaxkv: the model has no chat template: messages are sent as plain text",
             file=sys.stderr,
         )
-    session = Session(args, llm, sampling)
-    session.talk.compile_ahead(sampling, args.ignore_eos)
+    chat = ChatState(args, llm, sampling)
+    chat.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
-    session.warm_up(session.talk)
+    chat.warm_up(chat.talk)
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):
             begin = line.lstrip()[:2]
             if begin.startswith("/") and begin != "//":
                 with on_interrupt(stop):
-                    obey(session, line.strip())
+                    obey(chat, line.strip())
             else:
                 message = line.lstrip()[1:] if begin == "//" else line
-                turns.append(answer(session, message))
+                turns.append(answer(chat, message))
     except KeyboardInterrupt:
         code = INTERRUPTED
         _end_line(silent=args.json)
     if args.json:
-        result = {"turns": turns, "state_bytes": session.talk.stream.state_bytes}
-        settings = {"policy": session.written_policy, "seed": args.seed}
+        result = {"turns": turns, "state_bytes": chat.talk.stream.state_bytes}
+        settings = {"policy": chat.written_policy, "seed": args.seed}
         settings |= {"sampling": vars(sampling), "versions": flags.versions()}
         print_json(result | settings)
     return code
@@ -91,11 +91,11 @@ def _piped() -> str:
     return decode(raw, "standard input").removesuffix("\n").removesuffix("\r")
 
 
-def answer(session: Session, line: str) -> dict[str, object]:
+def answer(chat: ChatState, line: str) -> dict[str, object]:
     """Print one answer while it is generated; Ctrl-C ends it, and the conversation continues."""
-    args, talk = session.args, session.talk
+    args, talk = chat.args, chat.talk
     with on_interrupt(talk.interrupt):
-        pieces = talk.say(line, session.sampling, args.max_new_tokens, args.stop, args.ignore_eos)
+        pieces = talk.say(line, chat.sampling, args.max_new_tokens, args.stop, args.ignore_eos)
         with Progress("prefilling"):
             first = next(pieces, "")
         try:
@@ -105,7 +105,7 @@ def answer(session: Session, line: str) -> dict[str, object]:
         finally:
             _end_line(silent=args.json)
     if not args.json:
-        print(session.status, file=sys.stderr, flush=True)
+        print(chat.status, file=sys.stderr, flush=True)
     out = talk.output
     return {
         "user": line,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXIT = "/exit"
 
 
-class Session:
+class ChatState:
     """The chat in progress and its settings. policy, system: of the next fresh conversation."""
 
     def __init__(self, args: argparse.Namespace, llm: Llm, sampling: Sampling):
@@ -60,7 +60,7 @@ class Session:
         return format_policy(self.talk.stream.policies)
 
 
-def obey(session: Session, line: str) -> None:
+def obey(chat: ChatState, line: str) -> None:
     """Run one command; an error of the user prints one line."""
     name, rest = (*line.split(None, 1), "")[:2]
     try:
@@ -75,7 +75,7 @@ def obey(session: Session, line: str) -> None:
             raise UserError(f"{name} takes nothing after it, got {rest!r}; write {name}")
         if not rest and argument and not argument.startswith("["):
             raise UserError(f"{name} needs {argument}; write {name} {argument}")
-        tell(act(session, rest))
+        tell(act(chat, rest))
     except UserError as error:
         tell(f"error: {error}")
 
@@ -86,7 +86,7 @@ def tell(text: str) -> None:
         print(f"jaxkv: {line}", file=sys.stderr, flush=True)
 
 
-def _help(session: Session, _: str) -> str:
+def _help(chat: ChatState, _: str) -> str:
     usages = {
         f"{name} {argument}".strip(): about for name, (argument, about, _) in COMMANDS.items()
     }
@@ -95,46 +95,46 @@ def _help(session: Session, _: str) -> str:
     return "\n".join(f"{usage:{width}}  {about}" for usage, about in usages.items())
 
 
-def _reset(session: Session, _: str) -> str:
-    session.talk = session.fresh(session.policy, session.system)
+def _reset(chat: ChatState, _: str) -> str:
+    chat.talk = chat.fresh(chat.policy, chat.system)
     return "the conversation is empty"
 
 
-def _system(session: Session, text: str) -> str:
+def _system(chat: ChatState, text: str) -> str:
     if not text:
-        return f"system message: {session.system or 'none'}"
-    session.talk = session.fresh(session.policy, text)
-    session.system = text
+        return f"system message: {chat.system or 'none'}"
+    chat.talk = chat.fresh(chat.policy, text)
+    chat.system = text
     return "the conversation begins with this system message; the earlier one is dropped"
 
 
-def _policy(session: Session, text: str) -> str:
+def _policy(chat: ChatState, text: str) -> str:
     if not text:
-        return f"{session.written_policy}; {session.memory}"
-    talk = session.fresh(text, session.system)  # raises for an unknown policy
-    session.warm_up(talk)
-    session.talk, session.policy = talk, text
+        return f"{chat.written_policy}; {chat.memory}"
+    talk = chat.fresh(text, chat.system)  # raises for an unknown policy
+    chat.warm_up(talk)
+    chat.talk, chat.policy = talk, text
     return (
-        f"{session.written_policy}; the conversation is empty, because a cache cannot be converted "
+        f"{chat.written_policy}; the conversation is empty, because a cache cannot be converted "
         "to another policy"
     )
 
 
-def _save(session: Session, path: str) -> str:
+def _save(chat: ChatState, path: str) -> str:
     from jaxkv.models import session as files
 
-    files.save(path, session.talk)
-    return f"saved {path}, position {session.talk.position}"
+    files.save(path, chat.talk)
+    return f"saved {path}, position {chat.talk.position}"
 
 
-def _load(session: Session, path: str) -> str:
+def _load(chat: ChatState, path: str) -> str:
     from jaxkv.models import session as files
 
-    session.talk = files.load(path, session.talk)
-    first = session.talk.messages[:1]
-    session.system = first[0]["content"] if first and first[0]["role"] == "system" else None
-    count = sum(message["role"] == "user" for message in session.talk.messages)
-    return f"loaded {path}, {count} messages, position {session.talk.position}"
+    chat.talk = files.load(path, chat.talk)
+    first = chat.talk.messages[:1]
+    chat.system = first[0]["content"] if first and first[0]["role"] == "system" else None
+    count = sum(message["role"] == "user" for message in chat.talk.messages)
+    return f"loaded {path}, {count} messages, position {chat.talk.position}"
 
 
 # Name -> what follows it, what it does, the function. In brackets: may be left out.

@@ -141,7 +141,7 @@ def test_our_worker_decodes_what_the_model_generates(model, tmp_path):
     model = shutil.copytree(model, tmp_path / "sampled")
     (model / "generation_config.json").write_text('{"temperature": 3.0}')
     ids = np.random.default_rng(0).integers(2, 250, (2, 24)).tolist()
-    worker = our_rates.Worker()
+    worker = our_rates.JaxkvWorker()
     loaded = worker.load(str(model), "int8", "streaming:sinks=4,window=12", ids)
     float_bytes = sum(leaf.nbytes for leaf in models.load(model, "float32").weights.values())
     assert loaded["weight_bytes"] < 0.4 * float_bytes
