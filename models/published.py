@@ -55,7 +55,7 @@ def open_published(name: str | Path) -> Published:
             config,
             partial(gguf.read_tokenizer, header),
             partial(gguf.read_chat, header),
-            partial(sampling_of_gguf, header.fields, path),
+            lambda: sampling_of_gguf(header.fields, path),
             partial(gguf.load_weights, header, config),
         )
     config = read_config(path)

@@ -139,7 +139,7 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
     return {
         "policy": text,
         "seen": seen,
-        "states": [leaf.shape for leaf in state],
+        "states": [leaf.shape for leaf in jax.tree.leaves(state)],
         "caches": config.layers * 2 * (state.k.size + state.v.size),
         "memory": {
             "arguments": memory.argument_size_in_bytes,

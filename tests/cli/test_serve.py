@@ -104,7 +104,7 @@ def test_the_default_of_per_key(words, has_keys, expected):
     parser = argparse.ArgumentParser()
     serve.add_flags(parser)
     args = parser.parse_args(words)
-    llm = SimpleNamespace(name="tiny", dtype="float32")
+    llm = SimpleNamespace(name="tiny", dtype="float32", sampling=models.Sampling())
     assert serve.server_config(args, llm, has_keys).max_per_key == expected
 
 

@@ -42,7 +42,7 @@ def test_the_header_of_a_gguf_file():
     assert sampling_of_gguf({}, Path("x.gguf")) == Sampling(0.8)
 
 
-def test_a_wrong_value_names_the_file(tmp_path):
+def test_a_wrong_value_names_the_file(tmp_path, unchecked):
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(UserError, match=r"generation_config.json: temperature must be a number"):
         read_sampling(tmp_path)

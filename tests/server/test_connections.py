@@ -144,7 +144,7 @@ def test_idle_sockets_at_the_limit_of_open_files():
             process.kill()
 
 
-def test_exhausted_descriptors_are_reported_once(caplog, monkeypatch):
+def test_exhausted_descriptors_are_reported_once(caplog, monkeypatch, unchecked):
     report, others = connections.Reporter(), []
 
     class Loop:
