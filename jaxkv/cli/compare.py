@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "model": name,
         "text": source,
         "tokens": len(tokens),
+        "interrupted": pressed.is_set(),
         "context": llm.config.context,
         "block": block,
     }

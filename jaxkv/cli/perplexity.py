@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "loss": found.loss,
         "tokens": len(tokens),
         "predictions": len(found.losses),
+        "interrupted": pressed.is_set(),
         "policy": format_policy(llm.policies(args.policy)),
         "state_bytes": found.state_bytes,
         "chunk": found.chunk,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 FIELDS = {
-    "perplexity", "loss", "tokens", "predictions", "policy", "state_bytes", "chunk", "seconds",
-    "compile_seconds", "blocks", "seed", "versions",
+    "perplexity", "loss", "tokens", "predictions", "interrupted", "policy", "state_bytes", "chunk",
+    "seconds", "compile_seconds", "blocks", "seed", "versions",
 }  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def test_ctrl_c_keeps_what_was_scored(run, model, text, pressed_at):
     ran = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20)
     found = json.loads(ran.out)
     assert ran.code == 130 and found["predictions"] == 60
+    assert found["interrupted"] and not whole["interrupted"]
     assert found["blocks"] == whole["blocks"][:3]
     total = whole["predictions"]
     said = f"window:window=32 is scored on the first 60 of {total} predictions"
