@@ -40,7 +40,9 @@ class Sampling:
             kinds = Integral if name == "top_k" else Real
             if isinstance(value, bool) or not isinstance(value, kinds):
                 what = "a whole number" if name == "top_k" else "a number"
-                raise UserError(f"{name} must be {what}, got {value!r}; leave it out for none")
+                raise UserError(
+                    f"{name} must be {what}, got {value!r}; leave it out for the default"
+                )
         rules = (
             (0 <= self.temperature <= LARGEST, "temperature must be 0 or more and finite"),
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
@@ -54,7 +56,7 @@ class Sampling:
         for holds, rule in rules:
             if not holds:
                 name = rule.split()[0]
-                raise UserError(f"{rule}, got {getattr(self, name)}; leave it out for none")
+                raise UserError(f"{rule}, got {getattr(self, name)}; leave it out for the default")
 
     @property
     def filters(self) -> Filters:

@@ -48,16 +48,18 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     path = _expanded(path)
     try:
         notes = batch.read_notes(path, IDENTITY)
-    except UserError as error:
+    except UserError:
         if not os.path.isfile(path):
             raise UserError(f"no such session: {path}; name a file written by /save") from None
-        raise UserError(f"{path} is no complete session: {error}") from None
+        raise UserError(
+            f"{path} is no complete session; name a file written by /save of this version"
+        ) from None
     for name, ours in _belongs_to(talk).items():
         theirs = notes.get(name)
         if theirs != ours:
             raise UserError(
                 f"a session continues with its own {name}: {path} has {theirs}, this chat has "
-                f"{ours}; start the chat with that {name}"
+                f"{ours}; begin a chat with that {name}"
             )
     found = Conversation(talk.llm, talk.policy)
     stream = found.stream

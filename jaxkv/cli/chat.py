@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from jaxkv.cli import flags
 from jaxkv.cli.chat_commands import EXIT, ChatState, obey
 from jaxkv.cli.files import print_json
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 from jaxkv.files import decode
@@ -72,7 +72,7 @@ def lines(silent: bool) -> Iterator[str]:
             import readline  # noqa: F401 (arrow keys in `input`)
     while True:
         try:
-            with on_interrupt(stop):
+            with on_interrupt(stop), send_again():
                 line = input("" if silent else "> ") if sys.stdin.isatty() else _piped()
         except EOFError:
             if sys.stdin.isatty():

@@ -64,6 +64,8 @@ def obey(chat: ChatState, line: str) -> None:
     """Run one command; an error of the user prints one line."""
     name, rest = (*line.split(None, 1), "")[:2]
     try:
+        if name == EXIT:
+            raise UserError(f"{EXIT} takes nothing after it, got {rest!r}; write {EXIT}")
         if name not in COMMANDS:
             known = [*COMMANDS, EXIT]
             near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)

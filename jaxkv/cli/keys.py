@@ -65,7 +65,7 @@ def reload_at_hangup(args: argparse.Namespace, keys: ApiKeys) -> Iterator[None]:
             line = f"the API keys stay as they are: {error}"
         else:
             keys.tenants, keys.admins = fresh.tenants, fresh.admins
-            line = f"read {len(fresh.tenants)} API keys and {len(fresh.admins)} admin keys"
+            line = f"read the keys again: API keys {len(fresh.tenants)}, admin {len(fresh.admins)}"
         with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"jaxkv: {line}\n".encode())  # print may be running, and cannot be nested
 

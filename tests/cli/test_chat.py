@@ -96,6 +96,7 @@ def test_help_names_every_command(chat):
         ("/RESET", "did you mean /reset?"),
         ("/xyzzy", "unknown command '/xyzzy'; /help lists"),
         ("/save", "/save needs FILE; write /save FILE"),
+        ("/exit now", "/exit takes nothing after it, got 'now'; write /exit"),
         ("/reset now", "/reset takes nothing after it, got 'now'; write /reset"),
         ("/policy windw", "unknown policy 'windw'; did you mean 'window'?"),
         ("/load absent", "no such session: absent"),

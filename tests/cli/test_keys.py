@@ -44,7 +44,7 @@ def test_keys_that_stay_keep_their_prefixes(args, tmp_path, capfd):
         (tmp_path / "admins").write_text("new-root\n")
         os.kill(os.getpid(), signal.SIGHUP)
         eventually(lambda: len(keys.tenants) == 3 and status(served, "comes") == 200)
-        assert "read 3 API keys and 1 admin keys" in capfd.readouterr().err
+        assert "read the keys again: API keys 3, admin 1" in capfd.readouterr().err
         assert status(served, "leaves") == 401
         assert cached(served, "stays") > 0 and cached(served, "salted") > 0
         assert cached(served, "comes") == 0
