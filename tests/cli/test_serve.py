@@ -257,7 +257,7 @@ def test_sighup_reads_the_keys_again(process, client):
     keys = Path(running.args[running.args.index("--api-key-file") + 1])
     keys.write_text("secret team\nnew team\n")
     running.send_signal(signal.SIGHUP)
-    assert running.stderr.readline() == "jaxkv: read 2 API keys and 1 admin keys\n"
+    assert running.stderr.readline() == "jaxkv: read the keys again: API keys 2, admin 1\n"
     with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as other:
         assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
 

@@ -56,7 +56,7 @@ def test_defaults(served):
     reply = served.complete("endless", max_tokens=None).json
     assert reply["usage"]["completion_tokens"] == 16
     request = served.engine.requests[-1]
-    assert (request.sampling.temperature, request.sampling.top_p) == (1, 1)
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.8, 1)
     assert request.eos == (EOS,) and request.salt is None and request.logprobs is None
     assert reply["choices"][0]["text"].split()[0] == str(request.seed)  # a seed was drawn
     served.chat("|x")
