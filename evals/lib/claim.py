@@ -75,6 +75,12 @@ def spread(x: Mapping[str, float], digits: int = 2, middle: str = "median") -> s
     return f"{one} ({least} to {most})"
 
 
+def ranged(x: Mapping[str, float], middle: str, form: str) -> str:
+    """The median, or the mean, and the range where it differs as printed."""
+    at, least, most = (format(x[name], form) for name in (middle, "min", "max"))
+    return at if least == most else f"{at} ({least} to {most})"
+
+
 def interval(x: Mapping[str, float]) -> str:
     """The mean with two standard errors."""
     return f"{x['mean']:.2f} ± {2 * x['standard_error']:.2f}"

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxkv.contract import Policy
+from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.peers import rates_table
 from jaxkv.evals.tasks import report
@@ -130,12 +131,6 @@ def cost() -> str:
         time = "1" if name == "full" else ranged(of["times_as_long"], "median", ".2f")
         lines.append(f"| `{name}` | {tokens} | {reading} | {then} | {time} |")
     return "\n".join(lines) + "\n"
-
-
-def ranged(found: dict[str, float], middle: str, form: str) -> str:
-    """A number with its minimum and maximum, where they differ."""
-    at, least, most = (format(found[name], form) for name in (middle, "min", "max"))
-    return at if least == most else f"{at} ({least} to {most})"
 
 
 def rows() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.state.memory import show
 
@@ -36,9 +37,9 @@ def rates(results: dict[str, Any]) -> str:
     heads = ["case", *titles, "bytes of weights", "GB/s", "of the bandwidth", "memory"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, case in cases.items():
-        found = [ranged(case["tokens_per_second"][title], ",.0f") for title in titles]
+        found = [ranged(case["tokens_per_second"][title], "median", ",.0f") for title in titles]
         gigabytes = {at: value / 1e9 for at, value in case["bytes_per_second"].items()}
-        cells = [name, *found, show(case["weight_bytes"]), ranged(gigabytes, ".1f"),
+        cells = [name, *found, show(case["weight_bytes"]), ranged(gigabytes, "median", ".1f"),
                  f"{case['share_of_bandwidth']['median']:.0%}",
                  show(case["memory"]["resident"])]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -52,12 +53,6 @@ def over(results: dict[str, Any]) -> str:
     lines = [f"| measurement | case | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
     for title, cases in by_title.items():
         for name, found in cases.items():
-            cells = [title, name, *(ranged(found[other], ".2f") for other in others)]
+            cells = [title, name, *(ranged(found[other], "median", ".2f") for other in others)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def ranged(found: dict[str, float], form: str) -> str:
-    """A median with its range, where they differ as printed."""
-    at, least, most = (format(found[name], form) for name in ("median", "min", "max"))
-    return at if least == most else f"{at} ({least} to {most})"
