@@ -15,6 +15,7 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 LARGEST = 1e38  # larger values overflow float32
+TEMPERATURE = 0.8  # where a model publishes none: greedy text of small models soon repeats itself
 
 
 @dataclass(frozen=True)

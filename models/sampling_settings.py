@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxkv.errors import UserError
 from jaxkv.models.hf.folder import read_json
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import TEMPERATURE, Sampling
 
-TEMPERATURE = 0.8  # where the model publishes none: greedy text of small models soon repeats itself
 FILE = "generation_config.json"
 # Field of Sampling -> field of a GGUF header.
 GGUF = {

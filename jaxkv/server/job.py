@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import TEMPERATURE, Sampling
 from jaxkv.server import body, fields
 from jaxkv.server.api_keys import Tenant
 from jaxkv.server.choices import Piece
@@ -57,7 +57,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxkv"
     fingerprint: str = ""
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8))
+    sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE))
 
 
 class Job(NamedTuple):
