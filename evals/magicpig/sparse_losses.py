@@ -23,7 +23,7 @@ def main() -> None:
     given = ask.parse_args()
     if len(given.texts) < 2:
         ask.error("--texts must name at least 2 files, got 1; intervals are over texts")
-    llm = models.load(given.model)
+    llm = models.load(given.model, "float32")
     size = given.prompt + SCORED + 1
     read = {path: tokens_of(llm, path, 2 * size)[0] for path in given.texts}
     short = [path.stem for path, ids in read.items() if len(ids) < 2 * size]

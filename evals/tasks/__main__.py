@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> None:
         for name in ("samples", "batch"):
             check_int(f"--{name}", getattr(given, name))
         check_int("--seed", given.seed, 0, 2**31)
-        llm = models.load(given.model)
+        llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
         plan = plan_of(llm, given)
         name = "tasks_query_aware" if given.query_aware else "tasks"
         record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
