@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxkv.cli import flags
-from jaxkv.cli.chat_commands import EXIT, ChatState, obey
+from jaxkv.cli.chat_commands import EXIT, ChatState, obey, tell
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress
@@ -51,7 +51,12 @@ def run(args: argparse.Namespace) -> int:
                     obey(chat, line.strip())
             else:
                 message = line.lstrip()[1:] if begin == "//" else line
-                turns.append(answer(chat, message))
+                try:
+                    turns.append(answer(chat, message))
+                except UserError as error:
+                    if not sys.stdin.isatty():
+                        raise
+                    tell(f"error: {error}; or begin an empty conversation with /reset")
     except KeyboardInterrupt:
         code = INTERRUPTED
         _end_line(silent=args.json)

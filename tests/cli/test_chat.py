@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -81,6 +82,25 @@ def chat(run, model, stdin):
         return ran.json["turns"], ran.err.splitlines()[1:]
 
     return chat
+
+
+def test_at_a_terminal_a_full_cache_does_not_end_the_chat(run, model, monkeypatch):
+    said = iter(["Hello", "Hello again", "/reset", "Hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    flags = ("--policy", "full:start=24,max=24", "--max-new-tokens", 5, "--json")
+    ran = run("chat", "--model", model, *flags)
+    _, refused, emptied = (line for line in ran.err.splitlines() if line.startswith("jaxkv: "))
+    assert refused.startswith("jaxkv: error: ") and refused.endswith("with /reset")
+    assert "24" in refused and emptied == "jaxkv: the conversation is empty"
+    assert [turn["user"] for turn in ran.json["turns"]] == ["Hello", "Hello"] and ran.code == 0
+
+
+def test_in_a_pipe_a_full_cache_is_an_error(run, model, stdin):
+    stdin(b"Hello\nHello again\n")
+    ran = run("chat", "--model", model, "--policy", "full:start=24,max=24", "--max-new-tokens", 5)
+    assert ran.code == 2 and "/reset" not in ran.err
 
 
 def test_help_names_every_command(chat):
