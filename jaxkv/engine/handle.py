@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
-from jaxkv.engine.request import Listener, Request, ScoredToken
+from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError
 from jaxkv.sampling import Knobs, knobs_of_sequence
@@ -38,6 +39,13 @@ class RequestHandle:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     prompt_scores: list[ScoredToken] = field(default_factory=list)
+
+    def outcome(self, reason: str, error: str = "") -> Outcome:
+        """The outcome of a request that ends now."""
+        return Outcome(
+            reason, len(self.request.tokens), self.cached, self.generated, self.queue_seconds,
+            self.first_token_seconds, time.monotonic() - self.arrival, self.computed, error,
+        )  # fmt: skip
 
 
 class ActivePrefill(NamedTuple):

@@ -328,7 +328,7 @@ def test_a_failure_ends_every_answer_once(monkeypatch, broken):
 
     programs = engine._programs
     if broken == "deliver":
-        monkeypatch.setattr(engine, "_deliver", fail)
+        monkeypatch.setattr(engine._delivery, "deliver", fail)
     else:
         monkeypatch.setattr(programs, broken, fail)
     listeners = [Recorder() for _ in range(5)]
