@@ -6,11 +6,13 @@ import argparse
 import hashlib
 import ipaddress
 import json
+import os
 import signal
 import socket
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +25,12 @@ from jaxkv.errors import UserError
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
     from jaxkv.models import Llm
-    from jaxkv.server import ServerConfig
+    from jaxkv.server import Drain, ServerConfig
+    from jaxkv.server.connections import Server
 
 COUNT = flags.whole(1)
+FAILED = 70  # the exit code if the engine fails
+STOP = 5.0  # seconds for the engine's last step
 SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
 # Group, flag, type, default, metavar, help.
 FLAGS = (
@@ -48,6 +53,10 @@ FLAGS = (
      "metrics; routers that know vLLM read the prefix vllm"),
     (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
      "json (also every request, one object per line) on standard error"),
+    (SERVER, "drain", flags.whole(0), 0, "SECONDS", "after SIGTERM, finish the running answers for "
+     "up to so long; meanwhile /health fails and new requests are refused with status 503"),
+    (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
+     "takes longer"),
     (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
@@ -74,7 +83,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"The environment variables {KEYS} and {ADMIN_KEYS} may hold the lines of the key files "
         "instead. SIGHUP reads the key files again; without any it ends the server. Ctrl-C waits "
-        "up to 5 seconds for running answers; a second Ctrl-C does not wait."
+        "up to 5 seconds for running answers; a second Ctrl-C does not wait. If the engine fails, "
+        f"the exit code is {FAILED}."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -124,30 +134,48 @@ def run(args: argparse.Namespace) -> int:
             allow_special=args.allow_special_tokens,
         )  # fmt: skip
         config = server_config(args, llm, has_keys=bool(keys.tenants))
-        app = server.application(engine, language, keys, config)
+        drain = server.Drain(args.drain)
+        app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.make_server(app, config)
+        lost = partial(is_lost, engine, drain)
+        code, ended = run_until_stopped(
+            engine, server.make_server(app, config, drain, lost), listener
+        )
+    if not ended:  # Python would wait for the device, which does not answer
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
-        def leave() -> None:
-            running.should_exit = True
 
-        def stop() -> None:
-            pressed.set()
-            leave()
+def is_lost(engine: Engine, drain: Drain) -> bool:
+    """Whether nobody can be answered any more."""
+    return bool(engine.failure) or (drain.begun and not engine.healthy)
 
-        engine.start()
-        try:
-            # uvicorn handles both signals itself, and raises them again when it has stopped.
-            with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
-                running.run(sockets=[listener])
-        finally:
-            engine.stop()
-    return INTERRUPTED if pressed.is_set() else 0
+
+def run_until_stopped(engine: Engine, server: Server, listener: socket.socket) -> tuple[int, bool]:
+    """Serve until a signal or a failure; returns the exit code, and whether the engine stopped."""
+    pressed = threading.Event()
+
+    def leave() -> None:
+        server.should_exit = True
+
+    def stop() -> None:
+        pressed.set()
+        leave()
+
+    engine.start()
+    try:
+        # uvicorn handles both signals itself, and raises them again when it has stopped.
+        with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
+            server.run(sockets=[listener])
+    finally:
+        failed, ended = bool(engine.failure), engine.stop(STOP)
+    return FAILED if failed else INTERRUPTED if pressed.is_set() else 0, ended
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -201,6 +229,7 @@ def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> E
         return make_engine(
             llm, args.policy, max_batch=args.max_batch, max_len=args.max_len, chunk=args.chunk,
             queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
+            step_seconds=args.step_timeout,
         )  # fmt: skip
 
 

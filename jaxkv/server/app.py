@@ -20,6 +20,7 @@ from jaxkv import __version__
 from jaxkv.server.answers import Answers
 from jaxkv.server.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
 from jaxkv.server.body import Bodies
+from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
 from jaxkv.server.hosts import HostMiddleware
@@ -38,12 +39,13 @@ def application(
     language: LanguageProtocol,
     keys: ApiKeys | None = None,
     config: ServerConfig | None = None,
+    drain: Drain | None = None,
 ) -> ASGIApp:
     """The ASGI application for an engine and a model's tokenizer.
 
-    keys: the accepted API keys; without any, no key is needed.
+    keys: the accepted API keys; without any, no key is needed. drain: refuses requests once begun.
     """
-    config, keys = config or ServerConfig(), keys or ApiKeys()
+    config, keys, drain = config or ServerConfig(), keys or ApiKeys(), drain or Drain()
     metrics, limit = (
         Metrics(engine.metrics, config.metrics_prefix),
         ConcurrencyLimit(config.max_in_flight, config.max_per_key),
@@ -51,11 +53,12 @@ def application(
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
     readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        format: Answers(format, engine, language, config, metrics, limit, bodies, readers)
+        format: Answers(format, engine, language, config, metrics, limit, bodies, readers, drain)
         for format in (COMPLETION, CHAT)
     }
 
     async def health(request: Request) -> Response:
+        drain.check()
         if not engine.healthy:
             raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
         return JSONResponse({"status": "ok"})

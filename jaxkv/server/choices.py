@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,6 +57,15 @@ class Mailbox:
 
     async def get(self) -> Event:
         return await self._events.get()
+
+    async def get_within(self, seconds: float) -> Event | None:
+        """The next event, or None if none comes in time."""
+        if not self._events.empty():
+            return self._events.get_nowait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._events.get()
+        return None
 
 
 class Choice:

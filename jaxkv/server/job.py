@@ -33,6 +33,7 @@ class ServerConfig:
     other answers to a request. max_unread: events that a client has not read yet. max_connections:
     open at a time; None for as many as the limit of open files allows. header_seconds,
     read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
+    comment_seconds: between comments in a stream that has no new tokens.
     report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
     name or address that the server was told to listen on. allowed_origins: of web pages on other
     sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
@@ -52,6 +53,7 @@ class ServerConfig:
     header_seconds: float = 5.0
     read_seconds: float = 60.0
     write_seconds: float = 60.0
+    comment_seconds: float = 5.0
     report_cached: bool = True
     host: str = "127.0.0.1"
     allowed_origins: tuple[str, ...] = ()

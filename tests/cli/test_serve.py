@@ -121,10 +121,10 @@ def process(model, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(model, *more):
+def started(model, *more, program=("-m", "jaxkv.cli")):
     words = ["--model", model, "--port", "0", "--max-batch", "2", "--chunk", "16",
              "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
-    command = [sys.executable, "-m", "jaxkv.cli", "serve", *words]
+    command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
