@@ -12,11 +12,13 @@ import socket
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
+from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
 from jaxkv.cli.progress import Progress
@@ -38,8 +40,10 @@ FLAGS = (
      "connections from this machine only"),
     (SERVER, "port", flags.whole(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
      "and prints it"),
-    (SERVER, "name", str, None, "NAME", "model name in the API (default: the Hub id or the name of "
-     "the model folder)"),
+    (SERVER, "served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
+     "answers state the first (default: the Hub id or the name of the model folder)"),
+    (SERVER, "chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
+     "model's own"),
     (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
      "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
     (SERVER, "admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
@@ -102,7 +106,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="turn special tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
-    flags.add_model(parser)
+    # The engine's programs and prefix cache are compiled for one device.
+    flags.add_model(parser, mesh=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.log == "json":
         server.log_json()
     keys, prefixes = read_keys(args), prefixes_of(args)
-    if args.name is not None:
-        check_name(args.name)
+    names = names_of(args)
+    template = read_template(args)
     if args.per_key is not None and not keys.tenants:
         raise UserError("--per-key limits each API key; give --api-key-file")
     # Bind before minutes of loading, so that a port in use is reported at once.
@@ -126,14 +131,15 @@ def run(args: argparse.Namespace) -> int:
                 stacklevel=2,
             )
         llm = flags.load_model(args, args.policy)
+        names = names or (check_name(name_of(args, llm)),)
+        if template is not None:
+            llm = replace(llm, chat=replace(llm.chat, template=template))
         engine = make(args, llm, prefixes)
         from jaxkv.models.language import Language
 
-        language = Language(
-            llm, check_name(args.name or name_of(args, llm)),
-            allow_special=args.allow_special_tokens,
-        )  # fmt: skip
+        language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, has_keys=bool(keys.tenants))
+        config = replace(config, aliases=names[1:])
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
@@ -182,6 +188,23 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
+def names_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names of --served-model-name; none without the flag."""
+    given = args.served_model_name
+    return () if given is None else tuple(check_name(name) for name in given.split(","))
+
+
+def read_template(args: argparse.Namespace) -> str | None:
+    """The chat template of --chat-template, checked before a model is loaded."""
+    if args.chat_template is None:
+        return None
+    from jaxkv.models.chat import check_template
+
+    template = read_text(args.chat_template, "chat template")
+    check_template(template)
+    return template
+
+
 def check_name(name: str) -> str:
     """Returns a model name that clients can send; raises UserError for others."""
     from jaxkv.engine.request import is_unicode
@@ -189,7 +212,8 @@ def check_name(name: str) -> str:
 
     if not 0 < len(name) <= TEXT or not is_unicode(name):
         raise UserError(
-            f"--name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; give another"
+            f"--served-model-name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; "
+            "give another"
         )
     return name
 

@@ -24,6 +24,7 @@ from jaxkv.engine.handle import (
     ActivePrefill,
     InFlightStep,
     RequestHandle,
+    bias_row,
     check_request,
     padded_widths,
     policy_seed,
@@ -252,6 +253,11 @@ class Engine:
         ]  # fmt: skip
         if not handles:
             return 0
+        for index, handle in handles:
+            if handle.dispatched == handle.request.min_new_tokens:
+                self._batch = self._programs.set_bias(
+                    self._batch, np.int32(index), bias_row(handle.request, self.vocab, may_end=True)
+                )
         active = np.zeros(self.max_batch, bool)
         active[[index for index, _ in handles]] = True
         scored = any(handle.request.logprobs is not None for _, handle in handles)

@@ -15,6 +15,7 @@ from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError
 from jaxkv.sampling import Knobs, knobs_of_sequence
+from jaxkv.typing import Float32
 
 
 @dataclass(eq=False)
@@ -107,17 +108,24 @@ def sequence_params(request: Request, vocab: int) -> SequenceParams:
     """The parameters of a request for its batch entry."""
     seen = np.zeros((1, vocab), bool)
     seen[0, list(request.tokens)] = True
-    bias = np.zeros((1, vocab), np.float32)
-    for token, value in request.bias:
-        bias[0, token] += value
     return SequenceParams(
         position=np.array([len(request.tokens)], np.uint32),
         seed=np.array([request.seed], np.uint32),
         knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_sequence(request.sampling))),
         seen=seen,
         penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
-        bias=bias,
+        bias=bias_row(request, vocab, may_end=request.min_new_tokens == 0),
     )
+
+
+def bias_row(request: Request, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
+    """What is added to the logits. may_end: whether the next token may be an eos."""
+    bias = np.zeros((1, vocab), np.float32)
+    for token, value in request.bias:
+        bias[0, token] += value
+    if not may_end:
+        bias[0, [token for token in request.eos if 0 <= token < vocab]] = -np.inf
+    return bias
 
 
 def scored_token(request: Request, output: StepOutput, index: int) -> ScoredToken:

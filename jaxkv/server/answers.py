@@ -107,7 +107,8 @@ class Answers:
         handles = []
         try:
             for index, request in enumerate(parsed.requests):
-                detokenizer = self.language.detokenizer(parsed.stops, request.eos)
+                least = request.min_new_tokens
+                detokenizer = self.language.detokenizer(parsed.stops, request.eos, least)
                 choice = Choice(index, detokenizer, mailbox, self.metrics, parsed.scored)
                 handles.append(self._submit(request, choice))
             yield mailbox
@@ -215,8 +216,10 @@ class Answers:
 
     def _readers(self, parsed: Job) -> list[Reader]:
         return [
-            Reader(self.language, request.tokens, echo, parsed.scored)
-            for request, echo in zip(parsed.requests, parsed.echoes, strict=True)
+            Reader(self.language, request.tokens, echo, offset, parsed.scored)
+            for request, echo, offset in zip(
+                parsed.requests, parsed.echoes, parsed.offsets, strict=True
+            )
         ]
 
     def _head(self, kind: str) -> Json:

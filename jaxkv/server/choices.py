@@ -116,7 +116,7 @@ class Choice:
 
 
 class TokenText(NamedTuple):
-    """A scored token for a client. offset: of its text in the whole text, in characters."""
+    """A scored token for a client. offset: of its text in the prompt and answer, in characters."""
 
     token: bytes
     logprob: float | None
@@ -127,15 +127,20 @@ class TokenText(NamedTuple):
 class Reader:
     """Turns the events of one answer into text and token scores for a client.
 
-    prompt: its ids. echo: its text if the answer begins with it. scored: whether tokens are sent
-    with their log probabilities.
+    prompt: its ids. echo: its text if the answer begins with it. offset: the characters of its
+    text. scored: whether tokens are sent with their log probabilities.
     """
 
     def __init__(
-        self, language: LanguageProtocol, prompt: Sequence[int], echo: str, scored: bool
+        self,
+        language: LanguageProtocol,
+        prompt: Sequence[int],
+        echo: str,
+        offset: int,
+        scored: bool,
     ) -> None:
         self._language, self._prompt, self._echo = language, prompt, echo
-        self._offset = len(echo)
+        self._offset = offset
         # Tokens that a stop string holds back or cuts off are reported all the same.
         self._detokenizer = language.detokenizer((), ()) if scored else None
 
