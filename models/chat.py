@@ -7,7 +7,7 @@ Templates come from the network and run in Jinja's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -49,14 +49,7 @@ class Chat:
                 "this model has no chat template; use `generate`, or add a chat_template.jinja"
             )
         jinja2, variables = _jinja2(), variables or {}
-        known = _variables(self.template) - {"messages", "add_generation_prompt"}
-        known -= dict(self.tokens).keys()
-        unknown = next((name for name in variables if name not in known), None)
-        if unknown is not None:
-            raise UserError(
-                f"the chat template has no variable {unknown!r:.60}, only "
-                f"{', '.join(sorted(known)) or 'messages'}; leave it out"
-            )
+        self._check_variables(variables)
         try:
             return _compiled(self.template).render(
                 messages=[dict(message) for message in messages],
@@ -66,6 +59,19 @@ class Chat:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the chat template refuses this conversation: {error}") from None
+
+    def _check_variables(self, names: Collection[str]) -> None:
+        """Raise UserError for a variable that the template does not read."""
+        if not names:
+            return
+        known = _variables(self.template) - {"messages", "add_generation_prompt"}
+        known -= dict(self.tokens).keys()
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            raise UserError(
+                f"the chat template has no variable {unknown!r:.60}, only "
+                f"{', '.join(sorted(known)) or 'messages'}; leave it out"
+            )
 
     def render_next(self, previous: Sequence[Message], text: str) -> str:
         """The text that the user's next message adds to a cache with the conversation so far.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -83,13 +84,20 @@ def in_container() -> list[str]:
     pytest.skip("no unshare, which makes a process the first one of a container")
 
 
-@pytest.mark.parametrize("seconds", [1.0, seldom(0.6), seldom(2.0), seldom(4.0)])
+def handles_sigterm(process: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+    return bool(caught & 1 << signal.SIGTERM - 1)
+
+
+@pytest.mark.parametrize("seconds", [0, seldom(1.0), seldom(4.0)])
 def test_sigterm_as_the_first_process(model, seconds):
-    """Of a container: the system would ignore the signal."""
+    """Of a container: the system would ignore the signal. At once after Python's own start."""
     with launch(model, before=in_container()) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         eventually(lambda: children.read_text().split())
         first = int(children.read_text().split()[0])
+        eventually(lambda: handles_sigterm(first))
         time.sleep(seconds)
         os.kill(first, signal.SIGTERM)
         process.wait(10)
