@@ -181,8 +181,8 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._drain.over:
-            self.config.timeout_graceful_shutdown = 0  # the time has passed
+        if self._drain.expired:
+            self.config.timeout_graceful_shutdown = 0  # the other answers get an error at once
         return await super().on_tick(counter) or self._drain.over or self._lost()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -23,9 +23,14 @@ class Drain:
         return self._end < math.inf
 
     @property
+    def expired(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._end
+
+    @property
     def over(self) -> bool:
         """Whether draining has begun, and all answers are complete or the time is up."""
-        return self.begun and (not self._answers or time.monotonic() >= self._end)
+        return self.begun and (not self._answers or self.expired)
 
     def begin(self) -> bool:
         """Refuse requests from now on; returns False if there is no time, or it has begun."""

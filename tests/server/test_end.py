@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 
@@ -100,6 +101,22 @@ def test_a_body_that_is_still_coming_is_refused_when_draining():
         slow.sendall(b"}")
         assert b" 503 " in slow.recv(1000)
         running.close()
+
+
+def test_an_answer_that_is_read_slowly_is_complete():
+    """Its last bytes are still unsent when its request has ended."""
+    with serving(FakeEngine(), drain=(drain := Drain(20)), max_unread=10**6) as served:
+        body = {"model": "bytes", "prompt": "wide", "max_tokens": 1500, "temperature": 0}
+        slow = served.send(body, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.handles or served.engine.ended)
+        assert drain.begin()
+        eventually(lambda: drain.over)
+        time.sleep(0.5)
+        raw = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+        slow.close()
+    head, _, content = raw.partition(b"\r\n\r\n")
+    length = int(re.search(rb"content-length: (\d+)", head)[1])
+    assert len(content) == length > 10**6
 
 
 def test_no_draining_by_default():
