@@ -7,7 +7,7 @@ Templates come from the network and run in Jinja's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -34,21 +34,44 @@ class Chat:
     template: str | None
     tokens: tuple[tuple[str, str], ...] = ()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, by default up to where the next answer begins."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of a conversation, by default up to where the next answer begins.
+
+        variables: more variables of the template, such as enable_thinking.
+        """
         if self.template is None:
             raise UserError(
                 "this model has no chat template; use `generate`, or add a chat_template.jinja"
             )
-        jinja2 = _jinja2()
+        jinja2, variables = _jinja2(), variables or {}
+        self._check_variables(variables)
         try:
             return _compiled(self.template).render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.tokens),
+                **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the chat template refuses this conversation: {error}") from None
+
+    def _check_variables(self, names: Collection[str]) -> None:
+        """Raise UserError for a variable that the template does not read."""
+        if not names:
+            return
+        known = _variables(self.template) - {"messages", "add_generation_prompt"}
+        known -= dict(self.tokens).keys()
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            raise UserError(
+                f"the chat template has no variable {unknown!r:.60}, only "
+                f"{', '.join(sorted(known)) or 'messages'}; leave it out"
+            )
 
     def render_next(self, previous: Sequence[Message], text: str) -> str:
         """The text that the user's next message adds to a cache with the conversation so far.
@@ -103,6 +126,11 @@ def _default(source: Any, folder: Path) -> str | None:
     return source
 
 
+def check_template(source: str) -> None:
+    """Raise UserError for a template that is not valid Jinja."""
+    _compiled(source)
+
+
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
     """The compiled template, in the environment that transformers gives to templates."""
@@ -138,9 +166,18 @@ def _compiled(source: str) -> Any:
         raise UserError(f"the chat template is not valid Jinja: {error}") from None
 
 
+@lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    """The variables that a template reads and does not set."""
+    environment = _compiled(source).environment
+    found = _jinja2().meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(found - environment.globals.keys())
+
+
 def _jinja2() -> Any:
     try:
         import jinja2
+        import jinja2.meta
         import jinja2.nodes
     except ImportError:
         raise UserError("chat templates need the package jinja2 (pip install jinja2)") from None

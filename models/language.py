@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jaxkv.errors import UserError
 from jaxkv.models.chat import Message
@@ -43,44 +44,72 @@ class Language:
         """The ids of a prompt, with the BOS that the model expects before a text."""
         return self.llm.tokenizer.encode(text)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation up to where the next answer begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation, by default up to where the next answer begins.
 
-        A model without a chat template gets plain lines. Raises UserError where a template
-        refuses the conversation.
+        variables: more variables of the chat template. continue_final: end within the last message,
+        which the answer continues. A model without a chat template takes one message of the user,
+        as a plain line. Raises UserError where a template refuses the conversation.
         """
-        messages, cut = self._cut_special(messages)
-        chat, tokenizer = self.llm.chat, self.llm.tokenizer
-        if chat.template is None:
-            text, bos = "".join(message["content"] + "\n" for message in messages), None
-        else:
-            text, bos = chat.render(messages), False
-        first, *others = text.split(cut) if cut else [text]
-        ids = tokenizer.encode(first, bos=bos)
-        return ids + [i for part in others for i in tokenizer.encode(part, bos=False)]
+        cut, end = self._marks([*messages, variables])
+        if not self.allow_special:
+            # The rendering is tokenized in parts, cut at the marks. So no part has a special token
+            # of a message, and those of the template stay.
+            messages, variables = (
+                map_texts(given, lambda text: self._special.sub(rf"\1{cut}", text))
+                for given in (list(messages), variables)
+            )
+        if continue_final:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + end}]
+            add_generation_prompt = False
+        text, bos = self._text(messages, variables, add_generation_prompt)
+        if continue_final:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise UserError("the chat template does not show the last message; send another")
+        first, *others = text.split(cut)
+        ids = self.llm.tokenizer.encode(first, bos=bos)
+        return ids + [i for part in others for i in self.llm.tokenizer.encode(part, bos=False)]
 
-    def _cut_special(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-        """The messages with a mark inside each special token, and the mark; empty without any.
+    def _text(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object] | None,
+        add_generation_prompt: bool,
+    ) -> tuple[str, bool | None]:
+        """The text of a conversation, and whether the tokenizer adds a BOS."""
+        chat = self.llm.chat
+        if chat.template is not None:
+            return chat.render(messages, add_generation_prompt, variables), False
+        if variables or [message["role"] for message in messages] != ["user"]:
+            raise UserError(
+                "this model has no chat template, so it takes one message of the user and nothing "
+                "else; use completions, or start the server with --chat-template"
+            )
+        return messages[0]["content"] + "\n", None
 
-        The rendering is tokenized in parts, cut at the marks. So no part has a special token of a
-        message, and those of the template stay.
-        """
-        contents = [message["content"] for message in messages]
-        if self.allow_special or not any(map(self._special.search, contents)):
-            return messages, ""
-        used = set().union(*contents)
-        mark = next((letter for letter in map(chr, PRIVATE) if letter not in used), None)
-        if mark is None:
+    def _marks(self, given: object) -> tuple[str, str]:
+        """Two characters that no text has."""
+        used: set[str] = set()
+        map_texts(given, used.update)
+        letters = (letter for letter in map(chr, PRIVATE) if letter not in used)
+        marks = next(letters, None), next(letters, None)
+        if None in marks:
             raise UserError("the messages have every private-use character; leave some out")
-        cut = [self._special.sub(rf"\1{mark}", content) for content in contents]
-        pairs = zip(messages, cut, strict=True)
-        return [{**message, "content": content} for message, content in pairs], mark
+        return marks
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
         """The first character of each special token in a text, also where two overlap."""
-        texts = "|".join(map(re.escape, self.llm.tokenizer.special_texts))
-        return re.compile(f"(?=(?:{texts}))(.)" if texts else "(?!)", re.DOTALL)
+        texts = "|".join(map(re.escape, self.llm.tokenizer.special_texts)) or "(?!)"
+        return re.compile(f"(?=(?:{texts}))(.)", re.DOTALL)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id of a prompt adds."""
@@ -92,6 +121,17 @@ class Language:
         table = self.llm.tokenizer.table
         return table[token] if token < len(table) else b""
 
-    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> OutputText:
-        """The text of a new answer."""
-        return OutputText(self.llm, eos, stops, keep=False)
+    def detokenizer(self, stops: Sequence[str], eos: Sequence[int], least: int = 0) -> OutputText:
+        """The text of a new answer. least: the tokens in which no stop string is looked for."""
+        return OutputText(self.llm, eos, stops, keep=False, least=least)
+
+
+def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """A value of JSON with each text replaced, also inside lists and objects."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): map_texts(one, change) for name, one in value.items()}
+    if isinstance(value, Sequence):
+        return [map_texts(one, change) for one in value]
+    return value

@@ -66,11 +66,12 @@ def make_engine(
     queue_tokens: int = 2**20,
     prefix_cache: PrefixConfig | None = None,
     seed: int = 0,
+    step_seconds: float = 300.0,
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
     warn_beyond_context(llm, model.policies, max_len)
     return Engine(
         model, max_batch, max_len, chunk, queue=queue, queue_tokens=queue_tokens,
-        prefix_cache=prefix_cache, seed=seed,
+        prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
     )  # fmt: skip

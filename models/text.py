@@ -49,10 +49,18 @@ class Answer:
 class OutputText:
     """The text of one sequence as its tokens come; an eos, a stop string or `end` ends it.
 
-    keep: store all tokens and text; False for unbounded generation in constant memory.
+    keep: store all tokens and text; False for unbounded generation in constant memory. least: the
+    tokens in whose text no stop string is looked for.
     """
 
-    def __init__(self, llm: Llm, eos: Sequence[int], stops: str | Sequence[str], keep: bool = True):
+    def __init__(
+        self,
+        llm: Llm,
+        eos: Sequence[int],
+        stops: str | Sequence[str],
+        keep: bool = True,
+        least: int = 0,
+    ):
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
             raise UserError(
@@ -61,7 +69,7 @@ class OutputText:
         if not all(stops):
             raise UserError("a stop string must not be empty; leave it out")
         self.tokens: list[int] = []
-        self.count, self.reason, self.keep = 0, "", keep
+        self.count, self.reason, self.keep, self._least = 0, "", keep, least
         self._shown: list[str] = []
         self._pieces = Pieces(llm.tokenizer, start=False)
         self._eos, self.stops, self._pending = frozenset(eos), tuple(stops), ""
@@ -92,11 +100,12 @@ class OutputText:
 
     def _release(self, new: str, last: bool = False) -> str:
         text = self._pending + new
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        stops = self.stops if self.count > self._least else ()
+        found = [at for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             self.reason, cut = "stop", min(found)
         else:
-            cut = len(text) if last else len(text) - self._possible_stop(text)
+            cut = len(text) if last or not stops else len(text) - self._possible_stop(text)
         piece, self._pending = text[:cut], "" if found else text[cut:]
         if self.keep and piece:
             self._shown.append(piece)

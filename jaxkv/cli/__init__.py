@@ -1,8 +1,9 @@
 """The command line: `jaxkv COMMAND ...`, one file per command.
 
 Exit codes: 0; 2 for errors that the user can correct, with one line on standard error; 130 after
-Ctrl-C, with the results so far; 141 if standard output was closed early, as for any unix tool;
-1, with a traceback, for a bug in jaxkv.
+Ctrl-C, with the results so far; 141 if standard output was closed early, as for any unix tool; 143
+after SIGTERM, as the first process of a container (elsewhere the signal itself); 70 from `jaxkv
+serve`, if its engine failed; 1, with a traceback, for a bug in jaxkv.
 
 This module does not import jax, so that `--help` is fast. It imports only the module of the given
 command, whose `run` imports jax.
@@ -22,7 +23,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxkv import __version__
-from jaxkv.cli.interrupts import INTERRUPTED, ignore_interrupts, leave, on_interrupt
+from jaxkv.cli.interrupts import (
+    INTERRUPTED,
+    ignore_interrupts,
+    leave,
+    on_interrupt,
+    terminable,
+)
 from jaxkv.errors import UserError
 
 COMMANDS = {
@@ -80,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("error", "standard output is closed; redirect it, for example to /dev/null")
         return 2
     try:
-        with on_interrupt(leave), _warnings_as_lines():
+        with terminable(), on_interrupt(leave), _warnings_as_lines():
             parser, command = _parser(argv)
             command.check_flags(argv if command is parser else argv[1:])
             args = parser.parse_args(argv)

@@ -87,8 +87,8 @@ def origins(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that runs a model."""
+def add_model(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """Flags of every command that runs a model. mesh: whether it can run on several devices."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
@@ -105,9 +105,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="int8",
         help="quantise the matrices to int8 while they are loaded (default: keep --dtype)",
     )
-    group.add_argument(
-        "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
-    )
+    parser.set_defaults(mesh=None)
+    if mesh:
+        group.add_argument(
+            "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
+        )
     group.add_argument(
         "--seed", type=whole(0, 2**32 - 1), default=0, help="seed of all random draws (default 0)"
     )

@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 @contextlib.contextmanager
@@ -71,6 +73,17 @@ def send_again(seconds: float = 0.1) -> Iterator[None]:
         far.close()
         thread.join()
         near.close()
+
+
+def terminable() -> contextlib.AbstractContextManager[None]:
+    """Inside, SIGTERM ends the process, also the first one of a container.
+
+    The system ends every other process itself, but ignores the signal for the first one unless
+    Python handles it.
+    """
+    if os.getpid() != 1:
+        return contextlib.nullcontext()
+    return on_interrupt(partial(os._exit, TERMINATED), signal.SIGTERM)
 
 
 def leave() -> None:

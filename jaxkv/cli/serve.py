@@ -6,15 +6,19 @@ import argparse
 import hashlib
 import ipaddress
 import json
+import os
 import signal
 import socket
 import sys
 import threading
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
+from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
 from jaxkv.cli.progress import Progress
@@ -23,9 +27,12 @@ from jaxkv.errors import UserError
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
     from jaxkv.models import Llm
-    from jaxkv.server import ServerConfig
+    from jaxkv.server import Drain, ServerConfig
+    from jaxkv.server.connections import Server
 
 COUNT = flags.whole(1)
+FAILED = 70  # the exit code if the engine fails
+STOP = 5.0  # seconds for the engine's last step
 SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
 # Group, flag, type, default, metavar, help.
 FLAGS = (
@@ -33,8 +40,10 @@ FLAGS = (
      "connections from this machine only"),
     (SERVER, "port", flags.whole(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
      "and prints it"),
-    (SERVER, "name", str, None, "NAME", "model name in the API (default: the Hub id or the name of "
-     "the model folder)"),
+    (SERVER, "served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
+     "answers state the first (default: the Hub id or the name of the model folder)"),
+    (SERVER, "chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
+     "model's own"),
     (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
      "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
     (SERVER, "admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
@@ -48,6 +57,10 @@ FLAGS = (
      "metrics; routers that know vLLM read the prefix vllm"),
     (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
      "json (also every request, one object per line) on standard error"),
+    (SERVER, "drain", flags.whole(0), 0, "SECONDS", "after SIGTERM, finish the running answers for "
+     "up to so long; meanwhile /health fails and new requests are refused with status 503"),
+    (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
+     "takes longer"),
     (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
      "prompt and its answer together; growing caches reserve memory for it"),
@@ -74,7 +87,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"The environment variables {KEYS} and {ADMIN_KEYS} may hold the lines of the key files "
         "instead. SIGHUP reads the key files again; without any it ends the server. Ctrl-C waits "
-        "up to 5 seconds for running answers; a second Ctrl-C does not wait."
+        "up to 5 seconds for running answers; a second Ctrl-C does not wait. If the engine fails, "
+        f"the exit code is {FAILED}."
     )
     flags.add_policy(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -92,7 +106,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="turn special tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
-    flags.add_model(parser)
+    # The engine's programs and prefix cache are compiled for one device.
+    flags.add_model(parser, mesh=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.log == "json":
         server.log_json()
     keys, prefixes = read_keys(args), prefixes_of(args)
-    if args.name is not None:
-        check_name(args.name)
+    names = names_of(args)
+    template = read_template(args)
     if args.per_key is not None and not keys.tenants:
         raise UserError("--per-key limits each API key; give --api-key-file")
     # Bind before minutes of loading, so that a port in use is reported at once.
@@ -116,42 +131,78 @@ def run(args: argparse.Namespace) -> int:
                 stacklevel=2,
             )
         llm = flags.load_model(args, args.policy)
+        names = names or (check_name(name_of(args, llm)),)
+        if template is not None:
+            llm = replace(llm, chat=replace(llm.chat, template=template))
         engine = make(args, llm, prefixes)
         from jaxkv.models.language import Language
 
-        language = Language(
-            llm, check_name(args.name or name_of(args, llm)),
-            allow_special=args.allow_special_tokens,
-        )  # fmt: skip
+        language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, has_keys=bool(keys.tenants))
-        app = server.application(engine, language, keys, config)
+        config = replace(config, aliases=names[1:])
+        drain = server.Drain(args.drain)
+        app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
             f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        pressed, running = threading.Event(), server.make_server(app, config)
+        lost = partial(is_lost, engine, drain)
+        code, ended = run_until_stopped(
+            engine, server.make_server(app, config, drain, lost), listener
+        )
+    if not ended:  # Python would wait for the device, which does not answer
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
-        def leave() -> None:
-            running.should_exit = True
 
-        def stop() -> None:
-            pressed.set()
-            leave()
+def is_lost(engine: Engine, drain: Drain) -> bool:
+    """Whether nobody can be answered any more."""
+    return bool(engine.failure) or (drain.begun and not engine.healthy)
 
-        engine.start()
-        try:
-            # uvicorn handles both signals itself, and raises them again when it has stopped.
-            with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
-                running.run(sockets=[listener])
-        finally:
-            engine.stop()
-    return INTERRUPTED if pressed.is_set() else 0
+
+def run_until_stopped(engine: Engine, server: Server, listener: socket.socket) -> tuple[int, bool]:
+    """Serve until a signal or a failure; returns the exit code, and whether the engine stopped."""
+    pressed = threading.Event()
+
+    def leave() -> None:
+        server.should_exit = True
+
+    def stop() -> None:
+        pressed.set()
+        leave()
+
+    engine.start()
+    try:
+        # uvicorn handles both signals itself, and raises them again when it has stopped.
+        with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
+            server.run(sockets=[listener])
+    finally:
+        failed, ended = bool(engine.failure), engine.stop(STOP)
+    return FAILED if failed else INTERRUPTED if pressed.is_set() else 0, ended
 
 
 def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def names_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names of --served-model-name; none without the flag."""
+    given = args.served_model_name
+    return () if given is None else tuple(check_name(name) for name in given.split(","))
+
+
+def read_template(args: argparse.Namespace) -> str | None:
+    """The chat template of --chat-template, checked before a model is loaded."""
+    if args.chat_template is None:
+        return None
+    from jaxkv.models.chat import check_template
+
+    template = read_text(args.chat_template, "chat template")
+    check_template(template)
+    return template
 
 
 def check_name(name: str) -> str:
@@ -161,7 +212,8 @@ def check_name(name: str) -> str:
 
     if not 0 < len(name) <= TEXT or not is_unicode(name):
         raise UserError(
-            f"--name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; give another"
+            f"--served-model-name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; "
+            "give another"
         )
     return name
 
@@ -201,6 +253,7 @@ def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> E
         return make_engine(
             llm, args.policy, max_batch=args.max_batch, max_len=args.max_len, chunk=args.chunk,
             queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
+            step_seconds=args.step_timeout,
         )  # fmt: skip
 
 

@@ -18,21 +18,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.engine.delivery import Delivery
 from jaxkv.engine.engine_metrics import EngineMetrics, prefix_metrics
 from jaxkv.engine.handle import (
     ActivePrefill,
     InFlightStep,
     RequestHandle,
+    bias_row,
     check_request,
     padded_widths,
     policy_seed,
-    scored_token,
     sequence_params,
 )
 from jaxkv.engine.model import Model
 from jaxkv.engine.programs import PrefillState, Programs, StepOutput, compilations
 from jaxkv.engine.queue import RequestQueue
-from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
+from jaxkv.engine.request import Listener, Overloaded, Request
+from jaxkv.engine.step_watch import StepWatch
 from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
 from jaxkv.errors import check_int
 from jaxkv.prefix.counts import Counts
@@ -51,7 +53,8 @@ class Engine:
     call; prefixes are shared at its multiples. step_tokens: prompt tokens prefilled in one step, at
     least a chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the
     prefix cache; None for none. seed: of the policies' random draws, which are equal for all
-    requests of one salt. `bytes` of an engine are its memory on the device by use.
+    requests of one salt. step_seconds: a step that takes longer makes the engine unhealthy until
+    it ends. `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
@@ -66,6 +69,7 @@ class Engine:
         queue_tokens: int = 2**20,
         prefix_cache: PrefixConfig | None = None,
         seed: int = 0,
+        step_seconds: float = 300.0,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("max_len", max_len),
                             ("step_tokens", step_tokens), ("queue", queue),
@@ -76,6 +80,7 @@ class Engine:
         self.max_batch, self.max_len = max_batch, max_len
         self.chunk, self.vocab = chunk, model.vocab
         self._metrics = EngineMetrics()
+        self._delivery = Delivery(self._finish, self._metrics)
         self._step_tokens, self._seed = max(step_tokens, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
         self._programs = Programs(model, max_batch, max_len, padded_widths(chunk))
@@ -93,12 +98,13 @@ class Engine:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._watch = StepWatch(step_seconds)
         self.failure = ""
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine accepts requests."""
-        return not self.failure and not self._stopping
+        """Whether the engine accepts requests: no step has failed or takes too long."""
+        return not (self.failure or self._stopping or self._watch.stalled)
 
     @property
     def compilations(self) -> int:
@@ -128,8 +134,8 @@ class Engine:
         check_request(request, self.max_len, self.vocab)
         with self._changed:
             if not self.healthy:
-                why = self.failure.splitlines()[-1] if self.failure else "it is stopping"
-                raise Overloaded(f"the engine does not answer: {why}", 60.0)
+                why = self.failure or self._watch.stalled or "it is stopping"
+                raise Overloaded(f"the engine does not answer: {why.splitlines()[-1]}", 60.0)
             free = self.max_batch - self.running  # requests that take a free entry do not wait
             if self._queue.is_full(len(request.tokens), free):
                 waiting = self._queue.tokens
@@ -178,9 +184,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Cancel all requests and end the thread.
+    def stop(self, seconds: float | None = None) -> bool:
+        """Cancel all requests and end the thread; returns whether it has ended.
 
+        seconds: to wait for a step that runs; None for as long as it takes.
         Raises RuntimeError in a listener: the thread cannot wait for itself.
         """
         if threading.current_thread() is self._thread:
@@ -188,10 +195,14 @@ class Engine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        ended = thread is None or not thread.is_alive()
+        if ended:
             self._thread = None
         self._finish_all("cancelled")
+        return ended
 
     def _run(self) -> None:
         while True:
@@ -199,7 +210,11 @@ class Engine:
                 self._changed.wait_for(lambda: self._stopping or self._has_work())
                 if self._stopping:
                     return
-            self.step()
+            try:
+                self.step()
+            except Exception:
+                LOG.critical("the engine failed, and answers no more requests", exc_info=True)
+                return
 
     def _has_work(self) -> bool:
         return bool(self._queue or self._in_flight or self._prefill or any(self._running))
@@ -209,12 +224,13 @@ class Engine:
         if not self._has_work():
             return False
         try:
-            self._finish_cancelled()
-            old = len(self._in_flight)
-            self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
-            new = len(self._in_flight) > old
-            for _ in range(old if new else len(self._in_flight)):
-                self._deliver(self._in_flight.popleft())
+            with self._watch:
+                self._finish_cancelled()
+                old = len(self._in_flight)
+                self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
+                new = len(self._in_flight) > old
+                for _ in range(old if new else len(self._in_flight)):
+                    self._delivery.deliver(self._in_flight.popleft())
         except Exception:
             self.failure = traceback.format_exc()
             self._finish_all("error", self.failure.splitlines()[-1])
@@ -237,6 +253,11 @@ class Engine:
         ]  # fmt: skip
         if not handles:
             return 0
+        for index, handle in handles:
+            if handle.dispatched == handle.request.min_new_tokens:
+                self._batch = self._programs.set_bias(
+                    self._batch, np.int32(index), bias_row(handle.request, self.vocab, may_end=True)
+                )
         active = np.zeros(self.max_batch, bool)
         active[[index for index, _ in handles]] = True
         scored = any(handle.request.logprobs is not None for _, handle in handles)
@@ -315,77 +336,23 @@ class Engine:
         handle.dispatched = 1
         self._in_flight.append(InFlightStep(output, [(0, handle)]))
 
-    def _deliver(self, step: InFlightStep) -> None:
-        """Wait for a step's output and deliver it to the listeners."""
-        output = StepOutput(*map(np.asarray, step.output))
-        now = time.monotonic()
-        for index, handle in step.handles:
-            if handle.finished:
-                continue
-            if not output.finite[index]:
-                self._finish(handle, "error", "the model's logits are not finite")
-            elif handle.request.max_new_tokens == 0 and step.prompt_start is None:
-                self._deliver_prompt(handle)
-                self._finish(handle, "length")
-            else:
-                scored = scored_token(handle.request, output, index)
-                if step.prompt_start is not None:
-                    first = step.prompt_start + index == 0
-                    handle.prompt_scores.append(ScoredToken(scored.token) if first else scored)
-                else:
-                    self._deliver_token(handle, scored, now)
-
-    def _deliver_token(self, handle: RequestHandle, scored: ScoredToken, now: float) -> None:
-        request = handle.request
-        handle.generated += 1
-        self._metrics.generated_tokens += 1
-        if handle.first_token_seconds is None:
-            handle.first_token_seconds = now - handle.arrival
-            self._deliver_prompt(handle)
-            if handle.finished:
-                return
-        stop = self._call(handle, "token", scored)
-        if handle.finished:
-            return
-        if scored.token in request.eos:
-            self._finish(handle, "eos")
-        elif stop:
-            self._finish(handle, "stop")
-        elif handle.generated == request.max_new_tokens:
-            self._finish(handle, "length")
-
-    def _deliver_prompt(self, handle: RequestHandle) -> None:
-        if handle.request.echo:
-            self._call(handle, "prompt", handle.prompt_scores)
-
-    def _call(self, handle: RequestHandle, name: str, value: Any) -> bool:
-        """Call a listener; returns its result. An exception ends its request and no other."""
-        try:
-            return bool(getattr(handle.listener, name)(value))
-        except Exception:
-            LOG.exception("a listener failed")
-            self._finish(handle, "error", traceback.format_exc().splitlines()[-1])
-            return False
-
     def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
         """Free a request's resources and report its outcome, once."""
         if handle.finished:
             return
         handle.finished = True
-        with self._changed:
-            self._unfinished.pop(handle, None)
-        if self._prefill is not None and self._prefill.handle is handle:
-            self._release(self._prefill.hit)
-            self._prefill = None
-        if handle.index is not None and self._running[handle.index] is handle:
-            self._running[handle.index] = None
-        outcome = Outcome(
-            reason, len(handle.request.tokens), handle.cached, handle.generated,
-            handle.queue_seconds, handle.first_token_seconds, time.monotonic() - handle.arrival,
-            handle.computed, error,
-        )  # fmt: skip
-        self._metrics.add(outcome)
-        self._call(handle, "done", outcome)
+        try:
+            with self._changed:
+                self._unfinished.pop(handle, None)
+            if handle.index is not None and self._running[handle.index] is handle:
+                self._running[handle.index] = None
+            if self._prefill is not None and self._prefill.handle is handle:
+                hit, self._prefill = self._prefill.hit, None
+                self._release(hit)
+        finally:  # also if the prefix store is broken, because someone waits for the answer
+            outcome = handle.outcome(reason, error)
+            self._metrics.add(outcome)
+            self._delivery.call(handle, "done", outcome)
 
     def _release(self, hit: PrefixHit | None) -> None:
         if hit is not None:
@@ -397,4 +364,7 @@ class Engine:
             self._queue.clear()
         self._in_flight.clear()
         for handle in unfinished:
-            self._finish(handle, reason, error)
+            try:
+                self._finish(handle, reason, error)
+            except Exception:  # a second failure must not leave the others without an end
+                LOG.exception("freeing the memory of a request failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
-from jaxkv.engine.request import Listener, Request, ScoredToken
+from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError
 from jaxkv.sampling import Knobs, knobs_of_sequence
+from jaxkv.typing import Float32
 
 
 @dataclass(eq=False)
@@ -38,6 +40,13 @@ class RequestHandle:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     prompt_scores: list[ScoredToken] = field(default_factory=list)
+
+    def outcome(self, reason: str, error: str = "") -> Outcome:
+        """The outcome of a request that ends now."""
+        return Outcome(
+            reason, len(self.request.tokens), self.cached, self.generated, self.queue_seconds,
+            self.first_token_seconds, time.monotonic() - self.arrival, self.computed, error,
+        )  # fmt: skip
 
 
 class ActivePrefill(NamedTuple):
@@ -99,17 +108,24 @@ def sequence_params(request: Request, vocab: int) -> SequenceParams:
     """The parameters of a request for its batch entry."""
     seen = np.zeros((1, vocab), bool)
     seen[0, list(request.tokens)] = True
-    bias = np.zeros((1, vocab), np.float32)
-    for token, value in request.bias:
-        bias[0, token] += value
     return SequenceParams(
         position=np.array([len(request.tokens)], np.uint32),
         seed=np.array([request.seed], np.uint32),
         knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_sequence(request.sampling))),
         seen=seen,
         penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
-        bias=bias,
+        bias=bias_row(request, vocab, may_end=request.min_new_tokens == 0),
     )
+
+
+def bias_row(request: Request, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
+    """What is added to the logits. may_end: whether the next token may be an eos."""
+    bias = np.zeros((1, vocab), np.float32)
+    for token, value in request.bias:
+        bias[0, token] += value
+    if not may_end:
+        bias[0, [token for token in request.eos if 0 <= token < vocab]] = -np.inf
+    return bias
 
 
 def scored_token(request: Request, output: StepOutput, index: int) -> ScoredToken:

@@ -167,6 +167,13 @@ def decode(
     return _sample(fed, logits[:, 0], active, scored)
 
 
+def set_bias(
+    batch: DecodeBatch, index: Int32[Array, ""], bias: Float32[Array, "1 V"]
+) -> DecodeBatch:
+    """Replace the bias of one batch entry."""
+    return batch._replace(bias=batch.bias.at[index].set(bias[0]))
+
+
 def empty_batch(model: Model, max_batch: int, max_len: int) -> DecodeBatch:
     """A decode batch without active sequences."""
 
@@ -298,9 +305,11 @@ class Programs:
             inserting = begin(
                 partial(insert, model, max_len), batch, zero, state, params, donate=(0,)
             )
+            biasing = begin(set_bias, batch, zero, params.bias, donate=(0,))
             empty = begin(lambda: empty_batch(model, max_batch, max_len))
             init = begin(partial(init_prefill, model, max_len), np.uint32(0))
         self.decode, self.insert = decoding.result(), inserting.result()
+        self.set_bias = biasing.result()
         self.empty_batch, self.init_prefill = empty.result(), init.result()
         self._prefill = {width: programs.result() for width, programs in chunks.items()}
 

@@ -34,7 +34,7 @@ class Request:
     salt share prefixes and the policies' random draws; None is a salt too. owner: whose request it
     is; owners take turns in the queue. logprobs: how many of the likeliest tokens to report with
     each; None reports no log probabilities. echo: also score the prompt's tokens, without using the
-    prefix cache.
+    prefix cache. min_new_tokens: so many new tokens come before one of `eos`.
     Raises UserError for a request that no engine could answer.
     """
 
@@ -50,6 +50,7 @@ class Request:
     owner: str | None = None
     logprobs: int | None = None
     echo: bool = False
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -57,6 +58,11 @@ class Request:
             raise UserError("a prompt must have at least one token, got none; give some text")
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}; give 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens must be from 0 to max_new_tokens, got {self.min_new_tokens} and "
+                f"{self.max_new_tokens}; give fewer"
+            )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {self.seed}; give 0")
         numbers = (
@@ -79,6 +85,7 @@ def _check_types(request: Request) -> None:
         ("tokens", _are_whole(request.tokens), "a tuple of whole numbers"),
         ("eos", _are_whole(request.eos), "a tuple of whole numbers"),
         ("max_new_tokens", is_whole(request.max_new_tokens), "a whole number"),
+        ("min_new_tokens", is_whole(request.min_new_tokens), "a whole number"),
         ("seed", is_whole(request.seed), "a whole number"),
         ("logprobs", request.logprobs is None or is_whole(request.logprobs),
          "a whole number or None"),

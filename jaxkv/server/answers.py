@@ -23,6 +23,7 @@ from jaxkv.server import job
 from jaxkv.server.api_keys import ConcurrencyLimit
 from jaxkv.server.body import Bodies, Gone
 from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
+from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault
 from jaxkv.server.formats import Json, ResponseFormat, usage
 from jaxkv.server.job import Job, ServerConfig
@@ -36,6 +37,7 @@ STREAM = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # a proxy must forward every event at once
 }
+COMMENT = b": waiting\n\n"  # which clients of server-sent events skip
 STOPPING = "the server is stopping; try again later"
 
 
@@ -51,6 +53,7 @@ class Answers:
     limit: ConcurrencyLimit
     bodies: Bodies
     readers: Executor
+    drain: Drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -71,9 +74,11 @@ class Answers:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, config = scope["state"]["tenant"], self.config
-        self.limit.check(tenant)  # before reading the body
+        self.drain.check()  # before reading the body
+        self.limit.check(tenant)
         raw = await self.bodies.read(tenant.digest, scope, receive)
         with contextlib.ExitStack() as inside:
+            inside.enter_context(self.drain.answering())
             inside.enter_context(self.limit.enter(tenant))
             # In a thread, because a long prompt would delay other streams. Few threads, because
             # each may use a hundred times the memory of its body.
@@ -102,7 +107,8 @@ class Answers:
         handles = []
         try:
             for index, request in enumerate(parsed.requests):
-                detokenizer = self.language.detokenizer(parsed.stops, request.eos)
+                least = request.min_new_tokens
+                detokenizer = self.language.detokenizer(parsed.stops, request.eos, least)
                 choice = Choice(index, detokenizer, mailbox, self.metrics, parsed.scored)
                 handles.append(self._submit(request, choice))
             yield mailbox
@@ -151,12 +157,16 @@ class Answers:
         )
 
     async def _stream(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
-        # An error before the first event gets its own status.
-        first = checked(await mailbox.get())
+        # An error before the first event gets its own status, if it comes soon.
+        first = await mailbox.get_within(self.config.comment_seconds)
+        if first is not None:
+            checked(first)
         await writer.begin(STREAM)
         last = event_of(b"[DONE]")
         try:
-            await self._send_events(parsed, first, mailbox, writer)
+            if first is None:
+                first = await self._next(mailbox, writer)
+            await self._send_events(parsed, checked(first), mailbox, writer)
         except Gone:
             raise
         except (asyncio.CancelledError, Exception) as error:
@@ -192,16 +202,24 @@ class Answers:
                 outcomes[event.index] = event.outcome
             if len(outcomes) == len(readers):
                 break
-            event = checked(await mailbox.get())
+            event = await self._next(mailbox, writer)
         if parsed.usage:
             in_order = [outcomes[index] for index in sorted(outcomes)]
             last = {"choices": [], "usage": usage(in_order, parsed.n, self.config.report_cached)}
             await writer.write(event_of(encoded(head | last)))
 
+    async def _next(self, mailbox: Mailbox, writer: Writer) -> Piece | End:
+        """The next event. Until it comes, comments keep clients and proxies from giving up."""
+        while (event := await mailbox.get_within(self.config.comment_seconds)) is None:
+            await writer.write(COMMENT)
+        return checked(event)
+
     def _readers(self, parsed: Job) -> list[Reader]:
         return [
-            Reader(self.language, request.tokens, echo, parsed.scored)
-            for request, echo in zip(parsed.requests, parsed.echoes, strict=True)
+            Reader(self.language, request.tokens, echo, offset, parsed.scored)
+            for request, echo, offset in zip(
+                parsed.requests, parsed.echoes, parsed.offsets, strict=True
+            )
         ]
 
     def _head(self, kind: str) -> Json:

@@ -20,6 +20,7 @@ from jaxkv import __version__
 from jaxkv.server.answers import Answers
 from jaxkv.server.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
 from jaxkv.server.body import Bodies
+from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
 from jaxkv.server.hosts import HostMiddleware
@@ -38,35 +39,38 @@ def application(
     language: LanguageProtocol,
     keys: ApiKeys | None = None,
     config: ServerConfig | None = None,
+    drain: Drain | None = None,
 ) -> ASGIApp:
     """The ASGI application for an engine and a model's tokenizer.
 
-    keys: the accepted API keys; without any, no key is needed.
+    keys: the accepted API keys; without any, no key is needed. drain: refuses requests once begun.
     """
-    config, keys = config or ServerConfig(), keys or ApiKeys()
-    metrics, limit = (
-        Metrics(engine.metrics, config.metrics_prefix),
-        ConcurrencyLimit(config.max_in_flight, config.max_per_key),
-    )
+    config, keys, drain = config or ServerConfig(), keys or ApiKeys(), drain or Drain()
+    names = (language.name, *config.aliases)
+    metrics = Metrics(engine.metrics, config.metrics_prefix)
+    limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
     readers = ThreadPoolExecutor(READERS, "jaxkv-read")
     answers = {
-        format: Answers(format, engine, language, config, metrics, limit, bodies, readers)
+        format: Answers(format, engine, language, config, metrics, limit, bodies, readers, drain)
         for format in (COMPLETION, CHAT)
     }
 
     async def health(request: Request) -> Response:
+        drain.check()
         if not engine.healthy:
             raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card(engine, language)]})
+        cards = [card(name, engine, language) for name in names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
-        if request.path_params["model"] != language.name:
-            raise unknown_model(request.path_params["model"], language)
-        return JSONResponse(card(engine, language))
+        name = request.path_params["model"]
+        if name not in names:
+            raise unknown_model(name, language)
+        return JSONResponse(card(name, engine, language))
 
     async def prometheus(request: Request) -> Response:
         keys.check_admin(request.headers.get("authorization", ""))
@@ -110,8 +114,8 @@ def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
     ]
 
 
-def card(engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:
-    about = {"id": language.name, "object": "model", "created": language.created}
+def card(name: str, engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:
+    about = {"id": name, "object": "model", "created": language.created}
     return about | {"owned_by": "jaxkv", "max_model_len": engine.max_len}
 
 

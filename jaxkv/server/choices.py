@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,6 +58,15 @@ class Mailbox:
     async def get(self) -> Event:
         return await self._events.get()
 
+    async def get_within(self, seconds: float) -> Event | None:
+        """The next event, or None if none comes in time."""
+        if not self._events.empty():
+            return self._events.get_nowait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._events.get()
+        return None
+
 
 class Choice:
     """The engine's listener for one answer: detokenizes it and ends it at a stop string.
@@ -106,7 +116,7 @@ class Choice:
 
 
 class TokenText(NamedTuple):
-    """A scored token for a client. offset: of its text in the whole text, in characters."""
+    """A scored token for a client. offset: of its text in the prompt and answer, in characters."""
 
     token: bytes
     logprob: float | None
@@ -117,15 +127,20 @@ class TokenText(NamedTuple):
 class Reader:
     """Turns the events of one answer into text and token scores for a client.
 
-    prompt: its ids. echo: its text if the answer begins with it. scored: whether tokens are sent
-    with their log probabilities.
+    prompt: its ids. echo: its text if the answer begins with it. offset: the characters of its
+    text. scored: whether tokens are sent with their log probabilities.
     """
 
     def __init__(
-        self, language: LanguageProtocol, prompt: Sequence[int], echo: str, scored: bool
+        self,
+        language: LanguageProtocol,
+        prompt: Sequence[int],
+        echo: str,
+        offset: int,
+        scored: bool,
     ) -> None:
         self._language, self._prompt, self._echo = language, prompt, echo
-        self._offset = len(echo)
+        self._offset = offset
         # Tokens that a stop string holds back or cuts off are reported all the same.
         self._detokenizer = language.detokenizer((), ()) if scored else None
 

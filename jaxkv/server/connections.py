@@ -7,14 +7,18 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxkv.server.drain import Drain
 
 LOG = logging.getLogger(__name__)
 MOST = 8192  # connections, because each takes some 20 KB
@@ -163,7 +167,23 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that goes on, and does not flood the log, when the system has no descriptors."""
+    """A server that goes on, and does not flood the log, when the system has no descriptors.
+
+    drain: begins at SIGTERM. lost: whether the engine cannot go on, which ends the server.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, lost: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._drain, self._lost = drain, lost
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig != signal.SIGTERM or not self._drain.begin():
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._drain.expired:
+            self.config.timeout_graceful_shutdown = 0  # the other answers get an error at once
+        return await super().on_tick(counter) or self._drain.over or self._lost()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(Reporter())

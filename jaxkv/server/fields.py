@@ -1,11 +1,13 @@
 """The fields of a request: a table with the type, range and default of each.
 
 Unknown fields and unsupported values are refused, because ignoring them would change the answer.
+Fields that ask for nothing, and null in any field, are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,9 @@ from jaxkv.server.faults import Fault, shown
 
 WHOLE = 2**31 - 1
 LIKELIEST = 20  # log probabilities beside each token
-STOPS, BIASES = 4, 300
+STOPS, STOP_IDS, BIASES = 4, 128, 300
 STOP, TEXT = 200, 1000  # characters
+LEVELS = 20  # of the variables of a template
 
 Check = Callable[[str, Any], Any]
 
@@ -90,6 +93,49 @@ def only(value: Any) -> Check:
     return check
 
 
+def among(*values: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if type(value) is not str or value not in values:
+            raise wrong(name, f"one of {', '.join(values)}", value)
+        return value
+
+    return check
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise wrong(name, "an object", value)
+    return value
+
+
+def variables(name: str, value: Any) -> dict[str, Any]:
+    """Variables of a chat template."""
+    depth, level = 0, [mapping(name, value)]
+    while level:
+        depth, level = depth + 1, [one for outer in level for one in _parts(outer)]
+    if depth > LEVELS:
+        raise wrong(name, f"an object of at most {LEVELS} levels", value)
+    valid_unicode(name, json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) is list else ()
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if type(value) is not list or not (value == [] or _is_ids(value)) or len(value) > STOP_IDS:
+        raise wrong(name, f"a list of at most {STOP_IDS} token ids", value)
+    return tuple(value)
+
+
+def response_format(name: str, value: Any) -> None:
+    if value != {"type": "text"}:
+        message = f"{name} must be of type text, got {shown(value)}; jaxkv does not constrain"
+        message = f"{message} tokens, so ask for JSON in the prompt and check the answer"
+        raise Fault(400, message, param=name)
+
+
 def stops(name: str, value: Any) -> tuple[str, ...]:
     several = [value] if type(value) is str else value
     if type(several) is not list or len(several) > STOPS:
@@ -103,7 +149,8 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         raise wrong(name, rule, value)
     size = number(-100.0, 100.0)
     for token in value:
-        if not (token.isascii() and token.isdigit() and len(token) <= len(str(WHOLE))):
+        short = len(token) <= len(str(WHOLE))  # before int(), which is slow for thousands of digits
+        if not (short and token.isascii() and token.isdigit() and token == str(int(token))):
             raise wrong(name, rule, value)
     return tuple(sorted((int(token), size(name, bias)) for token, bias in value.items()))
 
@@ -132,6 +179,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 MESSAGE = {"role", "content"}
+NAMED = MESSAGE | {"name"}
 ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 
 
@@ -144,9 +192,10 @@ def messages(name: str, value: Any) -> list[dict[str, str]]:
 
 def _message(name: str, value: Any) -> dict[str, str]:
     # A client may send an answer's message back; its other fields are null.
-    extra = type(value) is dict and any(value[key] is not None for key in value.keys() - MESSAGE)
+    extra = type(value) is dict and any(value[key] is not None for key in value.keys() - NAMED)
     if type(value) is not dict or extra or not value.keys() >= MESSAGE:
-        raise wrong(name, 'an object with "role" and "content" and nothing else', value)
+        rule = 'an object with "role" and "content", perhaps "name", and nothing else'
+        raise wrong(name, rule, value)
     role, content = value["role"], value["content"]
     if type(role) is not str or role not in ROLES:
         raise wrong(f"{name}.role", f"one of {', '.join(ROLES)}", role)
@@ -154,7 +203,10 @@ def _message(name: str, value: Any) -> dict[str, str]:
     if type(parts) is not list or not all(map(_is_text_part, parts)):
         raise wrong(f"{name}.content", "a text, or a list of parts of type text", content)
     joined = valid_unicode(f"{name}.content", "".join(part["text"] for part in parts))
-    return {"role": ROLES[role], "content": joined}
+    message = {"role": ROLES[role], "content": joined}
+    if value.get("name") is not None:
+        message["name"] = valid_unicode(f"{name}.name", text(f"{name}.name", value["name"]))
+    return message
 
 
 def _is_text_part(part: Any) -> bool:
@@ -184,7 +236,14 @@ SHARED = {
     "stream": Field(flag, False),
     "stream_options": Field(stream_options),
     "cache_salt": Field(salt),
-    "user": Field(text),  # for the provider's records; jaxkv keeps none
+    "min_tokens": Field(whole(0, WHOLE), 0),
+    "stop_token_ids": Field(token_ids, ()),
+    # These are for the provider's records and bills; jaxkv has none.
+    "user": Field(text),
+    "metadata": Field(mapping),
+    "service_tier": Field(among("auto", "default")),
+    "prompt_cache_key": Field(text),
+    "safety_identifier": Field(text),
 }
 FIELDS: dict[str, dict[str, Field]] = {
     "completions": SHARED
@@ -203,8 +262,14 @@ FIELDS: dict[str, dict[str, Field]] = {
         "max_completion_tokens": Field(whole(1, WHOLE)),
         "logprobs": Field(flag, False),
         "top_logprobs": Field(whole(0, LIKELIEST)),
-        "response_format": Field(only({"type": "text"})),
+        "response_format": Field(response_format),
         "store": Field(only(False)),
+        "chat_template_kwargs": Field(variables),
+        "add_generation_prompt": Field(flag),
+        "continue_final_message": Field(flag, False),
+        "tools": Field(only([])),
+        "tool_choice": Field(only("none")),
+        "modalities": Field(only(["text"])),
     },
 }
 
@@ -212,7 +277,8 @@ FIELDS: dict[str, dict[str, Field]] = {
 def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every field of a request. kind: a key of FIELDS. Raises Fault."""
     table = FIELDS[kind]
-    unknown = next((name for name in body if name not in table), None)
+    given = (name for name, value in body.items() if value is not None)
+    unknown = next((name for name in given if name not in table), None)
     if unknown is not None:
         message = f"unknown or unsupported field {shown(unknown)}; leave it out"
         raise Fault(400, message, param=unknown[:60])
@@ -228,4 +294,17 @@ def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("top_logprobs") is not None and not values["logprobs"]:
         message = "top_logprobs needs logprobs, got logprobs=false; set it to true"
         raise Fault(400, message, param="top_logprobs")
+    if values.get("continue_final_message"):
+        _check_continued(values)
     return values
+
+
+def _check_continued(values: dict[str, Any]) -> None:
+    """Raise Fault unless the last message can be continued."""
+    if values["add_generation_prompt"]:
+        message = "continue_final_message and add_generation_prompt exclude each other; give one"
+        raise Fault(400, message, param="add_generation_prompt")
+    role = values["messages"][-1]["role"]
+    if role != "assistant":
+        message = f"continue_final_message needs a last message of the assistant, got {role}"
+        raise Fault(400, f"{message}; leave it out", param="continue_final_message")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +34,12 @@ class ServerConfig:
     other answers to a request. max_unread: events that a client has not read yet. max_connections:
     open at a time; None for as many as the limit of open files allows. header_seconds,
     read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
+    comment_seconds: between comments in a stream that has no new tokens.
     report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
     name or address that the server was told to listen on. allowed_origins: of web pages on other
     sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
-    the names of metrics. fingerprint: of the model and its settings. sampling: where a request
-    gives none.
+    the names of metrics. aliases: more names of the model. fingerprint: of the model and its
+    settings. sampling: where a request gives none.
     """
 
     max_body: int = 8 * 2**20
@@ -52,10 +54,12 @@ class ServerConfig:
     header_seconds: float = 5.0
     read_seconds: float = 60.0
     write_seconds: float = 60.0
+    comment_seconds: float = 5.0
     report_cached: bool = True
     host: str = "127.0.0.1"
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = "jaxkv"
+    aliases: tuple[str, ...] = ()
     fingerprint: str = ""
     sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE))
 
@@ -63,12 +67,14 @@ class ServerConfig:
 class Job(NamedTuple):
     """The engine's requests, in the order of their answers, and the format of these.
 
-    echoes: the text with which each answer begins. n: answers per prompt. scored: tokens are
+    echoes: the text with which each answer begins. offsets: characters of each prompt, from which
+    OpenAI's text_offset counts. n: answers per prompt. scored: tokens are
     reported with log probabilities. usage: a stream ends with token counts.
     """
 
     requests: Sequence[Request]
     echoes: Sequence[str]
+    offsets: Sequence[int]
     n: int
     stops: Sequence[str]
     scored: bool
@@ -91,11 +97,12 @@ def parse_job(
 ) -> Job:
     """Parse a body. Raises Fault for anything that cannot be answered exactly as requested."""
     values = fields.read(format.kind, body.parse(raw))
-    if values["model"] != language.name:
+    if values["model"] not in (language.name, *config.aliases):
         raise unknown_model(values["model"], language)
     biased = [token for token, _ in values["logit_bias"]]
-    if max(biased, default=0) >= engine.vocab:
-        raise fields.wrong("logit_bias", f"of token ids from 0 to {engine.vocab - 1}", max(biased))
+    for name, ids in (("logit_bias", biased), ("stop_token_ids", values["stop_token_ids"])):
+        if not 0 <= min(ids, default=0) <= max(ids, default=0) < engine.vocab:
+            raise fields.wrong(name, f"of token ids from 0 to {engine.vocab - 1}", [*ids])
     count, n = 1 if "messages" in values else len(values["prompt"]), values["n"]
     most = (
         config.max_answers
@@ -119,6 +126,7 @@ def parse_job(
     return Job(
         requests=requests,
         echoes=[text if echo else "" for text, _ in prompts for _ in range(n)],
+        offsets=[len(text) for text, _ in prompts for _ in range(n)],
         n=n,
         stops=values["stop"],
         scored=requests[0].logprobs is not None,
@@ -141,9 +149,16 @@ def _prompts(
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt. Each is checked before the next one is tokenized."""
     if "messages" in values:
-        contents = "".join(message["content"] for message in values["messages"])
-        _check_length(contents, "messages", engine, language)
-        return [("", language.render(values["messages"]))]
+        variables = values["chat_template_kwargs"]
+        texts = [text for message in values["messages"] for text in message.values()]
+        if variables:
+            texts.append(json.dumps(variables))
+        _check_length("".join(texts), "messages", engine, language)
+        ids = language.render(
+            values["messages"], variables, values["add_generation_prompt"] is not False,
+            values["continue_final_message"],
+        )  # fmt: skip
+        return [("", ids)]
     size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
     most = max(TOTAL, _most_characters(engine, language))
     if size > most:
@@ -163,7 +178,7 @@ def _prompt(
     engine: EngineProtocol,
     language: LanguageProtocol,
 ) -> tuple[str, list[int]]:
-    """Text and ids of one prompt of a completion; the text of ids only for an echo."""
+    """Text and ids of one prompt of a completion; the text of ids only if it is used."""
     if isinstance(prompt, str):
         _check_length(prompt, "prompt", engine, language)
         ids = language.encode(prompt)
@@ -172,7 +187,8 @@ def _prompt(
     if min(prompt) < 0 or max(prompt) >= engine.vocab:
         raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
     _max_new_tokens(values, len(prompt), format, engine)
-    return "".join(language.pieces(prompt)) if values["echo"] else "", prompt
+    used = values["echo"] or values["logprobs"] is not None
+    return "".join(language.pieces(prompt)) if used else "", prompt
 
 
 def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:
@@ -225,15 +241,20 @@ def _requests(
     logprobs = values["logprobs"]
     if format.kind == "chat":
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
+    most = _max_new_tokens(values, len(ids), format, engine)
+    if values["min_tokens"] > most:
+        raise fields.wrong("min_tokens", f"at most the {most} new tokens", values["min_tokens"])
+    ends = () if values["ignore_eos"] else language.eos
     first = Request(
         tokens=tuple(ids),
-        max_new_tokens=_max_new_tokens(values, len(ids), format, engine),
+        max_new_tokens=most,
+        min_new_tokens=values["min_tokens"],
         sampling=replace(config.sampling, **given),
         seed=seed,
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],
         bias=values["logit_bias"],
-        eos=() if values["ignore_eos"] else language.eos,
+        eos=(*ends, *values["stop_token_ids"]),
         logprobs=logprobs,
         echo=logprobs is not None and values.get("echo", False),
         **shared,

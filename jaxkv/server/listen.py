@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
@@ -19,6 +20,7 @@ from jaxkv.server.connections import (
     Server,
     most_connections,
 )
+from jaxkv.server.drain import Drain
 from jaxkv.server.job import ServerConfig
 
 GRACE = 5  # seconds for answers to end when the server stops
@@ -43,6 +45,23 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a host name at all
         why = error.strerror if isinstance(error, OSError) else "no such name can be"
         raise UserError(f"--host {host!r:.60} is unknown: {why}; try 127.0.0.1") from None
+    try:
+        return _bound(family, kind, address, write_seconds, shared=False)
+    except OSError:
+        pass  # perhaps only because connections of an earlier server have just ended
+    try:
+        return _bound(family, kind, address, write_seconds, shared=os.name == "posix")
+    except OSError as error:
+        raise _taken(host, port, error) from None
+
+
+def _bound(
+    family: int, kind: int, address: tuple, write_seconds: float, shared: bool
+) -> socket.socket:
+    """Bind a socket. shared: also if a socket that does not listen yet has this address.
+
+    So a second server learns at once that the first, which may still compile, has its port.
+    """
     listener = socket.socket(family, kind)
     with contextlib.suppress(AttributeError, OSError):
         # Otherwise the system would keep unread data as long as the client likes.
@@ -50,18 +69,21 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(write_seconds * 1000)
         )
     try:
-        if os.name == "posix":  # elsewhere this lets two servers share a port
+        if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise _taken(host, port, error) from None
+        raise
     return listener
 
 
 def begin_listening(listener: socket.socket) -> None:
     """Accept clients, which wait for the server. Raises UserError if the port is taken."""
     try:
+        if os.name == "posix":  # elsewhere this lets two servers share a port
+            # For the next server, while connections of this one end.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         raise _taken(*listener.getsockname()[:2], error) from None
@@ -77,8 +99,16 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: ASGIApp, config: ServerConfig | None = None) -> uvicorn.Server:
-    """A server for `run(sockets=[...])`; it ends at Ctrl-C or when `should_exit` is set."""
+def make_server(
+    app: ASGIApp,
+    config: ServerConfig | None = None,
+    drain: Drain | None = None,
+    lost: Callable[[], bool] = lambda: False,
+) -> Server:
+    """A server for `run(sockets=[...])`; it ends at Ctrl-C or when `should_exit` is set.
+
+    drain: begins at SIGTERM. lost: called ten times a second; True ends the server.
+    """
     config = config or ServerConfig()
     limit = ConnectionLimit(config.max_connections or most_connections(), config.header_seconds)
     return Server(
@@ -97,5 +127,7 @@ def make_server(app: ASGIApp, config: ServerConfig | None = None) -> uvicorn.Ser
             backlog=ACCEPTED,
             timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=GRACE,
-        )
+        ),
+        drain or Drain(),
+        lost,
     )

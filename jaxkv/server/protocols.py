@@ -37,9 +37,16 @@ class LanguageProtocol(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError if the text has none."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation up to the beginning of the next answer.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation, by default up to the beginning of the next answer.
 
+        variables: more variables of the template. continue_final: end within the last message.
         Raises UserError if the model's template refuses it.
         """
 
@@ -49,8 +56,10 @@ class LanguageProtocol(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token; a special token is written out."""
 
-    def detokenizer(self, stops: Sequence[str], eos: Sequence[int]) -> DetokenizerProtocol:
-        """A detokenizer for a new answer."""
+    def detokenizer(
+        self, stops: Sequence[str], eos: Sequence[int], least: int = 0
+    ) -> DetokenizerProtocol:
+        """A detokenizer for a new answer. least: tokens in which no stop string is looked for."""
 
 
 @runtime_checkable

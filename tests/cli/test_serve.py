@@ -48,9 +48,14 @@ def test_a_port_in_use(run):
     (["--host", "a..b"], ["--host 'a..b' is unknown", "127.0.0.1"]),
     (["--host", "a" * 100], ["--host", "is unknown"]),
     (["--host", "\udcff"], ["--host", "is unknown"]),
-    (["--name", ""], ["--name must be", "got ''"]),
-    (["--name", "\udcff"], ["--name must be Unicode"]),
-    (["--name", "x" * 1001], ["--name must be", "1000 characters"]),
+    (["--served-model-name", ""], ["--served-model-name must be", "got ''"]),
+    (["--served-model-name", "\udcff"], ["--served-model-name must be Unicode"]),
+    (["--served-model-name", "x" * 1001], ["--served-model-name must be", "1000 characters"]),
+    (["--served-model-name", "a,"], ["--served-model-name must be", "got ''"]),
+    (["--chat-template", "absent"], ["no such chat template absent"]),
+    (["--mesh", "model=2"], ["--mesh"]),
+    (["--drain", "-1"], ["--drain", "at least 0"]),
+    (["--step-timeout", "0"], ["--step-timeout", "at least 1"]),
     (["--max-batch", "0"], ["--max-batch", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--prefix-memory", "4 apples"], ["--prefix-memory", "such as 512MiB", "4 apples"]),
@@ -115,16 +120,22 @@ def process(model, tmp_path_factory):
     keys, admins = folder / "keys", folder / "admins"
     keys.write_text("secret team\n")
     admins.write_text("root\n")
-    words = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
+    template = folder / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
+    )
+    words = ("--api-key-file", str(keys), "--admin-key-file", str(admins),
+             "--served-model-name", "tiny,gpt", "--chat-template", str(template))  # fmt: skip
     with started(model, *words) as running:
         yield running
 
 
 @contextlib.contextmanager
-def started(model, *more):
+def started(model, *more, program=("-m", "jaxkv.cli")):
     words = ["--model", model, "--port", "0", "--max-batch", "2", "--chunk", "16",
              "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
-    command = [sys.executable, "-m", "jaxkv.cli", "serve", *words]
+    command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
@@ -249,6 +260,44 @@ def test_a_message_cannot_contain_special_tokens(client):
         for text in ("a", "a<|end|>")
     ]
     assert prompts[1] - prompts[0] == 1
+
+
+def test_the_template_of_a_flag_and_the_second_name(client):
+    """A chat has the tokens of the same text as a prompt; `mood` is a variable of the template."""
+    said = [{"role": "system", "content": "Be."}, {"role": "assistant", "content": "I am "}]
+
+    def size(text: str | None = None, messages=said, **fields) -> int:
+        create = client.completions.create if text else client.chat.completions.create
+        given = {"prompt": text} if text else {"messages": messages}
+        return create(model="gpt", max_tokens=1, extra_body=fields, **given).usage.prompt_tokens
+
+    begin = size("x") - 1  # the BOS, which this template leaves out
+    assert size() == size("[system]Be.[assistant]I am [assistant]") - begin
+    assert size(chat_template_kwargs={"mood": "!!"}) == size() + 2
+    continued = size(continue_final_message=True)
+    assert continued == size("[system]Be.[assistant]I am ") - begin
+
+
+def test_min_tokens_and_stop_token_ids(client, model):
+    """The most likely next token ends the answer, but not in its first three tokens."""
+
+    def answer(**fields):
+        return client.completions.create(
+            model="tiny", prompt="Once upon", max_tokens=5, temperature=0, logprobs=1,
+            extra_body={"ignore_eos": True} | fields,
+        )  # fmt: skip
+
+    free = answer().choices[0]
+    first = free.logprobs.tokens[0]
+    alone = models.generate(
+        models.load(model), "Once upon", POLICY, 1, temperature=0, ignore_eos=True, chunk=16
+    )
+    ids = {"stop_token_ids": alone.tokens}
+    ended = answer(**ids)
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+    later = answer(**ids, min_tokens=3)
+    assert first not in later.choices[0].logprobs.tokens[:3]
+    assert later.usage.completion_tokens >= 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")

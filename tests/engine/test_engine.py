@@ -91,7 +91,7 @@ def test_nothing_is_compiled_while_it_serves(engine):
     ask(engine, *requests(12, 5), *requests(3, 6, echo=True, logprobs=1))
     assert not compiled
     of_chunk = ("begin", "the layers", "end", "end with scores")
-    assert engine.compilations == len(("decode", "insert", "empty", "init")) + len(of_chunk)
+    assert engine.compilations == len(("decode", "insert", "bias", "empty", "init")) + len(of_chunk)
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
@@ -328,7 +328,7 @@ def test_a_failure_ends_every_answer_once(monkeypatch, broken):
 
     programs = engine._programs
     if broken == "deliver":
-        monkeypatch.setattr(engine, "_deliver", fail)
+        monkeypatch.setattr(engine._delivery, "deliver", fail)
     else:
         monkeypatch.setattr(programs, broken, fail)
     listeners = [Recorder() for _ in range(5)]
@@ -415,3 +415,25 @@ def test_a_listener_without_a_method_ends_only_its_own_answer(engine, unchecked)
 def test_a_chunk_above_4096_is_refused():
     with pytest.raises(UserError, match="at most 4096"):
         Engine(plain(), chunk=10**6)
+
+
+def test_no_eos_comes_before_min_new_tokens(engine):
+    """The next sampled token may be one; other requests of the batch do not change."""
+    (free,) = ask(engine, Request((1, 2, 3), 12))
+    for least in (0, 1, 2, 7, 12):
+        ends = tuple(set(free.tokens))
+        held, beside = ask(
+            engine,
+            Request((1, 2, 3), 12, min_new_tokens=least, eos=ends, bias=((ends[0], 3.0),)),
+            Request((1, 2, 3), 12),
+        )
+        assert not set(held.tokens[:least]) & set(ends) and len(held.tokens) >= least
+        assert beside.tokens == free.tokens
+        if 0 < least < 12:
+            assert len(held.tokens) <= 12 and held.outcome.reason in ("eos", "length")
+    always = tuple((token, 1e4) for token in (5,))
+    for least in (0, 1, 2, 5, 9):
+        (one,) = ask(engine, Request((7,), 9, min_new_tokens=least, eos=(5,), bias=always))
+        assert one.tokens.index(5) == least if least < 9 else 5 not in one.tokens
+    with pytest.raises(UserError, match="min_new_tokens"):
+        Request((1,), 3, min_new_tokens=4)

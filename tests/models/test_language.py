@@ -69,11 +69,11 @@ def test_special_tokens_can_be_allowed(tokenizer):
 
 
 def test_special_tokens_without_a_template(tokenizer):
-    ids = made(tokenizer, None).render(said(ATTACK, "and on"))
+    ids = made(tokenizer, None).render(said(ATTACK))
     front = list(tokenizer.front)
     assert ids[: len(front)] == front
     assert not special_ids(tokenizer, ids[len(front) :])
-    assert text_of(tokenizer, ids[len(front) :]) == f"{ATTACK}\nand on\n"
+    assert text_of(tokenizer, ids[len(front) :]) == f"{ATTACK}\n"
 
 
 def test_messages_may_contain_private_use_characters(tokenizer):

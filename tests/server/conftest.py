@@ -114,13 +114,16 @@ def events(raw: bytes) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine, words=None, tenants=(), admins=(), keys=None, kernel_seconds=60.0, **config):
+def serving(
+    engine, words=None, tenants=(), admins=(), keys=None, kernel_seconds=60.0, drain=None, **config
+):
     """Run a server. kernel_seconds: after which a connection is dropped. config: a ServerConfig."""
     words, keys = words or language(), keys or server.ApiKeys(tenants, admins)
     listener = server.bind("127.0.0.1", 0, kernel_seconds)
     server.begin_listening(listener)
     settings = server.ServerConfig(**config)
-    running = server.make_server(server.application(engine, words, keys, settings), settings)
+    app = server.application(engine, words, keys, settings, drain)
+    running = server.make_server(app, settings, drain)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     port = listener.getsockname()[1]
     engine.start()

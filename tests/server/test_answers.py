@@ -229,8 +229,17 @@ def test_tokens_cut_off_by_a_stop_string_have_logprobs(served):
     reply = served.complete("|a END", stop=" END", logprobs=0).json
     assert reply["choices"][0]["text"] == "a"
     assert reply["choices"][0]["logprobs"]["tokens"] == ["a", " ", "E", "N", "D"]
-    assert reply["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert reply["choices"][0]["logprobs"]["text_offset"] == [6, 7, 8, 9, 10]
     assert reply["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("prompt", ["Grüße|✓", [BOS, *"Grüße|✓".encode()]])
+@pytest.mark.parametrize("echo", [False, True])
+def test_text_offset_counts_from_the_beginning_of_the_prompt(served, prompt, echo):
+    """As in OpenAI's responses, also without an echo."""
+    choice = served.complete([prompt], logprobs=0, echo=echo).json["choices"][0]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[-4:] == [7, 7, 7, 8] and len(offsets) == (16 if echo else 4)
 
 
 def test_zero_new_tokens_score_only_the_prompt(served):
@@ -289,3 +298,39 @@ def test_too_many_ids_are_refused_before_decoding(monkeypatch):
     with serving(FakeEngine(max_len=100), words) as served:
         error = served.complete([65] * 100, echo=True, max_tokens=1).error
         assert error["code"] == "context_length_exceeded"
+
+
+def test_fields_that_ask_for_nothing_are_accepted(served):
+    """And null in any field, also in an unknown one."""
+    harmless = {
+        "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "key",
+        "safety_identifier": "me", "unheard_of": None,
+    }  # fmt: skip
+    assert served.complete("|x", **harmless).json["choices"][0]["text"] == "x"
+    chat = {"tools": [], "tool_choice": "none", "modalities": ["text"], "functions": None}
+    messages = [{"role": "user", "content": "|x", "name": "Ann"}]
+    reply = served.chat("", messages=messages, response_format={"type": "text"}, **harmless, **chat)
+    assert reply.json["choices"][0]["message"]["content"] == "x"
+
+
+def test_stop_token_ids_end_an_answer(served):
+    """Also with ignore_eos; their text is left out, as that of an EOS."""
+    for fields in ({}, {"ignore_eos": True}):
+        reply = served.complete("|abc", stop_token_ids=[ord("c"), 5], **fields).json
+        assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("ab", "stop")
+        assert reply["usage"]["completion_tokens"] == 3
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(served):
+    reply = served.complete("|a.b.c", stop=".", min_tokens=3).json
+    assert reply["choices"][0]["text"] == "a.b"
+    assert served.engine.requests[-1].min_new_tokens == 3
+
+
+def test_other_names_of_the_model():
+    """Answers state the first."""
+    with serving(FakeEngine(), aliases=("gpt", "a/b")) as served:
+        assert served.complete("|x", model="gpt").json["model"] == "bytes"
+        cards = served.ask("GET", "/v1/models").json["data"]
+        assert [card["id"] for card in cards] == ["bytes", "gpt", "a/b"]
+        assert served.ask("GET", "/v1/models/a/b").json["id"] == "a/b"

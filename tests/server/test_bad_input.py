@@ -100,6 +100,13 @@ COMPLETIONS = {
     "bias of an unknown token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
     "301 biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "300"),
     "a lone surrogate": ({"prompt": ["a", "\ud800"]}, "prompt", "valid Unicode", "surrogates"),
+    "one token twice": ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids"),
+    "min_tokens": ({"min_tokens": 17}, "min_tokens", "at most the 16 new tokens"),
+    "stop_token_ids": ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "128 token ids"),
+    "an unknown stop token": ({"stop_token_ids": [259]}, "stop_token_ids", "from 0 to 258"),
+    "a stop token below 0": ({"stop_token_ids": [-1]}, "stop_token_ids", "from 0 to 258"),
+    "metadata": ({"metadata": "x"}, "metadata", "an object"),
+    "service_tier": ({"service_tier": "priority"}, "service_tier", "auto, default"),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
     "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
@@ -113,7 +120,20 @@ CHATS = {
         {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
     ),
     "field of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
-    "tools": ({"tools": []}, "tools", "unknown or unsupported"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "[], the only value"),
+    "tool_choice": ({"tool_choice": "auto"}, "tool_choice", "'none', the only value"),
+    "modalities": ({"modalities": ["audio"]}, "modalities", "['text'], the only value"),
+    "variables": ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
+    "a lone surrogate in a variable": (
+        {"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs", "surrogates"
+    ),
+    "a user's message to continue": (
+        {"continue_final_message": True}, "continue_final_message", "assistant, got user"
+    ),
+    "both": (
+        {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt",
+        "exclude each other",
+    ),
     "echo": ({"echo": True}, "echo", "unknown or unsupported"),
     "no messages": ({"messages": []}, "messages", "at least one"),
     "a text": ({"messages": "hi"}, "messages", "at least one"),
@@ -131,14 +151,19 @@ CHATS = {
         "messages[0].content", "parts of type text",
     ),
     "a name": (
-        {"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0]", "nothing else"
+        {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "a text"
+    ),
+    "a field of a message": (
+        {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0]", "nothing else"
     ),
     "no new tokens": ({"max_tokens": 0}, "max_tokens", "from 1"),
     "no new completion tokens": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
     "logprobs": ({"logprobs": 1}, "logprobs", "true or false"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
     "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "logprobs=false"),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format", "only value"),
+    "format": (
+        {"response_format": {"type": "json_object"}}, "response_format", "does not constrain tokens"
+    ),
     "store": ({"store": True}, "store", "False, the only value"),
 }  # fmt: skip
 

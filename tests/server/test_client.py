@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv.server import parse_api_keys
 from tests.server.conftest import serving
-from tests.server.fake import FakeEngine
+from tests.server.fake import TEMPLATE, FakeEngine, language
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,10 @@ def test_chat(client):
     assert reply.choices[0].message.content == "hi"
     assert [one.token for one in reply.choices[0].logprobs.content] == ["h", "i", "</s>"]
     said = [{"role": "user", "content": "Say|hi"}, reply.choices[0].message]
-    client.chat.completions.create(model="bytes", messages=said)  # unchanged
+    with pytest.raises(openai.BadRequestError, match="no chat template"):  # roles would be lost
+        client.chat.completions.create(model="bytes", messages=said)
+    with serving(FakeEngine(), language(TEMPLATE)) as served, served.client() as client:
+        client.chat.completions.create(model="bytes", messages=said)  # unchanged
 
 
 def test_streams(client):
@@ -69,8 +72,9 @@ def test_exceptions(client):
         client.completions.create(model="gpt", prompt="|x")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="bytes", prompt="|x", temperature=3)
+    said = [{"role": "user", "content": "x"}]
     with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(model="bytes", messages=[], tools=[])
+        client.chat.completions.create(model="bytes", messages=said, tools=[{"type": "function"}])
     with pytest.raises(openai.InternalServerError, match="64 requests wait"):
         client.completions.create(model="bytes", prompt="!full")
 
