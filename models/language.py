@@ -52,11 +52,11 @@ class Language:
         messages, cut = self._cut_special(messages)
         chat, tokenizer = self.llm.chat, self.llm.tokenizer
         if chat.template is None:
-            text, bos = "".join(message["content"] + "\n" for message in messages), None
+            text, bos, begin = "".join(m["content"] + "\n" for m in messages), None, ()
         else:
-            text, bos = chat.render(messages), False
+            text, bos, begin = chat.render(messages), False, tokenizer.sinks
         first, *others = text.split(cut) if cut else [text]
-        ids = tokenizer.encode(first, bos=bos)
+        ids = [*begin, *tokenizer.encode(first, bos=bos)]
         return ids + [i for part in others for i in tokenizer.encode(part, bos=False)]
 
     def _cut_special(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:

@@ -87,8 +87,8 @@ def origins(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that runs a model."""
+def add_model(parser: argparse.ArgumentParser, sinks: bool = True) -> None:
+    """Flags of every command that runs a model. sinks: whether --sinks is one."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
@@ -105,6 +105,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="int8",
         help="quantise the matrices to int8 while they are loaded (default: keep --dtype)",
     )
+    if sinks:
+        group.add_argument(
+            "--sinks", metavar="FILE_OR_CONSTANT",
+            help="what begins every stream: sinks that `jaxkv pretrain --from` trained for this "
+            "model (a file), constant or constant:TOKEN, one neutral token (default: nothing more "
+            "than the model's own)",
+        )  # fmt: skip
     group.add_argument(
         "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
     )
@@ -244,7 +251,8 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        llm = without_weights(published, args.dtype, mesh, args.weights)
+        sinks = getattr(args, "sinks", None)
+        llm = without_weights(published, args.dtype, mesh, args.weights, sinks)
 
     def load() -> None:
         with Progress("loading", unit="bytes") as progress:

@@ -14,9 +14,18 @@ from jaxkv.errors import UserError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument(
+        "--preset", help="recipe: tiny, default, small or 160m (see models/recipes.py)"
+    )
+    start.add_argument(
+        "--from", dest="base", metavar="MODEL",
+        help="continue the training of a model: a folder, Hub id, GGUF file or smollm2-135m",
+    )  # fmt: skip
     parser.add_argument(
-        "--preset", required=True,
-        help="recipe: tiny, default, small or 160m (see models/recipes.py)",
+        "--train", metavar="PART",
+        help="the weights that --from updates: all, attention or sinks (default all); others are "
+        "frozen",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
@@ -53,11 +62,17 @@ def run(args: argparse.Namespace) -> int:
             _join(args.distributed)
         flags.check_device()
         from jaxkv.models import data
+        from jaxkv.models.continued import open_base
         from jaxkv.models.pretrain import pretrain
-        from jaxkv.models.recipes import read_recipe
+        from jaxkv.models.recipes import read_recipe, recipe_from
         from jaxkv.state import sharding
 
-        recipe = read_recipe(args.preset, args.settings)
+        settings = args.settings + ([f"train={args.train}"] if args.train is not None else [])
+        base = None if args.base is None else open_base(args.base)
+        if base is None:
+            recipe = read_recipe(args.preset, settings)
+        else:
+            recipe = recipe_from(base.config, settings)
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         tokens = data.read(Path(args.data))
 
@@ -74,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     with on_interrupt(stop):
         model = pretrain(
-            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard
+            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard, base
         )
     if model is None:
         return INTERRUPTED
