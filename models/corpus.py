@@ -262,7 +262,7 @@ def _take(name: Path | str) -> tuple[Coder, str]:
 
     name: a tokenizer.json, or a model, whose documents end with its <|endoftext|>, else its EOS.
     """
-    if Path(name).suffix == ".json":
+    if Path(name).suffix == ".json" or (Path(name).is_file() and Path(name).suffix != ".gguf"):
         try:
             coder, end = Coder.from_file(str(name)), END
         except Exception as error:  # the package raises bare Exception for every bad file

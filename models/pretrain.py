@@ -38,7 +38,7 @@ from jaxkv.models.data import Tokens
 from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
-from jaxkv.models.recipes import SEEN, Recipe, config_of
+from jaxkv.models.recipes import FROM, SEEN, Recipe, config_of
 from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
 from jaxkv.models.tokenizer import read_tokenizer
@@ -85,8 +85,8 @@ def pretrain(
     valid = _valid(setting, tokens)
     writes = jax.process_index() == 0
     recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in SEEN}
-    if base is None:
-        del recorded["train"]  # always `all`, and unknown to runs of earlier versions
+    if base is None:  # such runs have the defaults, and earlier versions lack the fields
+        recorded = {name: value for name, value in recorded.items() if name not in FROM}
     run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
     run |= {} if base is None else {"model": base.fingerprint}
     with contextlib.ExitStack() as stack:

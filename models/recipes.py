@@ -41,6 +41,9 @@ class Recipe:
     sinks: Sinks = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
+    # The tokens that a query attends to, its own included, while --from trains sinks that no token
+    # stands for; 0: all. Without the first tokens in sight, logits learn to take their place.
+    window: int = 0
     # A step: samples of `context` tokens each, and the number of parts for accumulation.
     rows: int = 8
     accumulate: int = 1
@@ -66,6 +69,7 @@ class Recipe:
     valid_samples: int = 64
 
 
+FROM = ("train", "window")  # fields of runs that start from a model
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
@@ -138,10 +142,10 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     if preset not in PRESETS:
         raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     recipe = _with_settings(PRESETS[preset], settings)
-    if recipe.train != "all":
+    if recipe.train != "all" or recipe.window:
         raise UserError(
-            f"a model that starts from nothing trains all weights, got train={recipe.train}; "
-            "name a model with --from"
+            f"a model that starts from nothing trains all weights without a window, got "
+            f"train={recipe.train} and window={recipe.window}; name a model with --from"
         )
     return recipe
 
@@ -178,6 +182,11 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
             f"sinks={recipe.sinks} has no weights, so train=sinks has nothing to train; set "
             "sinks=token, two_tokens or logit"
         )
+    if recipe.window and recipe.sinks in ("token", "two_tokens"):
+        raise UserError(
+            f"a window of {recipe.window} tokens loses a sink token, got sinks={recipe.sinks}; set "
+            "window=0, or sinks=none, zero or logit"
+        )
     if not any(setting.startswith("lr=") for setting in settings):
         recipe = dataclasses.replace(recipe, lr=LR[recipe.train])
     return recipe
@@ -204,7 +213,8 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 
 LEAST: dict[str, float] = {"last_lr": 0, "warmup": 0, "beta1": 0, "beta2": 0, "weight_decay": 0,
-                           "z_loss": 0, "cooldown": 0, "seed": 0, "context": 4}  # fmt: skip
+                           "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
+                           "context": 4}  # fmt: skip
 MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
                           "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 

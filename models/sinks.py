@@ -25,7 +25,7 @@ from jaxkv.models.decoder import SINK_TOKENS
 from jaxkv.models.published import Published
 from jaxkv.models.tokenizer import Tokenizer
 
-FORMAT = "jaxkv sinks 1"
+FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
 FILE = "sinks.safetensors"  # its name in the folder of a run
 LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
 CONSTANT = "constant"
@@ -41,7 +41,7 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
     logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
     if logits:
         found[LOGITS] = np.stack([np.asarray(one, np.float32) for one in logits])
-    files.write({path: save(found, metadata={"format": FORMAT, "model": fingerprint})})
+    files.write({path: save(found, metadata={FORMAT: fingerprint})})
     return path
 
 
@@ -88,11 +88,11 @@ def _learned(
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """As `with_sinks`, for a file."""
     config, remedy = published.config, f"name a {FILE} that `jaxkv pretrain --from` wrote"
-    found, about = _read(path, remedy)
+    found, theirs = _read(path, remedy)
     mine = published.fingerprint()
-    if about.get("model") != mine:
+    if theirs != mine:
         raise UserError(
-            f"the sinks in {path} belong to another model ({about.get('model')}, not {mine}); "
+            f"the sinks in {path} belong to another model ({theirs}, not {mine}); "
             "name that model, or sinks that were trained with this one"
         )
     shapes = {SINK_TOKENS: (len(found.get(SINK_TOKENS, ())), config.width),
@@ -114,8 +114,8 @@ def _learned(
     return config, tokenizer, more
 
 
-def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors and the metadata of a file of sinks."""
+def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
+    """The tensors of a file of sinks, and the fingerprint of their model."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -126,6 +126,6 @@ def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str
         about = json.loads(raw[8 : 8 + length]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} is no file of sinks: {error}; {remedy}") from None
-    if about.get("format") != FORMAT or not found:
+    if FORMAT not in about or not found:
         raise UserError(f"{path} is no file of sinks of the format {FORMAT!r}; {remedy}")
-    return found, about
+    return found, about[FORMAT]

@@ -6,6 +6,7 @@ moments, and the step. Functions are pure; the mesh decides the sharding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -70,6 +71,14 @@ class Setting:
     front: tuple[int, ...]
     dtype: str
     mesh: Mesh | None = None
+
+    @property
+    def seen(self) -> Config:
+        """The model as it attends in training: within the recipe's window, if there is one."""
+        if not self.recipe.window:
+            return self.config
+        every = tuple(min(self.recipe.window, w or self.recipe.window) for w in self.config.windows)
+        return dataclasses.replace(self.config, windows=every)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -257,7 +266,7 @@ def losses(
     """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
-    decoder, hidden, _ = uncached.forward(setting.config, weights, inputs, run)
+    decoder, hidden, _ = uncached.forward(setting.seen, weights, inputs, run)
     share = counts / jnp.sum(counts)
     cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
     return cost, found, share
@@ -367,7 +376,7 @@ def first_token_mass(
     weights: all of them.
     """
     inputs, _, _ = samples(runs, setting.front)
-    return uncached.mass_on_first(setting.config, _gather(setting, weights), inputs, after)
+    return uncached.mass_on_first(setting.seen, _gather(setting, weights), inputs, after)
 
 
 def flops_per_token(

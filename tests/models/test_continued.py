@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -203,10 +204,26 @@ def test_several_devices_agree(folder, texts, devices):
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
 
 
+def test_a_window_hides_the_first_tokens(folder, texts):
+    """The losses are those of a cache of that size, the query's own token included."""
+    base, recipe = start(folder, "train=sinks", "sinks=logit", "window=5")
+    setting = base.setting(recipe, texts)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    runs = data.batch(texts, "valid", 0, 0, 4, 16)
+    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    llm, loss = models.load(folder), []
+    config = dataclasses.replace(llm.config, sink_logit="zero")  # the logits start at 0
+    zero = dataclasses.replace(llm, config=config)
+    for row in runs.tolist():
+        loss += list(models.losses(zero, [llm.tokenizer.front[0], *row[1:]], "window:window=5"))
+    assert float(found) == pytest.approx(np.concatenate(loss).mean(), rel=1e-5)
+
+
 BAD = {
     "context=1024": "context must be at most the model's 512, got 1024; set a shorter one",
     "width=64": "takes layers, width, .* from the model, got another width; leave it out",
     "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
+    "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
     "train=head": "train must be one of all, attention, sinks, got 'head'",
 }
 
@@ -214,7 +231,7 @@ BAD = {
 @pytest.mark.parametrize("setting", BAD)
 def test_bad_settings_are_refused(folder, setting):
     with pytest.raises(UserError, match=BAD[setting]):
-        start(folder, setting)
+        start(folder, *setting.split())
 
 
 def test_data_of_another_tokenizer_are_refused(folder, tokens):
