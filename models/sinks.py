@@ -68,7 +68,7 @@ def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
     """
     if not token:
         if tokenizer.front:
-            return dataclasses.replace(tokenizer, sinks=tokenizer.front[:1])
+            return tokenizer
         ids = tokenizer.ids_of(END) if END in tokenizer.special_texts else []
         ids = ids or [i for i in [tokenizer.bos] if i is not None]
         if not ids:

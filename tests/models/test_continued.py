@@ -14,8 +14,11 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import continued, corpus, data, sinks, training
+from jaxkv.models.chat import Chat
+from jaxkv.models.language import Language
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import recipe_from
+from jaxkv.models.serving import make_model
 from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import write_texts
 from tests.seldom import seldom
@@ -258,6 +261,25 @@ def test_bad_files_of_sinks_are_refused(folder, texts, tmp_path):
         (tmp_path / "bad").write_bytes(raw)
         with pytest.raises(UserError, match="is no file of sinks"):
             models.load(folder, sinks=tmp_path / "bad")
+
+
+def test_the_engine_refuses_learned_sink_tokens(folder, texts, tmp_path):
+    path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    with pytest.raises(UserError, match="got learned sink tokens from a file; give --sinks const"):
+        make_model(models.load(folder, sinks=path))
+
+
+def test_a_chat_begins_with_the_constant_sink(folder):
+    """Once per stream, in front of what the template writes."""
+    llm = models.load(folder, sinks="constant:\\n")
+    (line,) = llm.tokenizer.sinks
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    llm = dataclasses.replace(llm, chat=Chat(template, ()))
+    talk = models.Conversation(llm, "streaming:sinks=1,window=31")
+    asked = "".join(talk.say("hi", max_new_tokens=3, ignore_eos=True))
+    assert talk.position == 1 + len("[hi]") + 3 and talk._tokens_of("you")[0] != line
+    assert Language(llm, "tiny", 1).render([{"role": "user", "content": "hi"}])[0] == line
+    assert asked == talk.output.text
 
 
 def test_a_constant_sink_begins_every_text(folder):
