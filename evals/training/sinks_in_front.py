@@ -3,13 +3,16 @@
 The same stretches of text are read under caches of equal size: by the model as it is (plain), with
 a token that begins every stream (constant), and with what `jaxkv pretrain --from` made of the
 model; --variants zero adds a zero sink that nobody trained. Each stretch begins elsewhere in its
-text, so the first token, on which the plain model leans, differs.
+text, so the first token, on which the plain model leans, differs. Losses are kept under out/, so
+that an interrupted run continues, and several processes can measure a few cache sizes each.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import ask_for_texts
-from jaxkv.evals.training.sink_tables import SINKS, line
+from jaxkv.evals.training.sink_tables import SINKS, line, logged
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
 from jaxkv.models.sinks import FILE
@@ -41,21 +45,29 @@ def main() -> None:
     ask.add_argument("--name", default="sinks_in_front", help="name of the record")
     given = ask.parse_args()
     runs = dict(variant.partition("=")[::2] for variant in given.variants)
-    record = Record(given.name, given.texts, quick=given.quick)
-    plain = models.load(given.model)
+    plain = models.load(given.model, "float32")  # on a GPU the default is bfloat16
+    record = Record(given.name, [*plain.files, *given.texts], quick=given.quick)
     stretches = cut(plain, given.texts, given.starts, given.tokens)
     sizes = [(s, w) for w in given.windows for s in given.sinks]
+    parts = Parts(record, (2 + len(runs)) * len(sizes) * len(stretches))
     losses: dict[str, dict[str, Any]] = {}
     for name in [BASE, "constant", *runs]:
-        llm = variant(name, plain, given, runs)
-        losses[name] = {
-            f"{s}+{w - s}": {at: read(llm, ids, s, w) for at, ids in stretches.items()}
-            for s, w in sizes
-        }
+        llm, hash_ = variant(name, plain, given, runs), hash_of(runs.get(name))
+        losses[name] = {}
+        for s, w in sizes:
+            key = f"{plain.name}, {name} {hash_}, {s}+{w - s}"
+            losses[name][f"{s}+{w - s}"] = {
+                at: parts.part(
+                    f"{key}, {given.tokens} of {at}",
+                    lambda m=llm, i=ids, s=s, w=w: read(m, i, s, w),
+                )
+                for at, ids in stretches.items()
+            }
         for size, found in losses[name].items():
             mean = np.mean(np.concatenate(list(found.values())))
             print(f"{name}: {size}: {mean:.4f} nats", flush=True)
     record.finish({
+        "runs": {name: described(Path(folder)) for name, folder in runs.items() if folder},
         "stretches": {at: len(ids) for at, ids in stretches.items()},
         "first_tokens": {at: plain.tokenizer.decode(ids[:1]) for at, ids in stretches.items()},
         "variants": tables(losses),
@@ -82,17 +94,41 @@ def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, st
     if name == BASE:
         return plain
     if name == "constant":
-        return models.load(given.model, sinks=given.constant)
+        return models.load(given.model, "float32", sinks=given.constant)
     if name in runs and not runs[name]:
         if name != "zero":
             raise SystemExit(f"a variant is NAME=RUN or zero, got {name}")
         config = dataclasses.replace(plain.config, sink_logit="zero")
         return dataclasses.replace(plain, config=config)
-    folder = Path(runs[name])
-    file, model = folder / FILE, folder / "hf"
+    file, model = Path(runs[name]) / FILE, Path(runs[name]) / "hf"
     return models.load(
-        model if model.is_dir() else given.model, sinks=file if file.is_file() else None
+        model if model.is_dir() else given.model, "float32", sinks=file if file.is_file() else None
     )
+
+
+def hash_of(run: str | None) -> str:
+    """A hash of what a run exported; empty for a variant without a run."""
+    if not run:
+        return ""
+    found = hashlib.sha256()
+    for file in (*Path(run).glob(FILE), *Path(run).glob("hf/*.safetensors")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def described(run: Path) -> dict[str, Any]:
+    """The recipe of a run, its losses by step, and the bytes of its file of sinks."""
+    log, file = logged(run), run / FILE
+    looks = [line for line in log if "valid_loss" in line]
+    return {
+        "recipe": json.loads((run / "run.json").read_text("utf-8"))["recipe"],
+        "device": looks[-1]["device"],
+        "seconds": log[-1]["seconds"],
+        "loss": [[line["step"], line["loss"]] for line in log],
+        "valid_loss": [[line["step"], line["valid_loss"]] for line in looks],
+        "first_token": looks[-1]["first_token"],
+        "file_bytes": file.stat().st_size if file.exists() else None,
+    }
 
 
 def read(llm: Llm, ids: Sequence[int], sinks: int, cache: int) -> np.ndarray:
