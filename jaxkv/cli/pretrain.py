@@ -6,11 +6,19 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxkv.models.continued import Base
+    from jaxkv.models.data import Tokens
+    from jaxkv.models.recipes import Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +56,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "index of this one (default: from the cluster's launcher)",
     )  # fmt: skip
     parser.add_argument(
+        "--plan", action="store_true",
+        help="compile a step, print its memory on one device, and exit; nothing is allocated",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensorboard",
         action="store_true",
         help="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
@@ -76,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         tokens = data.read(Path(args.data))
 
+    if args.plan:
+        return _show_plan(recipe, tokens, mesh, base)
+
     def log(line: str) -> None:
         if jax.process_index() == 0:
             print(line, file=sys.stderr, flush=True)
@@ -95,6 +110,19 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
     if jax.process_index() == 0:
         print(model)
+    return 0
+
+
+def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: Base | None) -> int:
+    """Print the memory of a step."""
+    from jaxkv.models.memory_plan import plan
+    from jaxkv.models.pretrain import setting_of
+    from jaxkv.state.memory import show
+
+    setting = (setting_of if base is None else base.setting)(recipe, tokens, mesh)
+    with Progress("compiling"):
+        found = plan(setting)
+    print(", ".join(f"{name} {show(size)}" for name, size in found._asdict().items()))
     return 0
 
 

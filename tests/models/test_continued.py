@@ -13,7 +13,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import continued, corpus, data, sinks, training
+from jaxkv.models import continued, corpus, data, memory_plan, sinks, training
 from jaxkv.models.chat import Chat
 from jaxkv.models.language import Language
 from jaxkv.models.pretrain import pretrain
@@ -205,6 +205,21 @@ def test_several_devices_agree(folder, texts, devices):
         found.append((float(metrics.loss), np.asarray(trained.weights["sink_tokens"])))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["sinks", "all"])
+def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
+    base, recipe = start(folder, f"train={part}", "sinks=token")
+    setting = base.setting(recipe, texts)
+    found = memory_plan.plan(setting)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    trained = training.begin(setting, weights)
+    for size, tree in zip(found[:3], (trained.weights, trained.moments, frozen), strict=True):
+        assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    runs = recipe.rows * (recipe.context + 1) * 4
+    assert found.temporaries > 0
+    # The rest are numbers of the state, the metrics, and pointers to the results.
+    assert sum(found[:4]) + runs <= found.total <= sum(found[:4]) + runs + 2048
 
 
 def test_a_window_hides_the_first_tokens(folder, texts):
