@@ -170,7 +170,9 @@ class Conversation:
         """The tokens that a message adds to the cache."""
         tokenizer, chat = self.llm.tokenizer, self.llm.chat
         if chat.template is not None:
-            return tokenizer.encode(chat.render_next(self.messages, text), bos=False)
+            # A first message begins the stream, so the sinks are in front of it.
+            begin = () if self.position else tokenizer.sinks
+            return [*begin, *tokenizer.encode(chat.render_next(self.messages, text), bos=False)]
         if any(message["role"] == "assistant" for message in self.messages):
             return tokenizer.encode(f"\n{text}\n", bos=False)
         return tokenizer.encode("".join(m["content"] + "\n" for m in self.messages) + text + "\n")

@@ -23,6 +23,8 @@ from jaxkv.models.data import (
     END,
     FORMAT,
     MANIFEST,
+    SECOND_SINK,
+    SINK,
     SPECIAL,
     SPLITS,
     TOKENIZER,
@@ -30,6 +32,7 @@ from jaxkv.models.data import (
     sha256_of,
     with_checksum,
 )
+from jaxkv.models.published import open_published
 
 SHARD = 2**24  # most tokens per shard: 32 MiB in 16 bits
 _PIECE = 2**20  # characters encoded at a time
@@ -42,7 +45,7 @@ def prepare(
     texts: Sequence[Path],
     out: Path,
     vocab: int | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: Path | str | None = None,
     valid: Sequence[Path] = (),
     share: float = 0.02,
     dtype: Literal["auto", "uint16", "uint32"] = "auto",
@@ -54,8 +57,9 @@ def prepare(
     texts, valid: files, or folders, which stand for every *.txt in them. A file is one document and
     belongs to one split. Without `valid`, the hash of a text assigns it to the valid split with
     probability `share`. vocab: train a byte-level BPE of that size on the training texts;
-    tokenizer: use this tokenizer.json instead. remove: a regular expression whose matches are
-    removed from every text. progress: called with (bytes done, all bytes).
+    tokenizer: use this tokenizer.json, or that of a model as `models.load` names it, instead.
+    remove: a regular expression whose matches are removed from every text. progress: called with
+    (bytes done, all bytes).
     Raises UserError for a text that cannot be read, ids that do not fit `dtype`, or an `out` with
     other files.
     """
@@ -71,30 +75,29 @@ def prepare(
     first = sum(sizes[path] for path in documents["train"]) if tokenizer is None else 0
     report = lambda done: progress and progress(done, first + sum(sizes.values()))  # noqa: E731
     if tokenizer is None:
-        coder = _train(documents["train"], read_text, vocab, report)
+        coder, end = _train(documents["train"], read_text, vocab, report), END
     else:
-        coder = _take(tokenizer)
+        coder, end = _take(tokenizer)
     coder.encode_special_tokens = True  # in a text, their names are ordinary letters
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
     kind = _dtype_for(size, dtype)
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)  # removed until the new one is complete
-    shards, listed = _write(
-        out, kind, coder, documents, read_text, lambda done: report(first + done)
-    )
+    special = {name: coder.token_to_id(name) for name in SPECIAL} | {END: coder.token_to_id(end)}
+    then = lambda done: report(first + done)  # noqa: E731
+    shards, listed = _write(out, kind, coder, special[END], documents, read_text, then)
     with whole_file(out / TOKENIZER) as file:
         file.write(coder.to_str(pretty=True).encode())
-    manifest = {
+    manifest = with_checksum({
         "format": FORMAT,
         "vocab": size,
         "dtype": kind.name,
         "removed": remove,
-        "special": {name: coder.token_to_id(name) for name in SPECIAL},
+        "special": special,
         "tokenizer": sha256_of(out / TOKENIZER),
         "documents": listed,
         "shards": shards,
-    }
-    manifest = with_checksum(manifest)
+    })  # fmt: skip
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return Tokens(out, manifest)
@@ -125,6 +128,7 @@ def _write(
     out: Path,
     kind: np.dtype,
     coder: Coder,
+    end: int,
     documents: dict[str, list[Path]],
     read_text: Callable[[Path], str],
     report: Callable[[int], None],
@@ -135,7 +139,7 @@ def _write(
         writer = _Shards(out, split, kind)
         for path in documents[split]:
             text = read_text(path)
-            ids = [*_encode(coder, text), coder.token_to_id(END)]
+            ids = [*_encode(coder, text), end]
             writer.add(np.asarray(ids, kind))
             digest = hashlib.sha256(text.encode()).hexdigest()
             listed.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
@@ -253,21 +257,51 @@ def _train(
     return coder
 
 
-def _take(path: Path) -> Coder:
-    """Read a published tokenizer.json and add the special tokens that it lacks."""
-    try:
-        coder = Coder.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for every bad file
-        raise UserError(f"{path} is not a tokenizer.json: {error}; name another") from None
-    coder.add_special_tokens(list(SPECIAL))
+def _take(name: Path | str) -> tuple[Coder, str]:
+    """A published tokenizer with the special tokens that it lacks, and the one that ends a text.
+
+    name: a tokenizer.json, or a model, whose documents end with its <|endoftext|>, else its EOS.
+    """
+    if Path(name).suffix == ".json" or (Path(name).is_file() and Path(name).suffix != ".gguf"):
+        try:
+            coder, end = Coder.from_file(str(name)), END
+        except Exception as error:  # the package raises bare Exception for every bad file
+            raise UserError(f"{name} is not a tokenizer.json: {error}; name another") from None
+    else:
+        coder, end = _of_model(name)
+    coder.add_special_tokens(list(dict.fromkeys((end, SINK, SECOND_SINK))))
     coder.no_truncation()
     coder.no_padding()
-    return coder
+    return coder, end
+
+
+def _of_model(name: Path | str) -> tuple[Coder, str]:
+    """A copy of a model's tokenizer, and its token that ends a text."""
+    published = open_published(name)
+    tokenizer = published.tokenizer()
+    if tokenizer.backend is None:
+        raise UserError(
+            f"{published.path} has a SentencePiece tokenizer, which a data folder cannot store; "
+            "name a model with a tokenizer.json"
+        )
+    coder = Coder.from_str(tokenizer.backend.to_str())
+    ends = [END] if coder.token_to_id(END) is not None else []
+    ends += [coder.id_to_token(i) for i in (*tokenizer.eos, *published.config.eos)]
+    if not ends:
+        raise UserError(f"{published.path} has no token that ends a text; name another model")
+    return coder, ends[0]
 
 
 def _encode(coder: Coder, text: str) -> list[int]:
-    parts = coder.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
+    # Other tokenizers than byte-level ones may put a space in front of each piece.
+    pieces = list(_pieces(text)) if "ByteLevel" in _decoder(coder) else [text]
+    parts = coder.encode_batch_fast(pieces, add_special_tokens=False)
     return [i for part in parts for i in part.ids]
+
+
+def _decoder(coder: Coder) -> str:
+    """The decoder's state as JSON."""
+    return "" if coder.decoder is None else coder.decoder.__getstate__().decode()
 
 
 def _dtype_for(vocab: int, wanted: str) -> np.dtype:

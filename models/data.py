@@ -19,10 +19,13 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.models.hf.folder import read_json
+from jaxkv.models.tokenizer import SINK_TEXTS
 from jaxkv.typing import Int32
 
-END, SINK, SECOND_SINK = "<|endoftext|>", "<|sink|>", "<|sink2|>"
+END, (SINK, SECOND_SINK) = "<|endoftext|>", SINK_TEXTS
 SPECIAL = (END, SINK, SECOND_SINK)
+# The tokens before every sample, by the recipe's `sinks`.
+FRONT = {"token": (SINK,), "two_tokens": (SINK, SECOND_SINK)}
 SPLITS = ("train", "valid")
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 FORMAT = "jaxkv tokens 1"
@@ -50,6 +53,10 @@ class Tokens:
     def id_of(self, special: str) -> int:
         """The id of a special token."""
         return self.manifest["special"][special]
+
+    def front(self, sinks: str) -> tuple[int, ...]:
+        """The ids of the sink tokens before every sample, by the recipe's `sinks`."""
+        return tuple(self.id_of(name) for name in FRONT.get(sinks, ()))
 
     def count(self, split: Split) -> int:
         """Tokens of a split."""

@@ -26,6 +26,9 @@ from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 Weights = Mapping[str, Array | Quantised]
+# A weight [tokens, D] that a published model lacks: the inputs of ids from the vocabulary on. No
+# head predicts these ids.
+SINK_TOKENS = "sink_tokens"
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
@@ -139,6 +142,7 @@ class Decoder(nnx.Module):
         self.config, self.mesh, self.run = config, mesh, run
         self.embed = _parameter(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
+        self.sink_tokens = nnx.Param(weights[SINK_TOKENS]) if SINK_TOKENS in weights else None
         first = weights["layers.0.q"]
         self.dtype = (weights["norm"] if isinstance(first, Quantised) else first).dtype
         self.head = None if config.tied else _parameter(weights["head"])
@@ -167,11 +171,17 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
         """The input of the first layer."""
-        embed = _value(self.embed)
+        embed, vocab = _value(self.embed), self.config.vocab
+        known = tokens if self.sink_tokens is None else jnp.minimum(tokens, vocab - 1)
         if isinstance(embed, Quantised):
-            return rows(embed, tokens, self.dtype).transpose(2, 0, 1)
-        # In training the embedding is wider than the other matrices.
-        return jnp.take(embed, tokens, axis=0).astype(self.dtype).transpose(2, 0, 1)
+            x = rows(embed, known, self.dtype)
+        else:  # in training the embedding is wider than the other matrices
+            x = jnp.take(embed, known, axis=0).astype(self.dtype)
+        if self.sink_tokens is not None:
+            sinks = self.sink_tokens[...].astype(self.dtype)
+            sinks = jnp.take(sinks, jnp.maximum(tokens - vocab, 0), axis=0, mode="clip")
+            x = jnp.where((tokens >= vocab)[..., None], sinks, x)
+        return x.transpose(2, 0, 1)
 
     def normed(self, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
         """The hidden states, from the output of the last layer."""

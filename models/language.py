@@ -75,8 +75,10 @@ class Language:
             if not found:
                 raise UserError("the chat template does not show the last message; send another")
         first, *others = text.split(cut)
-        ids = self.llm.tokenizer.encode(first, bos=bos)
-        return ids + [i for part in others for i in self.llm.tokenizer.encode(part, bos=False)]
+        tokenizer = self.llm.tokenizer
+        begin = () if bos is None else tokenizer.sinks  # plain text has them from the tokenizer
+        ids = [*begin, *tokenizer.encode(first, bos=bos)]
+        return ids + [i for part in others for i in tokenizer.encode(part, bos=False)]
 
     def _text(
         self,

@@ -18,10 +18,11 @@ from jaxkv.models import int8
 from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, spec_of
+from jaxkv.models.decoder import SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.int8 import Quantised
 from jaxkv.models.published import Published, open_published
+from jaxkv.models.sinks import with_sinks
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
@@ -76,6 +77,12 @@ class Llm:
         return tuple(sorted(self.path.glob("*.safetensors")))
 
     @property
+    def input_ids(self) -> int:
+        """The number of ids that the model reads: its vocabulary and its sink tokens."""
+        rows = self.weights.get(SINK_TOKENS)
+        return self.config.vocab + (0 if rows is None else rows.shape[0])
+
+    @property
     def spec(self) -> Spec:
         """The attention of every layer, as policies need it."""
         return spec_of(self.config, self.dtype)
@@ -104,6 +111,7 @@ def load(
     mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
     weights: str | None = None,
+    sinks: str | Path | None = None,
 ) -> Llm:
     """Load a model of the Llama family with its tokenizer.
 
@@ -112,11 +120,12 @@ def load(
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
     progress: called with (bytes read, all bytes). weights: int8 quantises the matrices while they
-    are loaded (models/int8.py); None keeps `dtype`.
+    are loaded (models/int8.py); None keeps `dtype`. sinks: what begins every stream: a file of
+    learned sinks, constant or constant:TOKEN (models/sinks.py).
     Raises UserError for anything wrong with the model, and for int8 over a mesh.
     """
     published = open_published(name)
-    llm = without_weights(published, dtype, mesh, weights)
+    llm = without_weights(published, dtype, mesh, weights, sinks)
     load_weights(llm, published, progress)
     return llm
 
@@ -126,6 +135,7 @@ def without_weights(
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     weights: str | None = None,
+    sinks: str | Path | None = None,
 ) -> Llm:
     """The model of `load` without its weights: programs can be compiled before they are loaded."""
     enable_compilation_cache()
@@ -148,6 +158,10 @@ def without_weights(
         for name, (_, shape) in shapes(config).items()
     }
     tokenizer, chat, sampling = published.tokenizer(), published.chat(), published.sampling()
+    if sinks is not None:
+        config, tokenizer, more = with_sinks(sinks, published, tokenizer)
+        place = None if mesh is None else _placement(mesh)
+        found |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in more.items()}
     return Llm(config, found, tokenizer, chat, published.path, dtype, mesh, sampling)
 
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-import time
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,18 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv import files
 from jaxkv.errors import UserError
-from jaxkv.models import curves, data, device, training
+from jaxkv.models import data, device, training
 from jaxkv.models.chat import Chat
 from jaxkv.models.checkpoint import Checkpoints, own, writing
-from jaxkv.models.compilation import clock, enable_compilation_cache
+from jaxkv.models.compilation import enable_compilation_cache
+from jaxkv.models.continued import Base
 from jaxkv.models.data import Tokens
+from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
-from jaxkv.models.recipes import SEEN, Recipe, config_of
+from jaxkv.models.recipes import FROM, SEEN, Recipe, config_of
+from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
 from jaxkv.models.tokenizer import read_tokenizer
 from jaxkv.models.training import Setting, Training
@@ -46,10 +47,8 @@ from jaxkv.models.uncached import SINK_HEAD
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
 
-# The tokens before every sample, by the recipe's `sinks`.
-FRONT = {"token": (data.SINK,), "two_tokens": (data.SINK, data.SECOND_SINK)}
 PROMPT, SAMPLE = "The", 60  # the prompt of a text sample, and its new tokens
-ATTENTION_SAMPLES = 2  # samples whose attention is analysed
+ATTENTION_SAMPLES, ATTENTION_LENGTH = 2, 2048  # samples whose attention is analysed, and tokens
 
 
 def pretrain(
@@ -60,13 +59,15 @@ def pretrain(
     tell: Callable[[str], None] = print,
     stopped: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
+    base: Base | None = None,
 ) -> Path | None:
     """Train a model, or resume training. Returns the folder of the exported model.
 
     tokens: a data folder (models.data.read). out: a folder for this run alone. mesh: its axis
     `data` splits samples, weights and moments; every process makes the same call, and the first one
     writes. tell: called with lines to show. stopped: called after every step; if it returns True, a
-    checkpoint is saved and None is returned.
+    checkpoint is saved and None is returned. base: a model to start from; where its weights are
+    frozen and only sinks are trained, the result is a file of sinks.
     Raises UserError for data, a mesh or a folder that does not fit, a full disk, and a loss that is
     not finite.
     """
@@ -76,29 +77,38 @@ def pretrain(
             "several processes need a mesh over all their devices; give --mesh "
             f"data={jax.device_count()}"
         )
-    setting = setting_of(recipe, tokens, mesh)
-    board = _board() if tensorboard else None
+    setting = (
+        setting_of(recipe, tokens, mesh) if base is None else base.setting(recipe, tokens, mesh)
+    )
+    board = tensorboard_writer() if tensorboard else None
     data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
     valid = _valid(setting, tokens)
     writes = jax.process_index() == 0
-    run = {
-        "recipe": {k: v for k, v in dataclasses.asdict(recipe).items() if k not in SEEN},
-        "data": tokens.digest,
-        "dtype": setting.dtype,
-    }
+    recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in SEEN}
+    if base is None:  # such runs have the defaults, and earlier versions lack the fields
+        recorded = {name: value for name, value in recorded.items() if name not in FROM}
+    run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
+    run |= {} if base is None else {"model": base.fingerprint}
     with contextlib.ExitStack() as stack:
         in_first_process(lambda: stack.enter_context(own(out, run)))
         checkpoints = stack.enter_context(Checkpoints(out, run))
-        trained = checkpoints.restore(training.shape(setting)) or training.begin(setting)
+        weights, frozen = (
+            (None, {}) if base is None else base.weights(setting, tokens.id_of(data.END))
+        )
+        trained = checkpoints.restore(training.shape(setting)) or training.begin(setting, weights)
+        del weights
         log = Log(out / "log.jsonl", int(trained.step), writes, board)
-        trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped)
+        trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped, frozen)
         checkpoints.wait()
         if int(trained.step) < recipe.steps:
             tell(f"stopped at step {int(trained.step)}; the same command resumes")
             return None
-        weights, tokenizer = _whole(setting, trained.weights), tokens.folder / data.TOKENIZER
-        if writes:
-            with writing(out):
+        weights = _whole(setting, frozen | trained.weights)
+        with writing(out):
+            if base is not None:
+                return base.export(out, setting, weights, writes)
+            if writes:
+                tokenizer = tokens.folder / data.TOKENIZER
                 export(out / "hf", setting.config, weights, tokenizer, setting.front)
         return out / "hf"
 
@@ -112,6 +122,7 @@ def train(
     log: Log,
     tell: Callable[[str], None],
     stopped: Callable[[], bool],
+    frozen: Weights,
 ) -> Training:
     """Run the remaining steps, or those until `stopped` returns True."""
     recipe, first = setting.recipe, int(trained.step)
@@ -128,7 +139,7 @@ def train(
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
-        trained, metrics = training.update(setting, trained, setting.split(runs))
+        trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
         done = step + 1
         evaluating = done == recipe.steps or done % recipe.look_every == 0
         logging = evaluating or 0 in (done % recipe.log_every, done % recipe.save_every)
@@ -146,7 +157,7 @@ def train(
         }
         _check(trained, checkpoints)
         if evaluating:
-            line |= evaluate(setting, trained, valid, tokens, tell)
+            line |= evaluate(setting, trained, valid, tokens, tell, frozen)
             line |= {"device": place, "jax": jax.__version__}
         log.write(line)
         tell(shown(line, recipe))
@@ -202,8 +213,9 @@ def in_first_process(act: Callable[[], object]) -> None:
 
 def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
     """The setting of a recipe on these data and devices."""
-    front = tuple(tokens.id_of(name) for name in FRONT.get(recipe.sinks, ()))
-    return setting_for(recipe, tokens.vocab, front, tokens.id_of(data.END), mesh)
+    return setting_for(
+        recipe, tokens.vocab, tokens.front(recipe.sinks), tokens.id_of(data.END), mesh
+    )
 
 
 def setting_for(
@@ -212,9 +224,7 @@ def setting_for(
     """The setting of a recipe; front and end: the ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
-    native = device.native_dtype(jax.local_devices()[0])
-    dtype = native if recipe.dtype == "auto" else recipe.dtype
-    return Setting(recipe, config, front, dtype, mesh)
+    return Setting(recipe, config, front, training.dtype_of(recipe), mesh)
 
 
 def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
@@ -232,14 +242,16 @@ def evaluate(
     valid: list[np.ndarray],
     tokens: Tokens,
     tell: Callable[[str], None],
+    frozen: Weights,
 ) -> dict[str, Any]:
     """Validation loss, attention to the first token, and a sample of text."""
     losses = [
-        float(training.mean_loss(setting, trained.weights, setting.place_samples(part)))
+        float(training.mean_loss(setting, trained.weights, setting.place_samples(part), frozen))
         for part in valid
     ]
-    weights = _whole(setting, trained.weights)
-    alone, some = dataclasses.replace(setting, mesh=None), valid[0][:ATTENTION_SAMPLES]
+    weights = _whole(setting, frozen | trained.weights)
+    alone = dataclasses.replace(setting, mesh=None)
+    some = valid[0][:ATTENTION_SAMPLES, : ATTENTION_LENGTH + 1]
     mass = np.asarray(
         training.first_token_mass(alone, weights, some, min(64, setting.recipe.context // 2))
     )
@@ -298,96 +310,7 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
 
 def title(setting: Setting, trained: Training) -> str:
     recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
+    every = sum(math.prod(shape) for shape in setting.shapes.values())
+    of = "" if count == every else f" of {every:,}"
     batch = f"{recipe.rows} x {recipe.context} tokens a step"
-    return f"{count:,} weights, sinks={recipe.sinks}, {batch}"
-
-
-class Pace:
-    """Tokens per second and model FLOPs utilisation, without evaluation and compiling.
-
-    seconds: the total time of earlier starts of the run; `since` reports the time in total.
-    """
-
-    def __init__(self, setting: Setting, first: int, seconds: float):
-        self._tokens = setting.recipe.rows * setting.recipe.context
-        flops = training.flops_per_token(setting.config, setting.recipe.context)
-        devices = 1 if setting.mesh is None else setting.mesh.size
-        # The virtual devices of a CPU share one processor.
-        self._peak = device.peak() * (1 if jax.default_backend() == "cpu" else devices)
-        self._flops, self._start = flops, time.perf_counter() - seconds
-        clock()
-        self.resume(first)
-
-    def since(self, done: int) -> dict[str, float]:
-        """Measurements of the steps since `resume`; call it when those steps are complete."""
-        now = time.perf_counter()
-        spent = now - self._begun - (clock().seconds - self._compiled)
-        pace = (done - self._done) * self._tokens / max(spent, 1e-9)
-        return {
-            "tokens_per_second": pace,
-            "mfu": pace * self._flops / self._peak,
-            "seconds": now - self._start,
-        }
-
-    def resume(self, done: int) -> None:
-        """Start a new measurement after step `done`."""
-        self._done, self._begun, self._compiled = done, time.perf_counter(), clock().seconds
-
-
-class Log:
-    """OUT/log.jsonl: one line per logged step, without steps after the checkpoint."""
-
-    def __init__(self, path: Path, step: int, writes: bool, board: Callable | None):
-        self._path, self._writes = path, writes
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        # Steps after the checkpoint will be logged again.
-        self.lines = [line for line in map(_parsed, lines) if line and line["step"] <= step]
-        self.seconds = self.lines[-1]["seconds"] if self.lines else 0.0
-        folder = str(path.parent / "tensorboard")
-        self._board = board(folder, purge_step=step + 1) if board and writes else None
-        if writes:
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            with writing(path.parent):
-                files.write({path: text.encode()})
-
-    def write(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        if self._writes:
-            with writing(self._path.parent), self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        if self._board:
-            for name, value in line.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, line["step"])
-            self._board.flush()
-
-    def draw(self, title: str) -> None:
-        """The picture of all lines beside the log."""
-        if self._writes:
-            with writing(self._path.parent):
-                files.write({self._path.with_name("curves.png"): curves.draw(self.lines, title)})
-
-    def is_best(self, line: dict[str, Any]) -> bool:
-        """Whether no earlier validation loss is smaller; False in processes that do not write."""
-        losses = [x["valid_loss"] for x in self.lines if "valid_loss" in x]
-        return self._writes and line["valid_loss"] <= min(losses)
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    """A line of the log; None for a partial line of a killed process."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None
-
-
-def _board() -> Callable:
-    """The TensorBoard writer class, imported before a run begins in every process."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "--tensorboard needs the package tensorboardX; pip install tensorboardX, or omit the "
-            "flag"
-        ) from None
-    return SummaryWriter
+    return f"{count:,}{of} weights, sinks={recipe.sinks}, {batch}"

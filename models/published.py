@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxkv.models import gguf, smollm2
 from jaxkv.models.chat import Chat, read_chat
-from jaxkv.models.config import Config, read_config
-from jaxkv.models.gguf.header import gguf_package
-from jaxkv.models.hf.folder import find
-from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.config import ARCHITECTURES, Config, read_config
+from jaxkv.models.gguf.header import Header, gguf_package
+from jaxkv.models.hf.folder import find, read_json
+from jaxkv.models.hf.weights import load_weights, model_tensors
+from jaxkv.models.placement import Tensor
 from jaxkv.models.sampling_settings import read_sampling, sampling_of_gguf
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.sampling import Sampling
+
+FINGERPRINTED = 64  # bytes of each weight that its model is recognised by
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +30,8 @@ class Published:
     """The parts of a model; everything but the config is read when it is called.
 
     path: the folder or the file. weights: takes dtype, sharding and progress as
-    `hf.weights.load_weights` does.
+    `hf.weights.load_weights` does. fields: the contents of config.json. tensors: their places in
+    the files, by our names.
     """
 
     path: Path
@@ -34,6 +40,18 @@ class Published:
     chat: Callable[[], Chat]
     sampling: Callable[[], Sampling]
     weights: Callable[..., dict[str, jax.Array]]
+    fields: Callable[[], dict[str, Any]]
+    tensors: Callable[[], dict[str, Tensor]]
+
+    def fingerprint(self) -> str:
+        """A hash of the shape and the first stored bytes of every weight, in any dtype loaded."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.tensors().items()):
+            found.update(f"{name} {tensor.type} {tensor.shape} ".encode())
+            with tensor.file.open("rb") as stream:
+                stream.seek(tensor.start)
+                found.update(stream.read(min(FINGERPRINTED, tensor.bytes)))
+        return found.hexdigest()[:16]
 
 
 def open_published(name: str | Path) -> Published:
@@ -57,6 +75,8 @@ def open_published(name: str | Path) -> Published:
             partial(gguf.read_chat, header),
             lambda: sampling_of_gguf(header.fields, path),
             partial(gguf.load_weights, header, config),
+            partial(_fields_of_gguf, header),
+            partial(gguf.model_tensors, header, config),
         )
     config = read_config(path)
     return Published(
@@ -66,4 +86,15 @@ def open_published(name: str | Path) -> Published:
         partial(read_chat, path),
         partial(read_sampling, path),
         partial(load_weights, path, config),
+        partial(read_json, path / "config.json"),
+        partial(model_tensors, path, config),
     )
+
+
+def _fields_of_gguf(header: Header) -> dict[str, Any]:
+    """The config.json that describes the model in a GGUF file."""
+    family, fields = gguf.described(header)
+    (name, *_) = (name for name, its in ARCHITECTURES.items() if its == family)
+    return {"architectures": [name], "model_type": family} | {
+        name: value for name, value in fields.items() if value is not None
+    }

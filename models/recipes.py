@@ -18,6 +18,11 @@ from jaxkv.rotary import rotary
 
 THETA = 10000.0  # the base of the rotary frequencies
 Sinks = Literal["none", "zero", "token", "two_tokens", "logit"]
+Train = Literal["all", "attention", "sinks"]
+# Fields that --from takes from the model.
+ARCHITECTURE = ("layers", "width", "heads", "kv_heads", "mlp")
+# Learning rates of --from, by `train`: a sink is a few numbers far from their optimum.
+LR: dict[str, float] = {"all": 1e-4, "attention": 1e-4, "sinks": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class Recipe:
     # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
     # two sink tokens before every sample, or a learned logit per head.
     sinks: Sinks = "none"
+    # The weights that are updated. All but `all` need a model to start from.
+    train: Train = "all"
+    # The tokens that a query attends to, its own included, while --from trains sinks that no token
+    # stands for; 0: all. Without the first tokens in sight, logits learn to take their place.
+    window: int = 0
     # A step: samples of `context` tokens each, and the number of parts for accumulation.
     rows: int = 8
     accumulate: int = 1
@@ -59,6 +69,7 @@ class Recipe:
     valid_samples: int = 64
 
 
+FROM = ("train", "window")  # fields of runs that start from a model
 SEEN = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
@@ -130,6 +141,59 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     """
     if preset not in PRESETS:
         raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    recipe = _with_settings(PRESETS[preset], settings)
+    if recipe.train != "all" or recipe.window:
+        raise UserError(
+            f"a model that starts from nothing trains all weights without a window, got "
+            f"train={recipe.train} and window={recipe.window}; name a model with --from"
+        )
+    return recipe
+
+
+def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
+    """The recipe that continues the training of a model, with some fields replaced.
+
+    Raises UserError for an unknown field or value, a field that the model decides, a context longer
+    than the model's, sinks that differ from the model's own, and sinks without a weight to train.
+    """
+    settings, own = list(settings), {"zero": "zero", "learned": "logit"}.get(config.sink_logit)
+    start = Recipe(
+        layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
+        mlp=config.mlp, context=config.context, sinks=own or "none", warmup=0.05, z_loss=0.0,
+    )  # fmt: skip
+    recipe = _with_settings(start, settings)
+    changed = [field for field in ARCHITECTURE if getattr(recipe, field) != getattr(start, field)]
+    if changed:
+        raise UserError(
+            f"--from takes {', '.join(ARCHITECTURE)} from the model, got another {changed[0]}; "
+            "leave it out"
+        )
+    if recipe.context > config.context:
+        raise UserError(
+            f"context must be at most the model's {config.context}, got {recipe.context}; set a "
+            "shorter one"
+        )
+    if own is not None and recipe.sinks != own:
+        raise UserError(
+            f"this model was trained with sinks={own}, got {recipe.sinks}; keep its own"
+        )
+    if recipe.train == "sinks" and recipe.sinks in ("none", "zero"):
+        raise UserError(
+            f"sinks={recipe.sinks} has no weights, so train=sinks has nothing to train; set "
+            "sinks=token, two_tokens or logit"
+        )
+    if recipe.window and recipe.sinks in ("token", "two_tokens"):
+        raise UserError(
+            f"a window of {recipe.window} tokens loses a sink token, got sinks={recipe.sinks}; set "
+            "window=0, or sinks=none, zero or logit"
+        )
+    if not any(setting.startswith("lr=") for setting in settings):
+        recipe = dataclasses.replace(recipe, lr=LR[recipe.train])
+    return recipe
+
+
+def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """A recipe with fields replaced, each written as field=value."""
     kinds = typing.get_type_hints(Recipe)
     chosen = {}
     for setting in settings:
@@ -139,7 +203,7 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
                 f"a setting must be field=value with a field of {', '.join(kinds)}, got {setting!r}"
             )
         chosen[field] = _value(field, kinds[field], value)
-    recipe = dataclasses.replace(PRESETS[preset], **chosen)
+    recipe = dataclasses.replace(recipe, **chosen)
     if recipe.rows % recipe.accumulate:
         raise UserError(
             f"accumulate must divide rows, got {recipe.accumulate} and {recipe.rows}; "
@@ -149,7 +213,8 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 LEAST: dict[str, float] = {"last_lr": 0, "warmup": 0, "beta1": 0, "beta2": 0, "weight_decay": 0,
-                           "z_loss": 0, "cooldown": 0, "seed": 0, "context": 4}  # fmt: skip
+                           "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
+                           "context": 4}  # fmt: skip
 MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
                           "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 

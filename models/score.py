@@ -51,6 +51,7 @@ def losses(
 ) -> Iterator[np.ndarray]:
     """Yield the natural-log losses of tokens 1..N-1 of one text, one array per chunk.
 
+    The loss of a sink token that no head predicts (`models.sinks`) is NaN.
     tokens: the text with its BOS in front. chunk: tokens per chunk; None chooses by policy. Its
     effect is that of `Stream.prefill`. start: the position of the first token, up to 2^32 - 1.
     stream: continue these states, at their position, instead of fresh ones.
@@ -62,9 +63,9 @@ def losses(
     ids = np.asarray(tokens, np.int32)
     if len(ids) < 2:
         raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
-    if not 0 <= ids.min() <= ids.max() < llm.config.vocab:
+    if not 0 <= ids.min() <= ids.max() < llm.input_ids:
         raise UserError(
-            f"token ids must be from 0 to {llm.config.vocab - 1}, got {ids.min()}..{ids.max()}; "
+            f"token ids must be from 0 to {llm.input_ids - 1}, got {ids.min()}..{ids.max()}; "
             "the tokenizer belongs to another model"
         )
     if stream is None:
@@ -158,7 +159,7 @@ def score(
     progress: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Score:
-    """All losses of a text under a policy.
+    """All losses of a text under a policy, without those of sink tokens that no head predicts.
 
     progress: called with the predictions done so far. stopped: asked after every chunk whether to
     end there; the score is then that of the beginning of the text.
@@ -168,6 +169,7 @@ def score(
     parts = losses(llm, tokens, chunk=chunk, stream=stream)  # raises before the warning
     warn_beyond_context(llm, stream.policies, len(tokens))
     found, seconds, compiling = gather(parts, progress, stopped)
+    found = found[np.asarray(tokens)[1 : 1 + len(found)] < llm.config.vocab]
     if not np.isfinite(found).all():
         raise not_finite(llm)
     return Score(found, stream.state_bytes, seconds, compiling, chunk)

@@ -10,7 +10,7 @@ from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
-from jaxkv.models.decoder import Decoder, Weights, layer_weights, run_layer
+from jaxkv.models.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
 from jaxkv.models.llm import Llm
 from jaxkv.models.streams import DEFAULT_POLICY
 from jaxkv.models.text import warn_beyond_context
@@ -20,11 +20,16 @@ from jaxkv.typing import Array, Float, Float32, Int32
 def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
     """Wrap a loaded model and a cache policy for the engine.
 
-    Raises UserError for a model that is sharded over a mesh.
+    Raises UserError for a model that is sharded over a mesh, or with learned sink tokens.
     """
     if llm.mesh is not None:
         raise UserError(
             "the engine runs on one device, got a model over a mesh; load it without mesh"
+        )
+    if SINK_TOKENS in llm.weights:
+        raise UserError(
+            "the engine takes constant sinks and sink logits, got learned sink tokens from a file; "
+            "give --sinks constant, or a model trained with --train all"
         )
     policies = llm.policies(policy)
 

@@ -133,7 +133,7 @@ class Stream:
             raise UserError(
                 f"give one list of tokens per sequence: got {len(prompts)} for {batch} sequences"
             )
-        longest, vocab = max(map(len, prompts)), self.llm.config.vocab
+        longest, vocab = max(map(len, prompts)), self.llm.input_ids
         if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
             raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
         self._check_usable()

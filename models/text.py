@@ -201,7 +201,7 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
         raise UserError(f"the model must come from models.load, got {llm!r:.60}; load it first")
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
         raise UserError(f"no prompt is given, got {prompts!r:.60}; give a text or a list of texts")
-    encoded, vocab = [], llm.config.vocab
+    encoded, vocab = [], llm.input_ids
     for prompt in prompts:
         if isinstance(prompt, str):
             if not prompt:

@@ -23,6 +23,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The steps of a decoder in tokenizer.json that a table of bytes can represent.
 STEPS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # SentencePiece's mark for a space
+SINK_TEXTS = ("<|sink|>", "<|sink2|>")  # the tokens of learned sinks (models/data.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,8 @@ class Tokenizer:
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
     expects before a text, most often its BOS. strip: the number of spaces removed at the
     beginning of a decoded text (SentencePiece adds one when it encodes). special_texts: what in a
-    text becomes a special id.
+    text becomes a special id. sinks: those of `front` that begin every stream, also a chat, whose
+    template writes the BOS itself. backend: that of the `tokenizers` package, where it is one.
     """
 
     ids_of: Callable[[str], list[int]] = field(repr=False)
@@ -43,6 +45,8 @@ class Tokenizer:
     front: tuple[int, ...] = ()
     strip: int = 0
     special_texts: tuple[str, ...] = field(default=(), repr=False)
+    sinks: tuple[int, ...] = ()
+    backend: Any = field(default=None, repr=False)
 
     @property
     def adds_bos(self) -> bool:
@@ -166,6 +170,8 @@ def tokenizer_of(
         front=tuple(front),
         strip=_strip(steps),
         special_texts=tuple(token.content for token in added.values() if token.special),
+        sinks=tuple(i for i in front if backend.id_to_token(i) in SINK_TEXTS),
+        backend=backend,
     )
 
 

@@ -6,9 +6,10 @@ moments, and the step. Functions are pure; the mesh decides the sharding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,20 +22,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from optax.contrib import muon
 
 from jaxkv.errors import UserError
-from jaxkv.models import uncached
+from jaxkv.models import device, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.cross_entropy import cross_entropy
-from jaxkv.models.decoder import Weights
+from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.recipes import Recipe
 from jaxkv.typing import Array, Float32, Int32
 
 DEVIATION = 0.02  # standard deviation of initial weights
 INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon updates
+# What `Recipe.train` updates, by the last part of the name; `sinks` are the logits of the heads.
+SINKS = (SINK_TOKENS, "sinks")
+ATTENTION = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", *SINKS)
 
 
 class Training(NamedTuple):
-    """The state of a run between steps, which is also the content of a checkpoint."""
+    """The state of a run between steps, which is also the content of a checkpoint.
+
+    weights: those that are updated. Frozen weights are no part of it: they have no moments and are
+    read from the model again.
+    """
 
     weights: dict[str, Float32[Array, "..."]]
     moments: optax.OptState
@@ -53,8 +61,9 @@ class StepMetrics(NamedTuple):
 class Setting:
     """The static arguments of a compiled step.
 
-    front: the sink tokens before every sample. dtype: of the computation; weights and moments are
-    float32. mesh: its axis `data` splits samples, weights and moments.
+    front: the sink tokens before every sample; ids beyond the vocabulary are rows of SINK_TOKENS.
+    dtype: of the computation and of frozen weights; trained weights and moments are float32. mesh:
+    its axis `data` splits samples, weights and moments.
     """
 
     recipe: Recipe
@@ -62,6 +71,28 @@ class Setting:
     front: tuple[int, ...]
     dtype: str
     mesh: Mesh | None = None
+
+    @property
+    def seen(self) -> Config:
+        """The model as it attends in training: within the recipe's window, if there is one."""
+        if not self.recipe.window:
+            return self.config
+        every = tuple(min(self.recipe.window, w or self.recipe.window) for w in self.config.windows)
+        return dataclasses.replace(self.config, windows=every)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight, frozen ones included."""
+        found = {name: shape for name, (_, shape) in shapes(self.config).items()}
+        rows = sum(token >= self.config.vocab for token in self.front)
+        return found | ({SINK_TOKENS: (rows, self.config.width)} if rows else {})
+
+    def trains(self, name: str) -> bool:
+        """Whether the run updates a weight."""
+        kind = name.rsplit(".", 1)[-1]
+        return {"all": True, "attention": kind in ATTENTION, "sinks": kind in SINKS}[
+            self.recipe.train
+        ]
 
     def place(self, shape: Sequence[int]) -> NamedSharding | None:
         """The sharding of a weight or a moment: along its longest axis that the mesh divides."""
@@ -93,6 +124,12 @@ class Setting:
         return jax.make_array_from_callback(samples.shape, where, lambda at: samples[at])
 
 
+def dtype_of(recipe: Recipe) -> str:
+    """The dtype that a recipe computes in."""
+    native = device.native_dtype(jax.local_devices()[0])
+    return native if recipe.dtype == "auto" else recipe.dtype
+
+
 def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
     """Raise UserError where the mesh has another axis than `data`, or does not divide a batch."""
     if mesh is None:
@@ -110,13 +147,13 @@ def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
         )
 
 
-def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
+def fresh_weights(setting: Setting) -> dict[str, Array]:
     """Random initial weights in float32: normal; gains 1, biases and sink logits 0.
 
     Weights that write to the residual stream are divided by sqrt(2 L), as in GPT-2.
     """
-    weights = {}
-    for name, (_, shape) in shapes(config).items():
+    weights, config, seed = {}, setting.config, setting.recipe.seed
+    for name, shape in setting.shapes.items():
         kind = name.rsplit(".", 1)[-1]
         if kind.endswith("norm"):
             weights[name] = jnp.ones(shape, jnp.float32)
@@ -130,12 +167,15 @@ def fresh_weights(config: Config, seed: int) -> dict[str, Array]:
     return weights
 
 
-def begin(setting: Setting) -> Training:
-    """The state of a run before its first step."""
+def begin(setting: Setting, weights: Weights | None = None) -> Training:
+    """The state of a run before its first step.
+
+    weights: those that the run updates, in float32; None draws all of them.
+    """
     if setting.mesh is None:
-        return _fresh(setting)
+        return _fresh(setting, weights)
     fresh = partial(_fresh, setting)
-    return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh)))()
+    return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh, weights)))(weights)
 
 
 def shape(setting: Setting) -> Training:
@@ -150,8 +190,10 @@ def shape(setting: Setting) -> Training:
     )
 
 
-def _fresh(setting: Setting) -> Training:
-    weights = fresh_weights(setting.config, setting.recipe.seed)
+def _fresh(setting: Setting, weights: Weights | None = None) -> Training:
+    if weights is None:
+        drawn = fresh_weights(setting)
+        weights = {name: weight for name, weight in drawn.items() if setting.trains(name)}
     moments = optimizer(setting.recipe).init(weights)
     return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
 
@@ -177,9 +219,8 @@ def rate(recipe: Recipe) -> optax.Schedule:
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Clipping, then AdamW; or Muon for the matrices inside the layers and AdamW for the rest."""
-    matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
     betas = {"b1": recipe.beta1, "b2": recipe.beta2}
-    rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=matrices)
+    rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=_decays)
     if recipe.optimizer == "muon":
         inner = muon(
             rate(recipe),
@@ -188,6 +229,14 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
         )
         rule = optax.partition({"muon": inner, "adamw": rule}, _rule_of)
     return optax.chain(optax.clip_by_global_norm(recipe.clip), rule)
+
+
+def _decays(weights: Weights) -> dict[str, object]:
+    """Whether weight decay applies: to matrices."""
+    return {
+        name: jax.tree.map(lambda leaf: leaf.ndim > 1 and name != SINK_TOKENS, weight)  # noqa: B023
+        for name, weight in weights.items()
+    }
 
 
 def _rule_of(weights: Weights) -> dict[str, str]:
@@ -217,7 +266,7 @@ def losses(
     """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
-    decoder, hidden, _ = uncached.forward(setting.config, weights, inputs, run)
+    decoder, hidden, _ = uncached.forward(setting.seen, weights, inputs, run)
     share = counts / jnp.sum(counts)
     cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
     return cost, found, share
@@ -231,7 +280,8 @@ def _gather(setting: Setting, weights: Weights) -> Weights:
     over tokens, and half precision would lose the terms of frequent tokens.
     """
     cast = {
-        n: w.astype(setting.dtype) if w.ndim > 1 and n != "embed" else w for n, w in weights.items()
+        n: w.astype(setting.dtype) if w.ndim > 1 and n not in ("embed", SINK_TOKENS) else w
+        for n, w in weights.items()
     }
     if setting.mesh is None:
         return cast
@@ -249,17 +299,30 @@ def _scatter(setting: Setting, _: None, gradients: Weights) -> tuple[Weights]:
 _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scatter)
 
 
+def _with_frozen(setting: Setting, weights: Weights, frozen: Weights | None) -> Weights:
+    """All weights in the computation's dtype, on every device; only `weights` have gradients."""
+    held = dict(frozen or {})
+    if setting.mesh is not None and held:
+        everywhere = NamedSharding(setting.mesh, PartitionSpec())
+        held = jax.lax.with_sharding_constraint(held, everywhere)
+    return held | _gather(setting, weights)
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
-    setting: Setting, training: Training, parts: Int32[Array, "A R X"]
+    setting: Setting,
+    training: Training,
+    parts: Int32[Array, "A R X"],
+    frozen: Weights | None = None,
 ) -> tuple[Training, StepMetrics]:
     """One step. The weights stay unchanged from the first step that is not finite on.
 
-    The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5).
+    The loss is the mean over all targets, with z_loss x (log Z)^2 added (PaLM, section 5). frozen:
+    the weights that are not updated.
     """
 
     def cost_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
-        gathered = _gather(setting, weights)
+        gathered = _with_frozen(setting, weights, frozen)
         cost, found, share = losses(setting, gathered, runs, setting.recipe.z_loss)
         return cost, jnp.sum(share * found)
 
@@ -295,24 +358,37 @@ def update(
 
 
 @partial(jax.jit, static_argnums=0)
-def mean_loss(setting: Setting, weights: Weights, runs: Int32[Array, "B X"]) -> Array:
+def mean_loss(
+    setting: Setting,
+    weights: Weights,
+    runs: Int32[Array, "B X"],
+    frozen: Weights | None = None,
+) -> Array:
     """The mean loss of a batch, without the z-loss."""
-    return losses(setting, _gather(setting, weights), runs)[0]
+    return losses(setting, _with_frozen(setting, weights, frozen), runs)[0]
 
 
 def first_token_mass(
     setting: Setting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
 ) -> Float32[Array, "L N"]:
-    """Attention of each head to the first token, averaged over the queries from `after` on."""
+    """Attention of each head to the first token, averaged over the queries from `after` on.
+
+    weights: all of them.
+    """
     inputs, _, _ = samples(runs, setting.front)
-    return uncached.mass_on_first(setting.config, _gather(setting, weights), inputs, after)
+    return uncached.mass_on_first(setting.seen, _gather(setting, weights), inputs, after)
 
 
-def flops_per_token(config: Config, context: int) -> float:
+def flops_per_token(
+    config: Config, context: int, trains: Callable[[str], bool] = lambda name: True
+) -> float:
     """Floating-point operations of training on one token: 6 N + 12 L (N H) T (PaLM, appendix B).
 
     N counts the weights that multiply a token; the embedding counts only if it is also the head.
+    trains: whether a weight is updated; a frozen one has no gradient and counts 4 times.
     """
     sizes = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
-    weights = sum(sizes.values()) - (sizes["embed"] if config.own_head else 0)
-    return 6 * weights + 12 * config.layers * config.heads * config.head_dim * context
+    if config.own_head:
+        sizes.pop("embed")
+    weights = sum((6 if trains(name) else 4) * size for name, size in sizes.items())
+    return weights + 12 * config.layers * config.heads * config.head_dim * context

@@ -22,7 +22,8 @@ import numpy as np
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.models import device, training
-from jaxkv.models.pretrain import FRONT, setting_for
+from jaxkv.models.data import FRONT
+from jaxkv.models.pretrain import setting_for
 from jaxkv.models.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share

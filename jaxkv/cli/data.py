@@ -28,7 +28,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--vocab-size", type=flags.whole(1), metavar="N",
         help="train a byte-level BPE tokenizer with N tokens on the training texts",
     )  # fmt: skip
-    tokenizer.add_argument("--tokenizer", metavar="FILE", help="use an existing tokenizer.json")
+    tokenizer.add_argument(
+        "--tokenizer", metavar="MODEL_OR_FILE",
+        help="use the tokenizer of a model (a folder, Hub id, GGUF file or smollm2-135m), as "
+        "`jaxkv pretrain --from MODEL` needs it, or an existing tokenizer.json",
+    )  # fmt: skip
     parser.add_argument(
         "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
         help="integer type of the shards (auto: uint16 if all token ids fit, else uint32)",
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 [Path(text) for text in args.text],
                 out,
                 args.vocab_size,
-                None if args.tokenizer is None else Path(args.tokenizer),
+                args.tokenizer,
                 [Path(text) for text in args.valid],
                 args.valid_share,
                 args.token_dtype,

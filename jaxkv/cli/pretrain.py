@@ -6,17 +6,34 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxkv.models.continued import Base
+    from jaxkv.models.data import Tokens
+    from jaxkv.models.recipes import Recipe
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument(
+        "--preset", help="recipe: tiny, default, small or 160m (see models/recipes.py)"
+    )
+    start.add_argument(
+        "--from", dest="base", metavar="MODEL",
+        help="continue the training of a model: a folder, Hub id, GGUF file or smollm2-135m",
+    )  # fmt: skip
     parser.add_argument(
-        "--preset", required=True,
-        help="recipe: tiny, default, small or 160m (see models/recipes.py)",
+        "--train", metavar="PART",
+        help="the weights that --from updates: all, attention or sinks (default all); others are "
+        "frozen",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
@@ -39,6 +56,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "index of this one (default: from the cluster's launcher)",
     )  # fmt: skip
     parser.add_argument(
+        "--plan", action="store_true",
+        help="compile a step, print its memory on one device, and exit; nothing is allocated",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensorboard",
         action="store_true",
         help="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
@@ -53,13 +74,22 @@ def run(args: argparse.Namespace) -> int:
             _join(args.distributed)
         flags.check_device()
         from jaxkv.models import data
+        from jaxkv.models.continued import open_base
         from jaxkv.models.pretrain import pretrain
-        from jaxkv.models.recipes import read_recipe
+        from jaxkv.models.recipes import read_recipe, recipe_from
         from jaxkv.state import sharding
 
-        recipe = read_recipe(args.preset, args.settings)
+        settings = args.settings + ([f"train={args.train}"] if args.train is not None else [])
+        base = None if args.base is None else open_base(args.base)
+        if base is None:
+            recipe = read_recipe(args.preset, settings)
+        else:
+            recipe = recipe_from(base.config, settings)
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         tokens = data.read(Path(args.data))
+
+    if args.plan:
+        return _show_plan(recipe, tokens, mesh, base)
 
     def log(line: str) -> None:
         if jax.process_index() == 0:
@@ -74,12 +104,25 @@ def run(args: argparse.Namespace) -> int:
 
     with on_interrupt(stop):
         model = pretrain(
-            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard
+            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard, base
         )
     if model is None:
         return INTERRUPTED
     if jax.process_index() == 0:
         print(model)
+    return 0
+
+
+def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: Base | None) -> int:
+    """Print the memory of a step."""
+    from jaxkv.models.memory_plan import plan
+    from jaxkv.models.pretrain import setting_of
+    from jaxkv.state.memory import show
+
+    setting = (setting_of if base is None else base.setting)(recipe, tokens, mesh)
+    with Progress("compiling"):
+        found = plan(setting)
+    print(", ".join(f"{name} {show(size)}" for name, size in found._asdict().items()))
     return 0
 
 

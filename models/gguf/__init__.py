@@ -1,8 +1,16 @@
 """Reading models from GGUF files, the format of llama.cpp."""
 
-from jaxkv.models.gguf.config import read_config
+from jaxkv.models.gguf.config import described, read_config
 from jaxkv.models.gguf.header import read_header
 from jaxkv.models.gguf.tokenizer import read_chat, read_tokenizer
-from jaxkv.models.gguf.weights import load_weights
+from jaxkv.models.gguf.weights import load_weights, model_tensors
 
-__all__ = ["load_weights", "read_chat", "read_config", "read_header", "read_tokenizer"]
+__all__ = [
+    "described",
+    "load_weights",
+    "model_tensors",
+    "read_chat",
+    "read_config",
+    "read_header",
+    "read_tokenizer",
+]

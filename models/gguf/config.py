@@ -43,32 +43,37 @@ ENDS = ("eos", "eot", "eom")
 
 def read_config(header: Header) -> Config:
     """The description of the model; raises UserError where it is not supported."""
+    architecture, (family, given) = _architecture(header), described(header)
+    config = config_of(family, given, {}, header.path)
+    config = dataclasses.replace(
+        config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
+    )
+    return _with_rope_factors(header, architecture, config)
+
+
+def described(header: Header) -> tuple[str, dict[str, Any]]:
+    """The family of the model, and its metadata as the fields of config.json.
+
+    Raises UserError where it is not supported.
+    """
     architecture = _architecture(header)
     given = {key: _number(header, architecture, *entry) for key, entry in KEYS.items()}
     family = architecture
     if architecture == "llama" and given["sliding_window"]:
         family = "mistral"  # a Llama whose layers all have a window
-    head_dim = _head_dim(header, architecture, given)
-    config = config_of(
-        family,
-        given
-        | {
-            "vocab_size": _vocab(header),
-            "head_dim": head_dim,
-            "tie_word_embeddings": HEAD not in header.tensors,
-            "torch_dtype": _dtype(header),
-            "rope_theta": header.get(f"{architecture}.rope.freq_base", float, 10000.0),
-            "rope_scaling": _scaling(header, architecture),
-            "bos_token_id": header.get("tokenizer.ggml.bos_token_id", int),
-            "eos_token_id": list(ends(header)),
-        },
-        {},
-        header.path,
-    )
-    config = dataclasses.replace(
-        config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
-    )
-    return _with_rope_factors(header, architecture, config)
+    fields = given | {
+        "vocab_size": _vocab(header),
+        "head_dim": _head_dim(header, architecture, given),
+        "tie_word_embeddings": HEAD not in header.tensors,
+        "torch_dtype": _dtype(header),
+        "rope_theta": header.get(f"{architecture}.rope.freq_base", float, 10000.0),
+        "rope_scaling": _scaling(header, architecture),
+        "bos_token_id": header.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": list(ends(header)),
+        "attention_bias": BIASES["qkv_bias"] in header.tensors,
+        "mlp_bias": BIASES["mlp_bias"] in header.tensors,
+    }
+    return family, fields
 
 
 def ends(header: Header) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def load_weights(
     Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
     shape, or of an unsupported type.
     """
-    tensors = _match(header, config)
+    tensors = model_tensors(header, config)
     dtype, architecture = jnp.dtype(dtype), header.fields["general.architecture"]
 
     def read_one(name: str) -> np.ndarray:
@@ -99,7 +99,7 @@ def supported(kind: int) -> bool:
     return True
 
 
-def _match(header: Header, config: Config) -> dict[str, Tensor]:
+def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
     expected = shapes(config)
     known = {theirs for theirs, _ in expected.values()} | OTHER

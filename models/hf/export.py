@@ -30,24 +30,27 @@ def export(
     folder: Path,
     config: Config,
     weights: Mapping[str, Any],
-    tokenizer: Path,
+    tokenizer: Path | Tokenizer,
     front: Sequence[int] = (),
     dtype: str = "float32",
+    fields: Mapping[str, Any] | None = None,
+    tokenizer_fields: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the folder completely or not at all; returns it.
 
-    weights: by our names. tokenizer: the tokenizer.json that the model was trained with. front:
-    sink tokens, which the written tokenizer then puts before every text.
+    weights: by our names. tokenizer: the one that the model was trained with, or its
+    tokenizer.json. front: sink tokens, which the written tokenizer then puts before every text.
+    fields: config.json in place of `described`. tokenizer_fields: more of tokenizer_config.json.
     Raises UserError for a model that config.json would not describe (`described`).
     """
     stored = jnp.dtype(dtype)
     ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
-    description = described(config, dtype) | ids
+    description = (described(config, dtype) if fields is None else dict(fields)) | ids
     tensors = {
         theirs: np.asarray(weights[ours]).astype(stored)
         for ours, (theirs, _) in shapes(config).items()
     }
-    coder = Tokenizer.from_file(str(tokenizer))
+    coder = Tokenizer.from_file(str(tokenizer)) if isinstance(tokenizer, Path) else tokenizer
     tokens = [coder.id_to_token(i) for i in front]
     # Also without sink tokens: a tokenizer from elsewhere may put a BOS before a text.
     special = list(zip(tokens, front, strict=True))
@@ -58,10 +61,11 @@ def export(
         "generation_config.json": ids,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": coder.id_to_token(config.eos[0]),
+            **({"eos_token": coder.id_to_token(config.eos[0])} if config.eos else {}),
             "model_max_length": config.context,
             "clean_up_tokenization_spaces": False,
             **begin,
+            **(tokenizer_fields or {}),
         },
     }
     contents = {

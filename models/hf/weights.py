@@ -44,12 +44,17 @@ def load_weights(
     dtype: of the returned weights. sharding: one for all, or a function (our name, shape) -> one;
     None is JAX's default device. progress: called with (bytes done, all bytes).
     """
-    tensors = _match(tensors_in(folder), config, folder)
+    tensors = model_tensors(folder, config)
     dtype = jnp.dtype(dtype)
     order = [(name, tensor.shape) for name, tensor in tensors.items()]
     read_one = lambda name: read(tensors[name], dtype)  # noqa: E731
     placed = place_all(order, read_one, dtype, sharding, progress, store)
     return {name: placed[name] for name in shapes(config)}
+
+
+def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
+    """The tensors of the parameters by our names; raises UserError where a folder has others."""
+    return _match(tensors_in(folder), config, folder)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

@@ -49,6 +49,43 @@ def test_data_pretrain_and_generate(run, folder, tmp_path):
     assert len(report["tokens"]) == 40 or report["finish_reason"] == "eos"
 
 
+def test_sinks_in_front_of_a_model(run, model, texts, tmp_path):
+    """From its texts to a file of sinks, which `perplexity` puts in front of the model."""
+    tokens, out = tmp_path / "tokens", tmp_path / "run"
+    data = ("data", "--text", texts, "--valid", texts / "5.txt", "--out", tokens)
+    assert run(*data, "--tokenizer", model).code == 0
+    few = ("context=16", "rows=8", "steps=2", "valid_samples=8", "sinks=token")
+    chosen = [word for setting in few for word in ("--set", setting)]
+    start = ("pretrain", "--data", tokens, "--out", out, "--from", model)
+    with jax.numpy_dtype_promotion("standard"):
+        ran = run(*start, "--train", "sinks", *chosen)
+        assert (ran.code, ran.out) == (0, f"{out / 'sinks.safetensors'}\n")
+        again = run(*start, "--train", "sinks", *chosen)
+        assert "all steps are done" in again.err
+        refused(run(*start, *chosen), "of another run", "train was 'sinks' and is now 'all'")
+    score = (
+        "perplexity",
+        "--text",
+        texts / "5.txt",
+        "--max-tokens",
+        64,
+        "--model",
+        model,
+        "--json",
+    )
+    plain, learned, constant = (
+        run(*score, *flags).json["loss"]
+        for flags in ((), ("--sinks", out / "sinks.safetensors"), ("--sinks", "constant:."))
+    )
+    assert len({plain, learned, constant}) == 3
+    refused(run(*score, "--sinks", tmp_path / "absent"), "cannot read the sinks", "name a sinks")
+    refused(run(*score, "--sinks", "constant:two words"), "a constant sink is one token")
+    refused(run(*start, "--preset", "tiny"), "not allowed with")
+    refused(run("pretrain", "--data", tokens, "--out", out), "--preset", "--from", "required")
+    refused(run("pretrain", "--preset", "tiny", "--data", tokens, "--out", out, "--train", "sinks"),
+            "train=sinks", "name a model with --from")  # fmt: skip
+
+
 def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     out = tmp_path / "out"
 

@@ -1,0 +1,176 @@
+"""Sinks in front of a model that exists: StreamingLLM's Table 3 without a model trained for it.
+
+The same stretches of text are read under caches of equal size: by the model as it is (plain), with
+a token that begins every stream (constant), and with what `jaxkv pretrain --from` made of the
+model; --variants zero adds a zero sink that nobody trained. Each stretch begins elsewhere in its
+text, so the first token, on which the plain model leans, differs. Losses are kept under out/, so
+that an interrupted run continues, and several processes can measure a few cache sizes each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import ask_for_texts
+from jaxkv.evals.training.sink_tables import SINKS, line, logged
+from jaxkv.models.llm import Llm
+from jaxkv.models.score import gather
+from jaxkv.models.sinks import FILE
+
+BASE = "plain"
+FOUR = 4  # sinks of the plain cache that others are compared with, as in the paper
+LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache with four
+
+
+def main() -> None:
+    ask = ask_for_texts("jaxkv.evals.training.sinks_in_front", __doc__)
+    ask.add_argument("--variants", nargs="*", default=[], metavar="NAME=RUN",
+                     help="folders of `jaxkv pretrain --from MODEL`; zero: untrained")  # fmt: skip
+    ask.add_argument("--windows", type=int, nargs="+", default=[256, 1024], help="cache sizes")
+    ask.add_argument("--sinks", type=int, nargs="+", default=list(SINKS), help="numbers of sinks")
+    ask.add_argument("--starts", type=int, default=3, help="stretches of each text")
+    ask.add_argument("--tokens", type=int, default=8_000, help="tokens of a stretch")
+    ask.add_argument("--constant", default="constant", help="the constant sink, as --sinks has it")
+    ask.add_argument("--name", default="sinks_in_front", help="name of the record")
+    given = ask.parse_args()
+    runs = dict(variant.partition("=")[::2] for variant in given.variants)
+    plain = models.load(given.model, "float32")  # on a GPU the default is bfloat16
+    record = Record(given.name, [*plain.files, *given.texts], quick=given.quick)
+    stretches = cut(plain, given.texts, given.starts, given.tokens)
+    sizes = [(s, w) for w in given.windows for s in given.sinks]
+    parts = Parts(record, (2 + len(runs)) * len(sizes) * len(stretches))
+    losses: dict[str, dict[str, Any]] = {}
+    for name in [BASE, "constant", *runs]:
+        llm, hash_ = variant(name, plain, given, runs), hash_of(runs.get(name))
+        losses[name] = {}
+        for s, w in sizes:
+            key = f"{plain.name}, {name} {hash_}, {s}+{w - s}"
+            losses[name][f"{s}+{w - s}"] = {
+                at: parts.part(
+                    f"{key}, {given.tokens} of {at}",
+                    lambda m=llm, i=ids, s=s, w=w: read(m, i, s, w),
+                )
+                for at, ids in stretches.items()
+            }
+        for size, found in losses[name].items():
+            mean = np.mean(np.concatenate(list(found.values())))
+            print(f"{name}: {size}: {mean:.4f} nats", flush=True)
+    record.finish({
+        "runs": {name: described(Path(folder)) for name, folder in runs.items() if folder},
+        "stretches": {at: len(ids) for at, ids in stretches.items()},
+        "first_tokens": {at: plain.tokenizer.decode(ids[:1]) for at, ids in stretches.items()},
+        "variants": tables(losses),
+        "bars": bars(losses, given.windows),
+    })  # fmt: skip
+
+
+def cut(llm: Llm, texts: Sequence[Path], starts: int, tokens: int) -> dict[str, list[int]]:
+    """Stretches of equal length, evenly spaced in each text, without a BOS."""
+    found = {}
+    for path in texts:
+        ids = llm.tokenizer.encode(path.read_text("utf-8"), bos=False)
+        if len(ids) < tokens:
+            raise SystemExit(
+                f"{path.name} has {len(ids)} tokens, a stretch {tokens}: give --tokens"
+            )
+        for at in np.linspace(0, len(ids) - tokens, starts).astype(int).tolist():
+            found[f"{path.stem} {at}"] = ids[at : at + tokens]
+    return found
+
+
+def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, str]) -> Llm:
+    """The model with the sinks of one variant."""
+    if name == BASE:
+        return plain
+    if name == "constant":
+        return models.load(given.model, "float32", sinks=given.constant)
+    if name in runs and not runs[name]:
+        if name != "zero":
+            raise SystemExit(f"a variant is NAME=RUN or zero, got {name}")
+        config = dataclasses.replace(plain.config, sink_logit="zero")
+        return dataclasses.replace(plain, config=config)
+    file, model = Path(runs[name]) / FILE, Path(runs[name]) / "hf"
+    return models.load(
+        model if model.is_dir() else given.model, "float32", sinks=file if file.is_file() else None
+    )
+
+
+def hash_of(run: str | None) -> str:
+    """A hash of what a run exported; empty for a variant without a run."""
+    if not run:
+        return ""
+    found = hashlib.sha256()
+    for file in (*Path(run).glob(FILE), *Path(run).glob("hf/*.safetensors")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def described(run: Path) -> dict[str, Any]:
+    """The recipe of a run, its losses by step, and the bytes of its file of sinks."""
+    log, file = logged(run), run / FILE
+    looks = [line for line in log if "valid_loss" in line]
+    return {
+        "recipe": json.loads((run / "run.json").read_text("utf-8"))["recipe"],
+        "device": looks[-1]["device"],
+        "seconds": log[-1]["seconds"],
+        "loss": [[line["step"], line["loss"]] for line in log],
+        "valid_loss": [[line["step"], line["valid_loss"]] for line in looks],
+        "first_token": looks[-1]["first_token"],
+        "file_bytes": file.stat().st_size if file.exists() else None,
+    }
+
+
+def read(llm: Llm, ids: Sequence[int], sinks: int, cache: int) -> np.ndarray:
+    """The losses of all tokens of a stretch but its first."""
+    policy = f"streaming:sinks={sinks},window={cache - sinks}"
+    found, *_ = gather(models.losses(llm, [*llm.tokenizer.front, *ids], policy))
+    return found[-len(ids) + 1 :].astype(np.float64)
+
+
+def tables(losses: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Per variant and cache: the loss of all stretches, and over the plain cache of four sinks."""
+    found: dict[str, Any] = {}
+    for name, sizes in losses.items():
+        found[name] = {}
+        for size, by_stretch in sizes.items():
+            base = losses[BASE].get(four(size), by_stretch)
+            both = [np.concatenate(list(part.values())) for part in (by_stretch, base)]
+            each = {at: loss.mean() - base[at].mean() for at, loss in by_stretch.items()}
+            found[name][size] = line(*both) | {"over_base_by_stretch": each}
+    return found
+
+
+def four(size: str) -> str:
+    """The plain cache that a cache is compared with."""
+    total = sum(map(int, size.split("+")))
+    return f"{FOUR}+{total - FOUR}"
+
+
+def bars(losses: dict[str, dict[str, Any]], windows: Sequence[int]) -> list[dict[str, Any]]:
+    """Whether one constant sink is as good as four tokens of the text, in every stretch."""
+    found = []
+    for window in windows:
+        size = f"1+{window - 1}"
+        mine, base = losses["constant"].get(size), losses[BASE].get(four(size))
+        if mine is None or base is None:
+            continue
+        worst = max(mine[at].mean() - base[at].mean() for at in mine)
+        found.append({"bar": f"one constant sink in a cache of {window}, worst stretch",
+                      "value": worst, "ask": f"at most {LIMIT} nats over four sinks",
+                      "met": bool(worst <= LIMIT)})  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Sinks in front of a model that exists: learned ones from a file, or a constant token.
+
+A window without its first tokens breaks a model, because many heads put most of their attention
+there (StreamingLLM, section 3.1). A sink gives them a place that no text depends on. A constant
+sink is a token that begins every stream, so the first cached key and value are the same for all
+texts. A learned sink is a vector in place of an embedding, or a logit per head in its softmax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from jaxkv import files
+from jaxkv.errors import UserError
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import SINK_TOKENS
+from jaxkv.models.published import Published
+from jaxkv.models.tokenizer import Tokenizer
+
+FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
+FILE = "sinks.safetensors"  # its name in the folder of a run
+LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
+CONSTANT = "constant"
+END = "<|endoftext|>"
+
+
+def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str) -> Path:
+    """Write the sinks among the weights of a model, in float32.
+
+    fingerprint: of the model that they were trained with (`Published.fingerprint`).
+    """
+    found = {name: np.asarray(weights[name], np.float32) for name in weights if name == SINK_TOKENS}
+    logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
+    if logits:
+        found[LOGITS] = np.stack([np.asarray(one, np.float32) for one in logits])
+    files.write({path: save(found, metadata={FORMAT: fingerprint})})
+    return path
+
+
+def with_sinks(
+    chosen: str | Path, published: Published, tokenizer: Tokenizer
+) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
+    """The config and the tokenizer of a model with sinks, and the weights of the sinks.
+
+    chosen: a file that `jaxkv pretrain` wrote, constant or constant:TOKEN; a text that names a
+    constant wins over a file of that name.
+    Raises UserError for a file of another model and a token that the tokenizer lacks.
+    """
+    kind, _, token = str(chosen).partition(":")
+    if kind == CONSTANT and not isinstance(chosen, Path):
+        return published.config, with_constant(tokenizer, token), {}
+    return _learned(Path(chosen), published, tokenizer)
+
+
+def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
+    """A tokenizer that begins every stream with one token.
+
+    token: one token as text; without it the BOS that the model expects, which is in front already,
+    else <|endoftext|>, else the BOS.
+    """
+    if not token:
+        if tokenizer.front:
+            return tokenizer
+        ids = tokenizer.ids_of(END) if END in tokenizer.special_texts else []
+        ids = ids or [i for i in [tokenizer.bos] if i is not None]
+        if not ids:
+            raise UserError("this model has neither <|endoftext|> nor a BOS; give constant:TOKEN")
+    else:
+        ids = tokenizer.ids_of(token.replace("\\n", "\n"))
+    if len(ids) != 1:
+        raise UserError(
+            f"a constant sink is one token, and {token!r} has {len(ids)}; name another, such as "
+            "constant:<|endoftext|>"
+        )
+    return dataclasses.replace(tokenizer, front=(ids[0], *tokenizer.front), sinks=(ids[0],))
+
+
+def _learned(
+    path: Path, published: Published, tokenizer: Tokenizer
+) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
+    """As `with_sinks`, for a file."""
+    config, remedy = published.config, f"name a {FILE} that `jaxkv pretrain --from` wrote"
+    found, theirs = _read(path, remedy)
+    mine = published.fingerprint()
+    if theirs != mine:
+        raise UserError(
+            f"the sinks in {path} belong to another model ({theirs}, not {mine}); "
+            "name that model, or sinks that were trained with this one"
+        )
+    shapes = {SINK_TOKENS: (len(found.get(SINK_TOKENS, ())), config.width),
+              LOGITS: (config.layers, config.heads)}  # fmt: skip
+    for name, value in found.items():
+        if name not in shapes or value.shape != shapes[name] or value.dtype != np.float32:
+            raise UserError(
+                f"{path} has {name} {list(value.shape)} in {value.dtype}, not sinks in float32; "
+                f"{remedy}"
+            )
+    more: dict[str, np.ndarray] = {}
+    if SINK_TOKENS in found:
+        more[SINK_TOKENS] = found[SINK_TOKENS]
+        ids = tuple(config.vocab + row for row in range(len(found[SINK_TOKENS])))
+        tokenizer = dataclasses.replace(tokenizer, front=ids, sinks=ids)
+    if LOGITS in found:
+        config = dataclasses.replace(config, sink_logit="learned")
+        more |= {f"layers.{i}.sinks": row for i, row in enumerate(found[LOGITS])}
+    return config, tokenizer, more
+
+
+def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
+    """The tensors of a file of sinks, and the fingerprint of their model."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the sinks {path}: {error.strerror}; {remedy}") from None
+    try:
+        found = load(raw)
+        length = int.from_bytes(raw[:8], "little")
+        about = json.loads(raw[8 : 8 + length]).get("__metadata__") or {}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is no file of sinks: {error}; {remedy}") from None
+    if FORMAT not in about or not found:
+        raise UserError(f"{path} is no file of sinks of the format {FORMAT!r}; {remedy}")
+    return found, about[FORMAT]

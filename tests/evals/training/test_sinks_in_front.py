@@ -1,0 +1,48 @@
+"""Sinks in front of one model: which losses are compared, and with what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.training import sinks_in_front
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("model") / "model"), sinks="constant:x")
+
+
+def test_a_stretch_has_the_losses_of_its_own_tokens(llm):
+    """The same number whatever is in front; below capacity they are those of full attention."""
+    ids = llm.tokenizer.encode("the cat sat on a mat", bos=False)
+    found = sinks_in_front.read(llm, ids, 1, 64)
+    assert len(found) == len(ids) - 1
+    whole = np.concatenate(list(models.losses(llm, [*llm.tokenizer.front, *ids], "full")))
+    assert len(llm.tokenizer.front) == 2
+    np.testing.assert_allclose(found, whole[-len(found) :], atol=1e-5)
+
+
+def test_stretches_begin_at_different_tokens(llm, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghijklmnopqrstuvwxyz")
+    found = sinks_in_front.cut(llm, [text], 3, 10)
+    assert [llm.tokenizer.decode(ids) for ids in found.values()] == [
+        "abcdefghij", "ijklmnopqr", "qrstuvwxyz"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="has 26 tokens, a stretch 27: give --tokens"):
+        sinks_in_front.cut(llm, [text], 3, 27)
+
+
+def test_losses_are_compared_with_four_sinks_of_the_plain_model():
+    plain = {"1+7": {"a": np.array([3.0, 5]), "b": np.array([1.0])},
+             "4+4": {"a": np.array([2.0, 4]), "b": np.array([1.0])}}  # fmt: skip
+    constant = {"1+7": {"a": np.array([2.0, 4.002]), "b": np.array([1.003])}}
+    losses = {"plain": plain, "constant": constant}
+    table = sinks_in_front.tables(losses)
+    assert table["plain"]["1+7"]["loss_over_base"] == pytest.approx(2 / 3)
+    assert table["constant"]["1+7"]["over_base_by_stretch"] == pytest.approx({"a": 1e-3, "b": 3e-3})
+    (bar,) = sinks_in_front.bars(losses, [8])
+    assert bar["value"] == pytest.approx(3e-3) and not bar["met"]

@@ -1,0 +1,309 @@
+"""Continued training of a model, in whole or in part, and sinks in front of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models import continued, corpus, data, memory_plan, sinks, training
+from jaxkv.models.chat import Chat
+from jaxkv.models.language import Language
+from jaxkv.models.pretrain import pretrain
+from jaxkv.models.recipes import recipe_from
+from jaxkv.models.serving import make_model
+from jaxkv.state.sharding import mesh_of
+from tests.models.training_data import write_texts
+from tests.seldom import seldom
+from tests.tiny import write_tiny
+
+FEW = ("context=16", "rows=8", "steps=6", "log_every=1", "look_every=3", "save_every=1",
+       "valid_samples=8", "lr=1e-2")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def optax_promotes_dtypes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model with tied weights, without a BOS in front of texts."""
+    return write_tiny(tmp_path_factory.mktemp("model") / "model", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def texts(folder, tmp_path_factory) -> data.Tokens:
+    """A data folder with the tokenizer of that model."""
+    found = sorted(write_texts(tmp_path_factory.mktemp("texts")).glob("*.txt"))
+    out = tmp_path_factory.mktemp("tokens") / "tokens"
+    return corpus.prepare(found[:-1], out, tokenizer=folder, valid=found[-1:])
+
+
+def start(folder, *settings):
+    base = continued.open_base(folder)
+    return base, recipe_from(base.config, [*FEW, *settings])
+
+
+def run(folder, texts, out, *settings, **how):
+    base, recipe = start(folder, *settings)
+    return pretrain(recipe, texts, out, tell=lambda line: None, base=base, **how)
+
+
+def published(folder) -> dict[str, np.ndarray]:
+    return {name: np.asarray(w) for name, w in models.load(folder, "float32").weights.items()}
+
+
+def changed(before, after) -> set[str]:
+    """The last parts of the names of weights that differ."""
+    return {n.rsplit(".", 1)[-1] for n in before if not np.array_equal(before[n], after[n])}
+
+
+def test_the_data_have_the_tokens_of_the_model(folder, texts):
+    tokenizer = models.load(folder).tokenizer
+    ids = texts.run("valid", 0, texts.count("valid"))
+    assert ids[-1] == texts.id_of(data.END) == 1  # the EOS: this model has no <|endoftext|>
+    (path,) = [d["file"] for d in texts.manifest["documents"] if d["split"] == "valid"]
+    assert len(ids) - 1 == len(tokenizer.decode(ids[:-1].tolist()).encode())
+    assert ids.max() < models.load(folder).config.vocab == 258
+    assert path.endswith(".txt")
+
+
+@pytest.mark.parametrize("part", ["all", "attention", "sinks"])
+def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
+    """The others have the bits of the model, and no moments."""
+    base, recipe = start(folder, f"train={part}", "sinks=logit")
+    setting = base.setting(recipe, texts)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    trained = training.begin(setting, weights)
+    moments = sum(leaf.size for leaf in jax.tree.leaves(trained.moments))
+    assert moments <= 2 * sum(w.size for w in trained.weights.values()) + 3
+    assert {w.dtype.name for w in trained.weights.values()} == {"float32"}
+    for step in range(3):
+        runs = data.batch(texts, "train", 0, step, recipe.rows, recipe.context)
+        trained, _ = training.update(setting, trained, setting.split(runs), frozen)
+    before, after = published(folder), frozen | trained.weights
+    wanted = {
+        "all": {"embed", "norm", "attn_norm", "mlp_norm", *"qkvo", "gate", "up", "down"},
+        "attention": set("qkvo"),
+        "sinks": set(),
+    }
+    assert changed(before, after) == wanted[part]
+    assert all(np.any(np.asarray(after[f"layers.{i}.sinks"])) for i in range(2))
+
+
+def test_frozen_weights_have_the_dtype_of_the_computation(folder, texts):
+    base, recipe = start(folder, "train=attention", "dtype=bfloat16")
+    weights, frozen = base.weights(base.setting(recipe, texts), 1)
+    assert {w.dtype.name for w in frozen.values()} == {"bfloat16"}
+    assert {w.dtype.name for w in weights.values()} == {"float32"}
+
+
+def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
+    """The first loss of a frozen model with a sink token is that of the model after its EOS."""
+    base, recipe = start(folder, "train=sinks", "sinks=token")
+    setting = base.setting(recipe, texts)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    assert weights.keys() == {"sink_tokens"} and setting.front == (258,)
+    runs = data.batch(texts, "valid", 0, 0, 4, 16)
+    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    first = base.tokenizer.front[0]
+    llm = models.load(folder)
+    wanted = [
+        np.concatenate(list(models.losses(llm, [first, *row[1:]], "full"))) for row in runs.tolist()
+    ]
+    assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
+
+
+def mean_loss(llm, texts) -> float:
+    """The mean loss of the validation samples, each with the model's front in place of its own."""
+    front, found = llm.tokenizer.front, []
+    for row in data.batch(texts, "valid", 0, 0, 8, 16).tolist():
+        ids = [*front, *row[len(front) :]]
+        losses = np.concatenate(list(models.losses(llm, ids, "full")))
+        found.append(losses[max(0, len(front) - 1) :])  # a second sink token is not predicted
+    return float(np.mean(found))
+
+
+def logged(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit"])
+def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
+    path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
+    assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
+    llm, plain = models.load(folder, sinks=path), models.load(folder)
+    assert changed(plain.weights, llm.weights) == set()
+    front = {"token": (258,), "two_tokens": (258, 259), "logit": (0,)}[kind]
+    assert llm.tokenizer.front == front
+    assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
+    assert mean_loss(llm, texts) < mean_loss(plain, texts) - 1e-4
+    answer = models.generate(llm, "the cat", "streaming:sinks=1,window=15", 20)
+    assert answer.prompt_tokens == len(front) + 7 and max(answer.tokens) < 258
+    score = models.score(llm, llm.tokenizer.encode("the cat sat"), "full")
+    assert len(score.losses) == 11  # neither the BOS nor a sink is predicted
+    int8 = models.load(folder, sinks=path, weights="int8")
+    assert mean_loss(int8, texts) == pytest.approx(mean_loss(llm, texts), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["none", "token", seldom("two_tokens"), seldom("zero"), "logit"])
+def test_a_model_folder_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
+    path = run(folder, texts, tmp_path / "run", f"sinks={kind}", "lr=1e-3")
+    llm = models.load(path)
+    front = {"token": (258,), "two_tokens": (258, 259)}.get(kind, (0,))
+    assert llm.tokenizer.front == front and llm.config.context == 512
+    assert llm.config.vocab == max(258, *(i + 1 for i in front))
+    assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
+
+
+def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
+    """The folder has the model, the file its sink; neither fits another model."""
+    path = run(folder, texts, tmp_path / "run", "train=attention", "sinks=token", "lr=1e-3")
+    file = tmp_path / "run" / sinks.FILE
+    llm = models.load(path, sinks=file)
+    assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
+    assert changed(published(folder), published(path)) == set("qkvo")
+    with pytest.raises(UserError, match="belong to another model"):
+        models.load(folder, sinks=file)
+
+
+@pytest.mark.parametrize("part", ["sinks", seldom("attention"), seldom("all")])
+def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
+    """Stopped after each step in turn, and started again."""
+    settings = (f"train={part}", "sinks=token", "steps=3")
+    whole = run(folder, texts, tmp_path / "whole", *settings)
+    for _ in range(2):
+        assert run(folder, texts, tmp_path / "cut", *settings, stopped=lambda: True) is None
+    again = run(folder, texts, tmp_path / "cut", *settings)
+    files = [whole / "model.safetensors"] if whole.is_dir() else [whole]
+    for file in [*files, *(tmp_path / "whole").glob(sinks.FILE)]:
+        other = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
+        assert file.read_bytes() == other.read_bytes()
+    assert again.name == whole.name
+
+
+@pytest.mark.parametrize("devices", [2, seldom(8)])
+def test_several_devices_agree(folder, texts, devices):
+    found = []
+    for mesh in (None, mesh_of(f"data={devices}")):
+        base, recipe = start(folder, "train=attention", "sinks=token")
+        setting = base.setting(recipe, texts, mesh)
+        weights, frozen = base.weights(setting, texts.id_of(data.END))
+        trained = training.begin(setting, weights)
+        for step in range(2):
+            runs = data.batch(texts, "train", 0, step, recipe.rows, recipe.context)
+            trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
+        found.append((float(metrics.loss), np.asarray(trained.weights["sink_tokens"])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["sinks", "all"])
+def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
+    base, recipe = start(folder, f"train={part}", "sinks=token")
+    setting = base.setting(recipe, texts)
+    found = memory_plan.plan(setting)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    trained = training.begin(setting, weights)
+    for size, tree in zip(found[:3], (trained.weights, trained.moments, frozen), strict=True):
+        assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    runs = recipe.rows * (recipe.context + 1) * 4
+    assert found.temporaries > 0
+    # The rest are numbers of the state, the metrics, and pointers to the results.
+    assert sum(found[:4]) + runs <= found.total <= sum(found[:4]) + runs + 2048
+
+
+def test_a_window_hides_the_first_tokens(folder, texts):
+    """The losses are those of a cache of that size, the query's own token included."""
+    base, recipe = start(folder, "train=sinks", "sinks=logit", "window=5")
+    setting = base.setting(recipe, texts)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    runs = data.batch(texts, "valid", 0, 0, 4, 16)
+    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    llm, loss = models.load(folder), []
+    config = dataclasses.replace(llm.config, sink_logit="zero")  # the logits start at 0
+    zero = dataclasses.replace(llm, config=config)
+    for row in runs.tolist():
+        loss += list(models.losses(zero, [llm.tokenizer.front[0], *row[1:]], "window:window=5"))
+    assert float(found) == pytest.approx(np.concatenate(loss).mean(), rel=1e-5)
+
+
+BAD = {
+    "context=1024": "context must be at most the model's 512, got 1024; set a shorter one",
+    "width=64": "takes layers, width, .* from the model, got another width; leave it out",
+    "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
+    "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
+    "train=head": "train must be one of all, attention, sinks, got 'head'",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_bad_settings_are_refused(folder, setting):
+    with pytest.raises(UserError, match=BAD[setting]):
+        start(folder, *setting.split())
+
+
+def test_data_of_another_tokenizer_are_refused(folder, tokens):
+    base, recipe = start(folder)
+    with pytest.raises(UserError, match=r"have another tokenizer than .*; make them with `jaxkv"):
+        base.setting(recipe, tokens)
+
+
+def test_a_folder_belongs_to_one_model(folder, texts, tmp_path):
+    run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    other = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    with pytest.raises(UserError, match="of another run: model was"):
+        run(other, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+
+
+def test_bad_files_of_sinks_are_refused(folder, texts, tmp_path):
+    path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    other = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"belong to another model .*; name that model, or sinks"):
+        models.load(other, sinks=path)
+    with pytest.raises(UserError, match=r"cannot read the sinks .*absent: .*; name a sinks"):
+        models.load(folder, sinks=tmp_path / "absent")
+    for raw in (b"", b"text", (folder / "model.safetensors").read_bytes(), path.read_bytes()[:-4]):
+        (tmp_path / "bad").write_bytes(raw)
+        with pytest.raises(UserError, match="is no file of sinks"):
+            models.load(folder, sinks=tmp_path / "bad")
+
+
+def test_the_engine_refuses_learned_sink_tokens(folder, texts, tmp_path):
+    path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    with pytest.raises(UserError, match="got learned sink tokens from a file; give --sinks const"):
+        make_model(models.load(folder, sinks=path))
+
+
+def test_a_chat_begins_with_the_constant_sink(folder):
+    """Once per stream, in front of what the template writes."""
+    llm = models.load(folder, sinks="constant:\\n")
+    (line,) = llm.tokenizer.sinks
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    llm = dataclasses.replace(llm, chat=Chat(template, ()))
+    talk = models.Conversation(llm, "streaming:sinks=1,window=31")
+    asked = "".join(talk.say("hi", max_new_tokens=3, ignore_eos=True))
+    assert talk.position == 1 + len("[hi]") + 3 and talk._tokens_of("you")[0] != line
+    assert Language(llm, "tiny", 1).render([{"role": "user", "content": "hi"}])[0] == line
+    assert asked == talk.output.text
+
+
+def test_a_constant_sink_begins_every_text(folder):
+    """The token is the first of every text; a BOS that the model expects is a constant already."""
+    plain = models.load(folder).tokenizer
+    assert plain.front == (0,)
+    assert models.load(folder, sinks="constant").tokenizer.front == (0,)
+    named = models.load(folder, sinks="constant:\\n").tokenizer
+    (line,) = plain.encode("\n", bos=False)
+    assert named.encode("ab") == [line, *plain.encode("ab")] and named.sinks == (line,)
+    with pytest.raises(UserError, match="a constant sink is one token, and 'ab' has 2; name"):
+        models.load(folder, sinks="constant:ab")
