@@ -163,7 +163,8 @@ print(f"{len(story.split()):,} words; the end:\n\n...{story[-400:]}")
 #
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 dense, window, sink = (each.mean(axis=0) for each in copying.values())
 before, at_once, beyond = slice(20), slice(26, 34), slice(80, None)
 reading = {row["policy"]: row["blocks"][-1]["loss"] for row in results}

@@ -131,7 +131,8 @@ cached_tokens.size_table(whole, settings)
 # %% [markdown]
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 import numpy as np
 
 import jaxkv

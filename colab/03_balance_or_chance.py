@@ -209,7 +209,8 @@ runtime.Text("\n".join(lines))
 #
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 import numpy as np
 
 

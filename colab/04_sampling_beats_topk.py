@@ -6,8 +6,7 @@
 # A query need not attend to every key. Should it attend to the keys with the largest attention
 # weights, or to a random sample drawn by weight? [MagicPIG](https://arxiv.org/abs/2410.16179) argues
 # for a sample if attention has a long tail. This notebook shows where the sample has the lower
-# error and how hash tables find such a sample. The third cell lists the devices on which this
-# notebook has run and its run time on each.
+# error and how hash tables find such a sample. The third cell lists run times by device.
 
 # %% tags=["install"]
 # %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
@@ -19,8 +18,8 @@ runtime.begin("04_sampling_beats_topk")
 
 # %% [markdown]
 # Queries, keys and values come from a model that reads stretches of a novel. The default model is
-# small. To use another model, put the Hub id of any Llama-family model into the field below. The
-# last 64 tokens of each stretch are the queries. They attend to all tokens before them.
+# small. The field below takes the Hub id of another. The last 64 tokens of each stretch are the
+# queries. They attend to all tokens before them.
 
 # %%
 from jaxkv import models
@@ -94,7 +93,7 @@ figures.draw_budgets(of_head, budgets)
 # a short one. In the left panel, each head of the model is one dot per method. Below the blue line,
 # a sample has a lower error than top-k.
 
-# %% tags=["picture"]
+# %%
 few, many, sigmas = runtime.size((512, 4_096, long_tail.SIGMAS), (256, 2_048, (0.25, 1.5, 3.0)))
 synthetic = {
     f"{many:,} keys": long_tail.measure_synthetic(
@@ -103,6 +102,8 @@ synthetic = {
     f"{few:,} keys": long_tail.measure_synthetic(few, sigmas, share, 0.45),
     f"{few:,}, independent values": long_tail.measure_synthetic(few, sigmas, share, 0.0),
 }
+
+# %% tags=["picture"]
 caption = (
     f"{share:.0%} of the keys read. Dotted: values that do not follow the weight. Synthetic logits "
     f"have standard deviations of {', '.join(f'{each:g}' for each in sigmas)}."
@@ -146,10 +147,9 @@ figures.draw_inclusion(spec, layers[0], long_tail.PAIRS[:3])
 #
 # ## The sink, and centring
 #
-# Two properties of the paper's models make sampling hard. First, all keys lie in a cone and queries
+# Two properties of the paper's models hinder sampling. First, all keys lie in a cone and queries
 # point away from it, so no key would be found. Second, the key of the first token, the *sink*, has
-# the direction of the queries. It receives most of the weight, while its value has little
-# information. The default model has no sink, as the table above shows. So the next cell uses
+# the direction of the queries. It gets most of the weight, but its value has little information. The default model has no sink, as the table above shows. So the next cell uses
 # synthetic keys: a cone opposite to the query, and a sink with half of the weight.
 
 # %%
@@ -203,14 +203,14 @@ runtime.Text(long_tail.loss_table(after_prompt, part))
 # less than half of that with the uniform sample. `oracle` draws some keys several times, so it
 # attends to fewer keys.
 #
-# Of these four policies, only `magicpig` selects keys without reading every key, so only `magicpig`
-# can save time. On a CPU it is faster than full attention after tens of thousands of tokens
-# ([measurements](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)). For short
-# prompts, use full attention.
+# Of these four policies, only `magicpig` selects keys without reading every key, so only it can save
+# time. On a CPU it is faster than full attention after tens of thousands of tokens
+# ([measurements](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)).
 #
-# The next cell checks these results and fails if one of them does not hold.
+# The last cell checks these results.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 import numpy as np
 
 oracle, top, uniform = (by_head.error[kind] for kind in ("oracle", "topk", "uniform"))

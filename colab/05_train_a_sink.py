@@ -112,6 +112,8 @@ found = of_each(
         variant, sink_variants.held_out(variant, of, count), CACHES
     )
 )
+
+# %%
 context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times the length of a sample")
 named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
@@ -147,7 +149,8 @@ sink_variants.draw_losses(found, floor)
 #
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 NEAR = runtime.size(0.02, 0.05)  # nats; with half as many steps, the difference is larger
 
 

@@ -81,6 +81,8 @@ from jaxkv.engine import PrefixConfig
 users, turns = runtime.size((6, 6), (3, 3))
 said = conversations.make_turns(llm, users, turns)
 SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # pages and states of equal bytes
+
+# %%
 served = {
     policy: conversations.serve_both(
         llm, policy, partial(conversations.run_conversations, said=said),
@@ -183,7 +185,8 @@ conversations.draw_first_token_by_length(recorded, caption)
 #
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 import numpy as np
 
 same, other_hashes = (conversations.block_hashes(prompt) for prompt in (ids, other))

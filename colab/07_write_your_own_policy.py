@@ -151,6 +151,8 @@ llm = models.load(MODEL) if MODEL else models.load()
 slots_of_each = max(16, min(llm.config.context, 512) // 16)
 near = slots_of_each // 8
 own = Strided(near, slots_of_each - 3 * near, stride=4)
+
+# %%
 ids = runtime.passage(llm, runtime.size(12_000, 1_500))
 full, window, short = "full", f"window:window={slots_of_each}", f"window:window={4 * near}"
 POLICIES = [full, window, short, f"streaming:sinks=4,window={slots_of_each - 4}"]
@@ -190,6 +192,7 @@ jax.config.update(
 spec = jaxkv.Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 10_000.0))
 
 
+# %%
 def draw(key, shapes):
     keys = jax.random.split(key, len(shapes))
     return {n: jax.random.normal(k, s) / s[0] ** 0.5
@@ -205,6 +208,7 @@ def norm(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
+# %%
 def decode(attend, states, tokens, positions):
     """Logits of tokens [B,T], and the states after them."""
     x, after = embedding[tokens], []
@@ -250,6 +254,7 @@ def write(carry, position):
     return (states, new), (token, logits[0, 0])
 
 
+# %%
 states = tuple(policy.init(spec, batch=1, rng=jax.random.key(0)) for _ in range(LAYERS))
 before = batch.nbytes(states)
 count = runtime.size(2_000, 500)
@@ -282,7 +287,8 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 #
 # The next cell checks these results and fails if one of them does not hold.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Checks
 import numpy as np
 
 failed = {result.number for result in broken if not result.holds}

@@ -40,11 +40,13 @@ def legend(figure: Figure, columns: int) -> None:
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns)
 
 
-def finish(figure: Figure, caption: str, dpi: int = 90) -> bytes:
-    """The figure with its caption, as a PNG.
+def finish(figure: Figure, caption: str, dpi: int = 90, title: str = "") -> bytes:
+    """The figure with its title and caption, as a PNG.
 
     It contains no software version or date: the same record gives the same bytes.
     """
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
     figure.supxlabel(caption, fontsize=8, color=INK, wrap=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=dpi, format="png", metadata={"Software": None})

@@ -38,6 +38,7 @@ MAY_IMPORT = {
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
         "safetensors",
     },
+    "docs/site": {"mkdocs"},
     "tests": None,
     "colab": None,
     "colab/lib": {

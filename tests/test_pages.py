@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from jaxkv.testing import check_policy
-
 ROOT = Path(__file__).resolve().parents[1]
 MAX_README_WORDS = 1200
 NOT_A_FILE = re.compile(r"^jaxkv/step\.py$")  # decisions name files that do not exist
@@ -110,38 +108,3 @@ def test_named_files_and_modules_exist(page):
             if not name.endswith("NAME") and find_spec(name) is None:
                 missing.append(f"{path.relative_to(ROOT)}: python -m {name}")
     assert not missing, "\n".join(missing)
-
-
-def integration_blocks():
-    text = (ROOT / "docs/integration.md").read_text("utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-def run(block, names):
-    """Execute a block without the __future__ imports here, which would change its dataclasses."""
-    exec(compile(block, "docs/integration.md", "exec", dont_inherit=True), names)
-
-
-def namespace_of(class_name):
-    """The names that the block of docs/integration.md with this class defines and imports."""
-    (block,) = [b for b in integration_blocks() if re.search(rf"^class {class_name}\b", b, re.M)]
-    names = {"__name__": "integration"}
-    run(block, names)
-    return names
-
-
-def test_the_layer_in_the_integration_page_runs():
-    names: dict = {}
-    run(integration_blocks()[0], names)
-    jnp, shape = names["jnp"], (2, 3)
-    q, k = jnp.ones((*shape, 16, 64)), jnp.ones((*shape, 8, 64))
-    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.uint32), shape)
-    out, _ = names["attend"](names["state"], q, k, k, positions, jnp.ones(shape, bool))
-    assert out.shape == q.shape and bool((abs(out - 1) < 1e-5).all())
-
-
-@pytest.mark.slow
-def test_the_policies_in_the_integration_page_keep_the_laws():
-    (check,) = [block for block in integration_blocks() if block.startswith("from jaxkv.testing")]
-    run(check, namespace_of("Newest"))
-    check_policy(namespace_of("Strided")["Strided"](stride=3, slots=4))

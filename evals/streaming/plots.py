@@ -12,7 +12,7 @@ from jaxkv.models.palette import COLOURS, OTHERS
 
 def endless(axes: Any, results: dict[str, Any]) -> None:
     """Loss of blocks of a long text: one cache from position 0, one cache across position 2^32, and
-    a new cache per block."""
+    a new cache per block. The three lines coincide."""
     at = [block["tokens"] / 1e6 for block in results["endless"]]
 
     def losses(stream: str) -> list[float]:
@@ -25,7 +25,7 @@ def endless(axes: Any, results: dict[str, Any]) -> None:
     )
     for stream, label, style in shown:
         axes.plot(at, losses(stream), label=label, **style)
-    axes.set(xlabel="million tokens through one cache", ylabel="loss by block")
+    axes.set(xlabel="million tokens through one cache", ylabel="loss (nats per token)")
     axes.set_ylim(0, 1.1 * max(losses("fresh")))
 
 
@@ -60,6 +60,7 @@ def attention_maps(axes: Any, results: dict[str, Any]) -> None:
     middles = [(size + 1) * number + size / 2 for number in range(len(maps))]
     axes.set_xticks(middles, [f"layer {layer}" for layer in maps], fontsize=8)
     axes.set_yticks([])
+    axes.set_ylabel("queries", fontsize=8)
     axes.grid(visible=False)
     axes.figure.colorbar(picture, ax=axes, shrink=0.5, label="attention")
 
@@ -73,4 +74,4 @@ def first_token(axes: Any, results: dict[str, Any]) -> None:
         axes.plot(layers, head, ".", color=COLOURS["balance-stream"], markersize=4)
     axes.plot(layers, heads.mean(1), "-", color=COLOURS["streaming"], label="mean over heads")
     axes.axhline(results["even_attention"], color=COLOURS["full"], ls="dotted", label="even")
-    axes.set(xlabel="layer", ylabel="attention on the first token", ylim=(0, 1))
+    axes.set(xlabel="layer", ylabel="share of attention on first token", ylim=(0, 1))

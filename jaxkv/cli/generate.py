@@ -1,4 +1,4 @@
-"""`jaxkv generate`: continue a prompt and print the text as it is generated."""
+"""`jaxkv generate`: continue prompts and print the text as it is generated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import sys
 import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
@@ -13,12 +15,25 @@ from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
+if TYPE_CHECKING:
+    from jaxkv.models.text import Answer, Generation, OutputText
+
+BATCH = 8
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="text to continue; - reads standard input"
+        "prompt", nargs="*", metavar="PROMPT", help="texts to continue; - reads standard input"
     )
-    parser.add_argument("--prompt-file", metavar="FILE", help="file with the prompt")
+    parser.add_argument("--prompt-file", metavar="FILE", help="file with one prompt")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="file with a prompt a line; empty lines are skipped"
+    )
+    parser.add_argument(
+        "--batch", type=flags.whole(1), default=BATCH, metavar="N",
+        help=f"continue at most N of several prompts together (default {BATCH}); the seed of the "
+        "first is --seed, each later one adds 1",
+    )  # fmt: skip
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=256)
@@ -26,72 +41,147 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = read_prompt(args)
+    prompts = read_prompts(args)
+    several = len(prompts) > 1 or args.prompts is not None
     llm, load = flags.open_model(args, args.policy)
     sampling = flags.sampling_of(args, llm)
     from jaxkv.models.text import Generation, encode
 
-    generation = Generation(
-        llm,
-        encode(llm, [prompt]),
-        args.policy,
-        args.max_new_tokens,
-        sampling=sampling,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-    )
-    load()  # while its programs are compiled
-    show = (lambda text: None) if args.json else _print
+    # With one seed for all, the same draws would make the texts alike.
+    seeds = [(args.seed + number) % 2**32 for number in range(len(prompts))]
+    encoded, batches, pressed = encode(llm, prompts), [], threading.Event()
+    for start in range(0, len(prompts), args.batch):
+        some = slice(start, start + args.batch)
+        generation = Generation(
+            llm,
+            encoded[some],
+            args.policy,
+            args.max_new_tokens,
+            sampling=sampling,
+            seed=seeds[some],
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+        )
+        if not batches:
+            load()  # while its programs are compiled
+        printer = None if args.json else Printer(prompts[some] if several else [])
+        batches.append(generate(generation, printer, pressed))
+        if pressed.is_set():
+            break
+    answers = [answer for batch in batches for answer in batch]
+    if args.json:
+        found = [dataclasses.asdict(answer) for answer in answers]
+        for number, answer in enumerate(found if several else ()):
+            answer |= {"prompt": prompts[number], "seed": seeds[number]}
+        settings = {"sampling": vars(sampling), "seed": args.seed, "versions": flags.versions()}
+        print_json(({"answers": found} if several else found[0]) | settings)
+    else:
+        done = f"{len(answers)} of {len(prompts)} prompts" if several else answers[0].finish_reason
+        print(summary(batches, done), file=sys.stderr, flush=True)
+    return INTERRUPTED if any(a.finish_reason == "interrupted" for a in answers) else 0
+
+
+def generate(
+    generation: Generation, printer: Printer | None, pressed: threading.Event
+) -> list[Answer]:
+    """The answers of one batch, printed as they come. pressed: set by Ctrl-C, which ends them."""
+    outputs = generation.outputs
+    show = (lambda texts: None) if printer is None else (lambda texts: printer.show(texts, outputs))
     with Progress("compiling and prefilling") as progress:
         blocks = generation.blocks(progress.at)
-        (first,) = next(blocks)
-    pressed = threading.Event()
+        first = next(blocks)
     with on_interrupt(pressed.set):
         show(first)
-        for (text,) in blocks:
-            show(text)
+        for texts in blocks:
+            show(texts)
             if pressed.is_set():
-                show(generation.outputs[0].end("interrupted"))
+                show([output.end("interrupted") for output in outputs])
                 break
-    (answer,) = generation.answers()
-    code = INTERRUPTED if answer.finish_reason == "interrupted" else 0
-    if args.json:
-        settings = {"sampling": vars(sampling), "seed": args.seed, "versions": flags.versions()}
-        print_json(dataclasses.asdict(answer) | settings)
-        return code
-    if not answer.text.endswith("\n"):
-        print(flush=True)
+    return generation.answers()
+
+
+class Printer:
+    """Prints the texts of a batch in order, each as it comes once those before it have ended.
+
+    prompts: printed before their texts; empty for one text alone.
+    """
+
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts, self._at, self._last = prompts, 0, ""
+        self._pending = [""] * max(len(prompts), 1)
+        self._title()
+
+    def show(self, texts: Sequence[str], outputs: Sequence[OutputText]) -> None:
+        """Print what can be printed after these new texts. outputs: which of them have ended."""
+        self._pending = [old + new for old, new in zip(self._pending, texts, strict=True)]
+        while self._at < len(outputs):
+            self._print(self._pending[self._at])
+            self._pending[self._at] = ""
+            if not outputs[self._at].reason:
+                return
+            self._print("" if self._last == "\n" else "\n")
+            self._print("\n" if self._prompts else "")
+            self._at += 1
+            self._title()
+
+    def _title(self) -> None:
+        if self._at < len(self._prompts):
+            self._print("".join(f"> {line}\n" for line in self._prompts[self._at].split("\n")))
+
+    def _print(self, text: str) -> None:
+        if text:
+            print(text, end="", flush=True)
+            self._last = text[-1]
+
+
+def summary(batches: Sequence[Sequence[Answer]], done: str) -> str:
+    """Speed and memory in one line. done: how it ended."""
     from jaxkv.state.memory import show as show_bytes
 
-    print(
-        f"jaxkv: {len(answer.tokens)} tokens ({answer.finish_reason}), "
-        f"{answer.tokens_per_second:.1f} tokens/s, compiled {answer.compile_seconds:.1f} s, "
-        f"state {show_bytes(answer.state_bytes)}",
-        file=sys.stderr,
-        flush=True,
+    tokens = sum(len(answer.tokens) for batch in batches for answer in batch)
+    # Every answer has the seconds and bytes of its whole batch.
+    first = [batch[0] for batch in batches]
+    rate = tokens / max(sum(answer.decode_seconds for answer in first), 1e-9)
+    return (
+        f"jaxkv: {tokens} tokens ({done}), {rate:.1f} tokens/s, "
+        f"compiled {sum(answer.compile_seconds for answer in first):.1f} s, "
+        f"state {show_bytes(max(answer.state_bytes for answer in first))}"
     )
-    return code
 
 
-def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt, without the final line end that an editor or `echo` adds."""
-    if args.prompt_file is not None and args.prompt is not None:
-        raise UserError("the prompt is given twice; give PROMPT or --prompt-file, not both")
-    if args.prompt_file is not None:
-        text = read_text(args.prompt_file, "prompt file").removesuffix("\n")
-    elif args.prompt == "-":
-        text = read_text("-", "prompt").removesuffix("\n")
-    elif args.prompt is not None:
-        text = args.prompt
-    else:
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, without the final line end that an editor or `echo` adds."""
+    sources = {
+        "PROMPT": bool(args.prompt),
+        "--prompt-file": args.prompt_file is not None,
+        "--prompts": args.prompts is not None,
+    }
+    given = [name for name, present in sources.items() if present]
+    if len(given) > 1:
+        raise UserError(
+            f"the prompt is given twice, by {' and '.join(given)}; give one of these, not both"
+        )
+    if not given:
         hint = " (before --stop, which takes all words after it)" if args.stop else ""
-        raise UserError(f"no prompt is given; give a text{hint}, - or --prompt-file FILE")
-    if not text:
+        raise UserError(
+            f"no prompt is given; give a text{hint}, -, --prompt-file or --prompts FILE"
+        )
+    if args.prompts is not None:
+        lines = read_text(args.prompts, "file of prompts").splitlines()
+        texts = [line for line in lines if line.strip()]
+        if not texts:
+            raise UserError(
+                f"file of prompts {args.prompts} has only empty lines; give a prompt a line"
+            )
+        return texts
+    if args.prompt_file is not None:
+        texts = [read_text(args.prompt_file, "prompt file").removesuffix("\n")]
+    elif args.prompt == ["-"]:
+        texts = [read_text("-", "prompt").removesuffix("\n")]
+    elif "-" in args.prompt:
+        raise UserError("- is the only prompt where standard input is read; give it alone")
+    else:
+        texts = args.prompt
+    if not all(texts):
         raise UserError("the prompt is empty; give at least one character")
-    return text
-
-
-def _print(text: str) -> None:
-    if text:
-        print(text, end="", flush=True)
+    return texts

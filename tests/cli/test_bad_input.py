@@ -255,6 +255,12 @@ def test_prompts(run, model, stdin, tmp_path):
     stdin(b"caf\xe9")
     refused(generate("-"), "standard input is not UTF-8", "byte 3", "convert it")
     refused(generate("--prompt-file", tmp_path), "is a folder", "name a file in it")
+    refused(generate("--prompts", tmp_path), "file of prompts", "is a folder", "name a file in it")
+    (tmp_path / "empty").write_text("\n \n", encoding="utf-8")
+    refused(generate("--prompts", tmp_path / "empty"), "only empty lines", "a prompt a line")
+    for words in (["Hi", "--prompts", "f"], ["--prompt-file", "f", "--prompts", "f"], ["Hi", "-"]):
+        refused(generate(*words), "give")
+    refused(generate("Hi", ""), "the prompt is empty", "at least one character")
 
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])

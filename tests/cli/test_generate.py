@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 from jaxkv import models
 from jaxkv.cli.flags import DEFAULT_POLICY
+from jaxkv.cli.generate import Printer
 from jaxkv.models import streams
 
 FIELDS = {
@@ -48,6 +50,56 @@ def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin)
     assert run("generate", "--prompt-file", tmp_path / "prompt", *flags).out == plain.out
     stdin(b"Hello\n")
     assert run("generate", "-", *flags).out == plain.out
+
+
+def test_several_prompts_give_the_texts_of_each_alone(run, model, tmp_path):
+    """As arguments and as lines of a file, in one batch and in several, in the order given."""
+    (tmp_path / "prompts").write_text("Hello\n\nGood day\nHe said: it is\n", encoding="utf-8")
+    prompts = ["Hello", "Good day", "He said: it is"]
+    flags = ("--model", model, "--max-new-tokens", 30, "--temperature", 1.5)
+    alone = [
+        run("generate", prompt, *flags, "--seed", 4 + number, "--json").json
+        for number, prompt in enumerate(prompts)
+    ]
+    file = ("--prompts", tmp_path / "prompts")
+    found = run("generate", *file, *flags, "--seed", 4, "--batch", 2, "--json").json
+    assert set(found) == {"answers", "sampling", "seed", "versions"}
+    assert [answer["prompt"] for answer in found["answers"]] == prompts
+    assert [answer["seed"] for answer in found["answers"]] == [4, 5, 6]
+    assert [answer["text"] for answer in found["answers"]] == [each["text"] for each in alone]
+    ran = run("generate", *prompts, *flags, "--seed", 4)
+    expected = [f"> {p}\n{each['text']}" for p, each in zip(prompts, alone, strict=True)]
+    assert ran.out == "".join(text + "\n" * (text[-1] != "\n") + "\n" for text in expected)
+    assert "jaxkv: 90 tokens (3 of 3 prompts), " in ran.err
+    (tmp_path / "prompts").write_text("Hello", encoding="utf-8")
+    ran = run("generate", *file, *flags, "--seed", 4)  # a file of one line is a batch too
+    assert ran.out == f"> Hello\n{run('generate', 'Hello', *flags, '--seed', 4).out}\n"
+
+
+def test_texts_of_a_batch_are_printed_in_order_as_they_come(capsys):
+    """The second text ends first and waits; the third waits for both."""
+
+    def ended(*reasons: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(reason=reason) for reason in reasons]
+
+    printer = Printer(["a", "b\nc", "d"])
+    printer.show(["1", "2", "3"], ended("", "eos", ""))
+    assert capsys.readouterr().out == "> a\n1"
+    printer.show(["4\n", "", "5"], ended("length", "eos", ""))
+    assert capsys.readouterr().out == "4\n\n> b\n> c\n2\n\n> d\n35"
+    printer.show(["", "", ""], ended("length", "eos", "length"))
+    assert capsys.readouterr().out == "\n\n"
+
+
+def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
+    """And the batches that have not begun are left out."""
+    interrupt_block(monkeypatch, 3)
+    flags = ("--model", model, "--max-new-tokens", 10000, "--ignore-eos", "--batch", 2, "--json")
+    ran = run("generate", "Hello", "Good day", "Not begun", *flags)
+    answers = json.loads(ran.out)["answers"]
+    assert ran.code == 130 and [answer["prompt"] for answer in answers] == ["Hello", "Good day"]
+    for answer in answers:
+        assert answer["finish_reason"] == "interrupted" and 0 < len(answer["tokens"]) < 10000
 
 
 def test_the_text_ends_before_a_stop_string(run, model):
@@ -93,18 +145,23 @@ def test_a_mesh_gives_the_same_tokens(run, model):
     assert run(*flags).json["tokens"] == run(*flags, "--mesh", "model=2").json["tokens"]
 
 
-def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
+def interrupt_block(monkeypatch, number: int) -> None:
+    """Send Ctrl-C before this block of every generation."""
     from jaxkv.models.text import Generation
 
     blocks = Generation.blocks
 
     def interrupted(self, progress):
-        for number, block in enumerate(blocks(self, progress)):
-            if number == 3:
+        for at, block in enumerate(blocks(self, progress)):
+            if at == number:
                 os.kill(os.getpid(), signal.SIGINT)
             yield block
 
     monkeypatch.setattr(Generation, "blocks", interrupted)
+
+
+def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
+    interrupt_block(monkeypatch, 3)
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
     ran = run(*flags)
     assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n")

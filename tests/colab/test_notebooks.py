@@ -17,7 +17,7 @@ from jaxkv.models import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
-LONGEST_FUNCTION, LARGEST = 10, 100_000  # lines, bytes
+LONGEST_CELL, LONGEST_FUNCTION, LARGEST = 10, 10, 100_000  # lines, lines, bytes
 
 
 def cells(name):
@@ -75,6 +75,23 @@ def test_relative_links_exist(name):
     text = "\n".join(cell.source for cell in cells(name) if cell.cell_type == "markdown")
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (FOLDER / link).exists(), link
+
+
+def test_the_checks_are_last_and_folded(name):
+    """In Colab (a form with its title) and in Jupyter, in the source and in the saved notebook."""
+    for kept in (notebooks.load(name), nbformat.read(FOLDER / f"{name}.ipynb", 4)):
+        *others, last = [cell for cell in kept.cells if cell.cell_type == "code"]
+        assert "runtime.verify(" in last.source and last.source.startswith("# @title Checks\n")
+        assert last.metadata["cellView"] == "form" and last.metadata["jupyter"]["source_hidden"]
+        assert not any("runtime.verify(" in cell.source for cell in others)
+
+
+def test_a_reader_copies_short_cells(name):
+    """The checks at the end and a policy may be longer."""
+    for cell in code(name)[:-1]:
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        is_policy = "(jaxkv.Policy):" in cell.source
+        assert len(lines) <= LONGEST_CELL or is_policy, cell.source
 
 
 def test_functions_of_notebooks_are_short(name):

@@ -1,14 +1,23 @@
 """The numbers in CLAIMS.md, NEGATIVE.md and docs/ are those of the records."""
 
 import json
+import re
 
 import pytest
 
-from jaxkv.evals.lib import claim, claims, figures
+from jaxkv.evals.lib import claim, claims, figures, gallery, record
 
 
 def test_claims_md_is_current():
     assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m jaxkv.evals.lib.claims"
+
+
+def test_the_page_of_pictures_shows_all_with_titles():
+    page = (record.ROOT / "docs/pictures.md").read_text("utf-8")
+    shown = re.findall(r"!\[[^\]]+\]\(\.\./evals/results/(\S+)\.png\)", page)
+    assert sorted(shown) == sorted(path.stem for path in record.RESULTS.glob("*.png"))
+    assert set(gallery.TITLES) <= set(shown) & set(figures.FIGURES)
+    assert {name for name in figures.FIGURES if name in shown} == set(gallery.TITLES)
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)

@@ -1,0 +1,74 @@
+"""Plots of the records of reservoir sampling, for evals.lib.figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxkv.evals.lib.facts import VALUES
+from jaxkv.models.palette import COLOURS, styles
+
+
+def sampled(panels: Any, results: dict[str, Any]) -> None:
+    """Loss of each block of a long text, divided by that of streaming at equal bytes; below 1 is
+    better. Weighted: a sampled token counts for all tokens that it represents."""
+    caches, block = results["worth"]["caches"], results["worth"]["block"]
+    base = np.array(caches["streaming"]["blocks"])
+    at = block / 1e6 * np.arange(1, len(base) + 1)
+    for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
+        axes = panels[int("weighted" in name)]
+        width = 5 if name == "streaming" else 1.5  # visible below lines that are close to 1
+        axes.plot(at, np.array(found["blocks"]) / base, label=name, lw=width, **style)
+    panels[1].axhline(1, color=COLOURS["streaming"], lw=5)
+    for axes, kind in zip(panels, ("not weighted", "weighted"), strict=True):
+        axes.set_title(kind, fontsize=9)
+        axes.set_xlabel("million tokens")
+    panels[0].set(ylabel="loss / loss of streaming")
+
+
+def stream_losses(axes: Any, results: dict[str, Any]) -> None:
+    """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
+    Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.
+    Absolute: positions are those of the text."""
+    rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
+    for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
+        axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",
+                      markersize=4, capsize=2, color=style["color"])  # fmt: skip
+    axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
+    axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)
+    axes.set(xlabel="loss over streaming (nats per token)")
+
+
+def recall(axes: Any, results: dict[str, Any]) -> None:
+    """A model reads facts among random letters and is then asked for one, whose value is one of
+    eight. Mean over trained models, from the lowest to the highest. Dotted: tokens in a cache.
+    Dashed: a guess."""
+    draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
+    axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
+
+
+def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
+    """The same task; the prompt is compressed before the question. Mean over trained models, from
+    the lowest to the highest. Dashed: a guess."""
+    names = [name for name in results["thinned"] if ", " not in name]
+    draw_recall(axes, results, ["full", "streaming", *names])
+
+
+def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
+    seeds = [found["within"] for found in results["seeds"].values()]
+    widths = np.linspace(4, 1.2, len(names))  # wide lines stay visible below narrow ones
+    for name, width, style in zip(names, widths, styles(names), strict=True):
+        right = 100 * np.array([list(seed[name]["right"].values()) for seed in seeds])
+        distances = list(map(int, seeds[0][name]["right"]))
+        axes.plot(distances, right.mean(0), label=name, lw=width, **style)
+        axes.fill_between(distances, right.min(0), right.max(0), color=style["color"], alpha=0.12,
+                          lw=0)  # fmt: skip
+    axes.set(xscale="log", xlabel="distance of the fact from the question (tokens)",
+             ylabel="right answers (%)", ylim=(0, None))  # fmt: skip
+    # The accuracy of a guess: one over the number of values.
+    axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
+    beside = zip(distances, [*distances[1:], math.inf], strict=True)
+    axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
+    axes.set_xticks([], minor=True)
