@@ -281,6 +281,7 @@ def rank(
             "compile_seconds": one.compile_seconds,
         })  # fmt: skip
     return {"block": block, "first_counted": first, "counted": len(ids) - first,
+            "levels": _levels([one.policy for one in measured], losses, block),
             "recall_base": FULL if full else measured[0].policy if measured else None,
             "near": near, "policies": rows}  # fmt: skip
 
@@ -291,6 +292,18 @@ def _ends(near: int, tokens: int) -> list[tuple[int, int]]:
     while edges[-1] < tokens:
         edges.append(2 * edges[-1])
     return list(itertools.pairwise(edges))
+
+
+def _levels(
+    policies: Sequence[str], losses: Mapping[str, np.ndarray], block: int
+) -> list[list[str]]:
+    """Groups of policies by their loss; the others of a group are within noise of its first."""
+    left, levels = list(policies), []
+    while left:
+        first = losses[left[0]]
+        levels.append([name for name in left if is_noise(ratio(losses[name] - first, block))])
+        left = [name for name in left if name not in levels[-1]]
+    return levels
 
 
 def _is_endless(llm: Llm, policy: str) -> bool:

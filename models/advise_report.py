@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.models import palette, pictures
-from jaxkv.models.advise import FULL, REPEAT, is_noise
+from jaxkv.models.advise import FULL, REPEAT
 from jaxkv.state import memory
 
 Row = Mapping[str, Any]
@@ -69,18 +69,17 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     ]
     if not rows:
         return told
-    best, others = rows[0], rows[1:]
-    level = [row["policy"] for row in others if is_noise(row["over_best"])]
-    worse = [row for row in others if not is_noise(row["over_best"])]
-    if level:
-        told.append(
-            f"{best['policy']} has the lowest loss, but its differences to these are within noise: "
-            f"{'; '.join(level)}."
-        )
-    elif others:
-        told.append(f"{best['policy']} has the lowest loss, and no other is within noise of it.")
-    told += [f"{row['policy']} is worse by {_between(row['over_best'])}." for row in worse[:1]]
-    return [*told, *_choices([best, *(row for row in others if row["policy"] in level)])]
+    by_name = {row["policy"]: row for row in rows}
+    for number, (name, *others) in enumerate(results["levels"]):
+        line = f"{name} has the lowest loss"
+        if number:
+            line = f"Then {name}, which is worse by {_between(by_name[name]['over_best'])}"
+        if others:
+            line += f"; these are within noise of it: {'; '.join(others)}"
+        elif not number and len(rows) > 1:
+            line += ", and no other is within noise of it"
+        told.append(f"{line}.")
+    return [*told, *_choices([by_name[name] for name in results["levels"][0]])]
 
 
 def _choices(level: Sequence[Row]) -> list[str]:
