@@ -27,6 +27,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import budgets, palette, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Layer, Weights, layer_weights
+from jaxkv.models.decoding import Static
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import losses_of_chunk
 from jaxkv.models.streams import Stream
@@ -186,7 +187,7 @@ def attention_of(
         if layer in layers:
             found.append((layer, np.asarray(codes)[:, *lower]))
     by_layer = dict(found)
-    static = Stream(llm, "full", tokens=len(ids)).static
+    static = Static(config, llm.policies("full"), llm.mesh)
     losses = losses_of_chunk(static, llm.weights, x[:, :, :-1], tokens[:, 1:])
     return np.stack([by_layer[layer] for layer in layers]), np.asarray(losses)
 

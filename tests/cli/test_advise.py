@@ -75,6 +75,6 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     refused(advise_with(*big), "for window:window=64", "bytes", "raise it")
     refused(run("advise", "--model", model), "--text")
     (tmp_path / "file").write_text("x")
-    refused(advise_with("--out", tmp_path / "file"), "--out must be a folder", "choose another")
+    refused(advise_with("--out", tmp_path / "file"), "--out needs a folder", "choose another")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(advise_with("--out", tmp_path), "matplotlib", "pip install 'jaxkv[evals]'")

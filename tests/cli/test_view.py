@@ -91,7 +91,9 @@ def test_bad_input(run, model, text, tmp_path):
     refused(view_with("--out", tmp_path / "page.png"), "ends in .html", "page.png")
     refused(view_with("--out", tmp_path), "ends in .html")
     (tmp_path / "file").write_text("x")
-    refused(view_with("--out", tmp_path / "file" / "p.html"), "--out must be", "choose another")
+    refused(
+        view_with("--out", tmp_path / "file" / "p.html"), "--out needs a folder", "choose another"
+    )
     (tmp_path / "folder.html").mkdir()
     refused(view_with("--out", tmp_path / "folder.html"), "is a folder", "choose another")
     refused(view_with("--layers", "0,x"), "--layers", "0,1,29", "'0,x'")
