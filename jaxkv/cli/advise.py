@@ -69,16 +69,9 @@ def run(args: argparse.Namespace) -> int:
     with on_interrupt(pressed.set):
         readings = advise.measure(llm, tokens, policies, args.seed, show_progress, pressed.is_set)
     results = advise.rank(llm, tokens, readings, first, args.block)
-    report = (
-        about
-        | results
-        | {
-            "budget": budget,
-            "tokens": len(tokens),
-            "context": llm.config.context,
-            "interrupted": pressed.is_set(),
-        }
-    )
+    report = about | results
+    report |= {"budget": budget, "tokens": len(tokens), "context": llm.config.context}
+    report["interrupted"] = pressed.is_set()
     measured = sum(row["policy"] != advise.FULL for row in results["policies"])
     if args.json:
         print_json(report)
@@ -93,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         file = json.dumps(finite(report), indent=1) + "\n"
         write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
     if pressed.is_set():
-        done = f"{measured} of {len(policies)} policies are measured"
+        timed = all(row["milliseconds_per_token"] for row in results["policies"])
+        times = "" if timed and measured else ", times per token are not"
+        done = f"{measured} of {len(policies)} policies are measured{times}"
         print(f"jaxkv: interrupted: {done}", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -55,7 +55,8 @@ def test_ctrl_c_keeps_what_was_measured(run, model, text, monkeypatch):
     monkeypatch.setattr(advise, "hidden_by_chunk", pressing)
     ran = run("advise", "--model", model, "--text", text, "--budget", BUDGET, *CHOSEN)
     assert ran.code == 130
-    assert ran.err.endswith("jaxkv: interrupted: 1 of 2 policies are measured\n")
+    said = "1 of 2 policies are measured, times per token are not"
+    assert ran.err.endswith(f"jaxkv: interrupted: {said}\n")
     assert [line.split()[-1] for line in ran.out.splitlines()[1:3]] == [
         "full", "streaming:sinks=4,window=18"
     ]  # fmt: skip
