@@ -23,18 +23,18 @@ from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Float, Int32
 
 # Tokens whose logits are in memory at a time: a vocabulary is often larger than a width.
-_TOKENS_OF_LOGITS = 256
+TOKENS_OF_LOGITS = 256
 
 
 @partial(jax.jit, static_argnums=0)
-def _losses_of_chunk(
+def losses_of_chunk(
     static: Static, weights: Weights, x: Float[Array, "D 1 T"], targets: Int32[Array, "1 T"]
 ) -> Float[Array, " T"]:
     """The losses of the targets, from the output of the last layer."""
     decoder, losses = Decoder(static.config, weights, static.mesh), []
     hidden = decoder.normed(x)
-    for start in range(0, x.shape[2], _TOKENS_OF_LOGITS):
-        block = slice(start, start + _TOKENS_OF_LOGITS)
+    for start in range(0, x.shape[2], TOKENS_OF_LOGITS):
+        block = slice(start, start + TOKENS_OF_LOGITS)
         logits = decoder.logits(hidden[:, :, block])
         picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
         losses.append(jax.nn.logsumexp(logits, axis=0) - picked)
@@ -91,7 +91,17 @@ def check_scorable(policies: Sequence[Policy]) -> None:
 def _losses_by_chunk(
     llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
 ) -> Iterator[Float[np.ndarray, " T"]]:
-    static = Static(llm.config, stream.policies, llm.mesh)
+    for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
+        yield np.asarray(losses_of_chunk(stream.static, llm.weights, x, targets))[:size]
+
+
+def hidden_by_chunk(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
+) -> Iterator[tuple[Float[Array, "D 1 T"], Int32[np.ndarray, "1 T"], int]]:
+    """Feed all tokens but the last; by chunk, the output of the last layer and the next tokens.
+
+    Chunks are padded at their end; the third item is the number of tokens that are not padding.
+    """
     for begin in range(0, len(ids) - 1, chunk):
         size = min(chunk, len(ids) - 1 - begin)
         width = bucket(size, chunk)
@@ -102,12 +112,11 @@ def _losses_by_chunk(
         position, valid = stream.decoding.position, np.arange(width)[None, :] < size
         positions = positions_of(position, valid)
         x, states = run_layers(
-            static, llm.weights, fed[0], positions, valid, stream.decoding.states
+            stream.static, llm.weights, fed[0], positions, valid, stream.decoding.states
         )
-        loss = _losses_of_chunk(static, llm.weights, x, fed[1])
         position = position + np.uint32(size)
         stream.decoding = stream.decoding._replace(states=states, position=position)
-        yield np.asarray(loss)[:size]
+        yield x, fed[1], size
 
 
 def encode(llm: Llm, text: str) -> list[int]:

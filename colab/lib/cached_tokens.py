@@ -13,6 +13,7 @@ from jaxkv.colab import runtime
 from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.tokenizer import Pieces
+from jaxkv.models.view import weights_of_layer
 from jaxkv.state.memory import show
 from jaxkv.typing import Float32, Int32
 
@@ -56,16 +57,6 @@ def measure_coverage(
         ]
         found[name] = Coverage(np.stack(layers), stream.state_bytes)
     return found
-
-
-def weights_of_layer(positions: np.ndarray, log_weight: np.ndarray, tokens: int) -> np.ndarray:
-    """Weights [K,T] of a batch of one sequence; a token in two slots has the sum of both."""
-    positions, weight = np.asarray(positions)[0], np.exp(np.asarray(log_weight)[0])
-    made = np.zeros((len(weight), tokens), np.float32)
-    heads = np.arange(len(weight))[:, None]
-    held = weight > 0
-    np.add.at(made, (heads, np.where(held, positions, 0)), np.where(held, weight, 0))
-    return made
 
 
 def draw_strips(found: Mapping[str, Coverage]) -> runtime.Picture:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.evals.lib.record import standard_error
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.divergence import divergence as of_logits
 from jaxkv.typing import Array, Bool, Float, Float32
 
 GATE = 0.9  # score of full attention below which a task says nothing about a policy
@@ -48,9 +48,7 @@ def divergence(
     full, other: last hidden states under full attention and under a policy, of the same tokens.
     """
     decoder = Decoder(config, weights)
-    p, q = (jax.nn.log_softmax(decoder.logits(hidden), axis=0) for hidden in (full, other))
-    kl = jnp.sum(jnp.exp(p) * (p - q), axis=0)
-    return kl, jnp.argmax(p, axis=0) == jnp.argmax(q, axis=0)
+    return of_logits(decoder.logits(full), decoder.logits(other))
 
 
 def mean_of(values: np.ndarray) -> tuple[float, float | None]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import check_folder, finite, print_json, read_text, write
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.perplexity import add_text, say_interrupted
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import show_progress
 from jaxkv.errors import UserError
-from jaxkv.models.run_metadata import run_metadata
+
+if TYPE_CHECKING:
+    from jaxkv.models import Llm
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50
@@ -37,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
-    out = None if args.out is None else _folder(args.out)
+    out = None if args.out is None else check_plot(args.out, FILES)
     from jaxkv.models import recompute
 
     chosen = args.policy or []
@@ -49,21 +52,16 @@ def run(args: argparse.Namespace) -> int:
     for policy in chosen:  # check all policies before minutes of work on the first
         if recompute.window_of(policy) is None:
             check_scorable(llm.policies(policy))
-    about = run_metadata("compare", [] if args.text == "-" else [Path(args.text)], [args.seed])
+    about = describe("compare", args, llm)
     tokens = encode(llm, text)[: args.max_tokens]
     pressed, total = threading.Event(), len(tokens) - 1
     with on_interrupt(pressed.set):
-        scores = compare.compare(
-            llm, tokens, chosen, args.chunk, args.seed, _watch(total), pressed.is_set
-        )
+        watch = partial(show_progress, total=total)
+        scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, watch, pressed.is_set)
     block = args.block or -(-(len(tokens) - 1) // BLOCKS)
     results = [compare.result(llm, policy, score, block) for policy, score in scores.items()]
-    name = (llm.path if args.model is None else Path(args.model)).name
-    source = "standard input" if args.text == "-" else Path(args.text).name
     report = about | {
         "policies": results,
-        "model": name,
-        "text": source,
         "tokens": len(tokens),
         "interrupted": pressed.is_set(),
         "context": llm.config.context,
@@ -74,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(compare.table(results))
     if out is not None:
-        caption = (
-            f"{name} on {source}: {len(tokens):,} tokens, mean loss of {block} consecutive tokens"
-        )
+        source = f"{about['model']} on {about['text']}"
+        caption = f"{source}: {len(tokens):,} tokens, mean loss of {block} consecutive tokens"
         picture = compare.draw(results, llm.config.context, caption)
         file = json.dumps(finite(report), indent=1) + "\n"
         write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
@@ -87,20 +84,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(path: str) -> Path:
+def describe(name: str, args: argparse.Namespace, llm: Llm) -> dict[str, Any]:
+    """What a result file begins with: how to repeat the run, the model and the text."""
+    from jaxkv.models.run_metadata import run_metadata
+
+    text = None if args.text == "-" else Path(args.text)
+    return run_metadata(name, [] if text is None else [text], [args.seed]) | {
+        "model": (llm.path if args.model is None else Path(args.model)).name,
+        "text": "standard input" if text is None else text.name,
+    }
+
+
+def check_plot(path: str, names: Sequence[str]) -> Path:
     """The --out folder; checked, together with matplotlib, before minutes of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--out draws a plot and needs the package matplotlib; pip install matplotlib, or "
+            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[evals]', or "
             "leave --out out"
         )
-    return check_folder(path, FILES)
-
-
-def _watch(total: int) -> Callable[[str], contextlib.AbstractContextManager]:
-    @contextlib.contextmanager
-    def watch(policy: str) -> Iterator[Callable[[int], None]]:
-        with Progress(policy, total) as progress:
-            yield progress.at
-
-    return watch
+    return check_folder(path, names)

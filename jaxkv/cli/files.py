@@ -78,5 +78,5 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
 def unwritable(folder: Path, error: OSError) -> UserError:
     """The error for an --out that cannot be written."""
     return UserError(
-        f"--out must be a folder that can be written to: {folder}: {error.strerror}; choose another"
+        f"--out needs a folder that can be written to: {folder}: {error.strerror}; choose another"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 DELAY = 0.5  # seconds before the first display
 REDRAW, REPEAT = 0.2, 5.0  # seconds between redraws in a terminal, between lines elsewhere
@@ -71,6 +73,13 @@ class Progress:
             f"{self._label}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
             f"{_time(left)} left"
         )
+
+
+@contextlib.contextmanager
+def show_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Inside, the progress of work of `total` tokens; the function takes the tokens done."""
+    with Progress(label, total) as progress:
+        yield progress.at
 
 
 def _short(count: float) -> str:

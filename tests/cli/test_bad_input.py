@@ -129,7 +129,7 @@ def test_a_byte_order_mark_is_not_part_of_the_prompt(run, model, tmp_path):
 def test_impossible_file_names(run, model, text):
     long = "x" * 300
     words = ("--model", model, "--text", text)
-    refused(run("compare", *words, "--out", long), "--out must be a folder", "too long")
+    refused(run("compare", *words, "--out", long), "--out needs a folder", "too long")
     refused(run("generate", "Hi", "--model", f"./{long}"), "no such folder", "too long")
     refused(run("generate", "Hi", "--model", "~nobody-by-that-name/m"), "no such folder")
 
@@ -312,7 +312,7 @@ def test_compare(run, model, text, tmp_path):
     refused(compare("--policy", "recompute:window=0"), "at least 1", "try recompute:window=256")
     refused(compare("--policy", "recompute"), "recompute:window=W")
     refused(compare("--policy", "window", "--policy", "full:max=100"), "at most 100", "max")
-    refused(compare("--out", text), "--out must be a folder", str(text), "choose another")
+    refused(compare("--out", text), "--out needs a folder", str(text), "choose another")
     out = tmp_path / "out"
     refused(compare("--out", out, "--policy", "full:max=100"), "at most 100")
     assert not out.exists()

@@ -1,0 +1,97 @@
+"""`jaxkv view`: write a web page that shows what a cache holds and where attention goes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+from jaxkv.cli import flags
+from jaxkv.cli.compare import describe
+from jaxkv.cli.files import check_folder, print_json, read_text, write
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
+
+TOKENS = 256
+POLICY = "streaming:sinks=4,window=60"
+OUT = "view.html"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", metavar="FILE", required=True, help="UTF-8 text; - reads standard input"
+    )
+    parser.add_argument(
+        "--policy", action=flags.Once, default=POLICY,
+        help=f"cache policy; `jaxkv policies` lists all (default {POLICY})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=flags.whole(2), default=TOKENS, metavar="N",
+        help=f"show only the first N tokens, 2000 at most (default {TOKENS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt-tokens", type=flags.whole(1), metavar="P",
+        help="tokens after which prefill ends, for policies that act there (default: half of them)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=_layers, metavar="0,1,...",
+        help="show only these layers, so that more tokens fit on the page (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="FILE.html", default=OUT, help=f"the page to write (default {OUT})"
+    )
+    flags.add_json(parser)
+    flags.add_model(parser)
+
+
+def _layers(text: str) -> list[int]:
+    """The type of --layers."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be numbers such as 0,1,29, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def run(args: argparse.Namespace) -> int:
+    text = read_text(args.text, "text")
+    out = Path(args.out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out must be a file that ends in .html, got {args.out!r}; rename it")
+    check_folder(out.parent, [out.name])
+    llm, load = flags.open_model(args, args.policy)
+    from jaxkv.models import view
+    from jaxkv.models.score import encode
+    from jaxkv.state.memory import show
+
+    tokens = encode(llm, text)[: args.max_tokens]
+    prompt = min(args.prompt_tokens or -(-len(tokens) // 2), len(tokens))
+    view.check(llm, args.policy, len(tokens), prompt, args.layers)
+    load()
+    about = describe("view", args, llm)
+    pressed = threading.Event()
+    with Progress("reading", len(tokens)) as progress, on_interrupt(pressed.set):
+        found = view.record(
+            llm, tokens, args.policy, prompt, args.layers, args.seed, progress.at, pressed.is_set
+        )
+    page = view.page(llm, found, about["model"], about["text"]).encode()
+    write(out.parent, {out.name: page})
+    result = {
+        "page": str(out),
+        "bytes": len(page),
+        "tokens": len(found.ids),
+        "policy": found.policy,
+        "layers": list(found.layers),
+        "prompt_tokens": found.prompt,
+        "interrupted": pressed.is_set(),
+    }
+    if args.json:
+        print_json(result | {"seed": args.seed, "versions": flags.versions()})
+    else:
+        print(f"wrote {out} ({show(len(page))}, {len(found.ids)} tokens); open it in a browser")
+    if pressed.is_set():
+        done = f"the page shows the first {len(found.ids)} of {len(tokens)} tokens"
+        print(f"jaxkv: interrupted: {done}", file=sys.stderr)
+        return INTERRUPTED
+    return 0

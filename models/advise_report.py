@@ -1,0 +1,172 @@
+"""The results of `jaxkv advise` as a table, as sentences, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv.models import palette, pictures
+from jaxkv.models.advise import FULL, REPEAT
+from jaxkv.state import memory
+
+Row = Mapping[str, Any]
+DASH = "-"
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The policies by their loss; full attention, which has no bounded cache, comes first."""
+    rows, over = results["policies"], results["recall_base"]
+    of_full = over == FULL
+    heads = ["", "loss", *(["over full", "KL to full", "same top-1"] if of_full else []),
+             "over best", "far repeats", "ms/token", "state", "policy"]  # fmt: skip
+    lines, rank = [heads], 0
+    for row in rows:
+        rank += row["policy"] != FULL
+        is_full = row["policy"] == FULL
+        base = row["policy"] == over
+        lines.append([
+            DASH if is_full else str(rank),
+            f"{row['loss']:.4f}",
+            *(_beside_full(row) if of_full else []),
+            _between(None if rank < 2 else row["over_best"]),
+            _between(None if base else row["far_recall"]),
+            _milliseconds(row),
+            memory.show(row["state_bytes"]),
+            row["policy"],
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([*map(str.rjust, line[:-1], widths), line[-1]]) for line in lines)
+
+
+def _beside_full(row: Row) -> list[str]:
+    """Loss, KL and agreement against full attention."""
+    if row["policy"] == FULL:
+        return [DASH] * 3
+    return [_between(row["over_full"]), _between(row["kl"], sign=""), f"{row['agreement']:.0%}"]
+
+
+def _between(difference: Mapping[str, Any] | None, sign: str = "+") -> str:
+    """A mean with two standard errors."""
+    if difference is None or difference["mean"] is None:
+        return DASH
+    error = difference["two_errors"]
+    return f"{difference['mean']:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _milliseconds(row: Row) -> str:
+    times = row["milliseconds_per_token"]
+    return DASH if times is None else f"{times['median']:.1f}"
+
+
+def sentences(results: Mapping[str, Any]) -> list[str]:
+    """What the table means: how it counts, what is noise, and which policy to take."""
+    block, first, count = (results[name] for name in ("block", "first_counted", "counted"))
+    rows = [row for row in results["policies"] if row["policy"] != FULL]
+    told = [
+        f"Means over the {count:,} tokens from token {first:,} on, where every cache is full; "
+        f"± is two standard errors, from blocks of {block} tokens. Losses and KL are in nats.",
+        *_full_sentence(results, bool(rows)),
+    ]
+    if not rows:
+        return told
+    by_name = {row["policy"]: row for row in rows}
+    for number, (name, *others) in enumerate(results["levels"]):
+        line = f"{name} has the lowest loss"
+        if number:
+            line = f"Then {name}, which is worse by {_between(by_name[name]['over_best'])}"
+        if others:
+            line += f"; these are within noise of it: {'; '.join(others)}"
+        elif not number and len(rows) > 1:
+            line += ", and no other is within noise of it"
+        told.append(f"{line}.")
+    return [*told, *_choices([by_name[name] for name in results["levels"][0]])]
+
+
+def _choices(level: Sequence[Row]) -> list[str]:
+    """Of policies whose losses are within noise, take the fastest; level[0] has the lowest loss."""
+    reason = "the fastest of these" if len(level) > 1 else "by its loss"
+    choice = min(level, key=_cost)
+    told = [f'Take {choice["policy"]} ({reason}): jaxkv chat --policy "{choice["policy"]}"']
+    if not choice["endless"]:
+        endless = [row for row in level if row["endless"]]
+        other = f"; there take {min(endless, key=_cost)['policy']}" if endless else ""
+        told.append(f"Its positions are absolute, so it fails beyond the trained context{other}.")
+    return told
+
+
+def _cost(row: Row) -> float:
+    times = row["milliseconds_per_token"]
+    return 0.0 if times is None else times["median"]
+
+
+def _full_sentence(results: Mapping[str, Any], policies: bool) -> list[str]:
+    """What far repeats are, and against what they are measured."""
+    base, near = results["recall_base"], results["near"]
+    if not policies:
+        return []
+    measured = [row for row in results["policies"] if row["policy"] != base and row["far_recall"]]
+    count = measured[0]["far_recall"]["count"] if measured else 0
+    told = [
+        f"Far repeats: the loss over {base} at {count:,} tokens that end {REPEAT} tokens which "
+        f"occurred before, the latest time at least {near} tokens back."
+    ]
+    if base != FULL:
+        told.insert(
+            0,
+            "The text is longer than the trained context, where full attention fails, so it is "
+            "not measured; lower --max-tokens to compare with it.",
+        )
+    return told
+
+
+def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
+    """Losses with their intervals, and the loss at repeats by their distance, as a PNG."""
+    base = results["recall_base"]
+    rows = [row for row in results["policies"] if row["policy"] != FULL]
+    looks = palette.styles([row["policy"] for row in rows])
+    figure, (left, right) = pictures.begin(9.5, 3.4 + 0.22 * len(rows), columns=2)
+    key = "over_full" if base == FULL else "over_best"
+    for number, (row, look) in enumerate(zip(rows, looks, strict=True)):
+        _point(left, row[key], -number, look["color"])
+        centres = [_label(one, results["near"]) for one in row["recall"]]
+        values = [(at, one) for at, one in enumerate(row["recall"]) if one["two_errors"]]
+        shift = 0.06 * (number - (len(rows) - 1) / 2)
+        right.errorbar(
+            [at + shift for at, _ in values], [one["mean"] for _, one in values],
+            [one["two_errors"] for _, one in values], marker="o", ms=3, lw=1.2, elinewidth=0.8,
+            color=look["color"], ls=look["linestyle"], label=f"{number + 1}  {row['policy']}",
+        )  # fmt: skip
+        right.set_xticks(range(len(centres)), centres, fontsize=7)
+    _label_axes(left, right, rows, base)
+    figure.legend(
+        loc="outside upper left", frameon=False, fontsize=8, alignment="left", title_fontsize=8,
+        title="Loss at equal memory: lower is better, bars are two standard errors.\n"
+        "Right: a cache that evicted the earlier occurrence is higher, beyond its size.",
+    )  # fmt: skip
+    return pictures.finish(figure, caption, dpi)
+
+
+def _point(axes: Any, difference: Mapping[str, Any], at: float, colour: str) -> None:
+    axes.errorbar(difference["mean"], at, xerr=difference["two_errors"] or 0, fmt="o", ms=5,
+                  color=colour, capsize=3)  # fmt: skip
+
+
+def _label_axes(left: Any, right: Any, rows: Sequence[Row], base: str | None) -> None:
+    name = "full attention" if base == FULL else "the best"
+    left.set_yticks([-number for number in range(len(rows))],
+                    [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
+    left.axvline(0, color=pictures.INK, lw=0.8)
+    left.grid(False)
+    left.grid(axis="x", color=pictures.RULE, lw=0.6)
+    left.set(xlabel=f"loss over {name} (nats)", ylabel="rank")
+    left.set_title("all tokens", fontsize=9, loc="left")
+    right.axhline(0, color=pictures.INK, lw=0.8)
+    right.set(xlabel="distance to the earlier occurrence (tokens)",
+              ylabel=f"loss over {name} (nats)")  # fmt: skip
+    right.set_title("tokens that repeat earlier text", fontsize=9, loc="left")
+
+
+def _label(one: Mapping[str, Any], near: int) -> str:
+    """Distances of a bin, and its number of tokens."""
+    end = f"< {one['to']:,}" if one["from"] < near else f"{one['from']:,} to {one['to'] - 1:,}"
+    return f"{end}\nn = {one['count']:,}"

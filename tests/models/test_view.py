@@ -1,0 +1,204 @@
+"""The page of `jaxkv view`: its data equal what numpy says of the cache and of the attention."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models import view
+from tests.tiny import write_tiny
+
+SINKS, WINDOW, TOKENS = 2, 6, 24
+POLICY = f"streaming:sinks={SINKS},window={WINDOW}"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("view") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(0).integers(2, 258, TOKENS).tolist()
+
+
+@pytest.fixture(scope="module")
+def streamed(llm, ids):
+    return view.record(llm, ids, POLICY, TOKENS)
+
+
+class Scripts(HTMLParser):
+    """The contents of a page's script elements by id, and every address that it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.scripts, self.addresses, self._id = {}, [], None
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self._id = given.get("id", "") if tag == "script" else None
+        self.addresses += [given[name] for name in ("src", "href") if name in given]
+
+    def handle_data(self, text):
+        if self._id is not None:
+            self.scripts[self._id] = self.scripts.get(self._id, "") + text
+
+
+def parsed(page: str) -> Scripts:
+    found = Scripts()
+    found.feed(page)
+    return found
+
+
+def rows(packed: str, shape: tuple[int, int], tokens: int) -> list[np.ndarray]:
+    """By query n, the codes [L,heads,n+1] of a packed triangle."""
+    flat = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8).reshape(*shape, -1)
+    assert flat.shape[2] == tokens * (tokens + 1) // 2
+    return [flat[:, :, n * (n + 1) // 2 : (n + 1) * (n + 2) // 2] for n in range(tokens)]
+
+
+def data_of(llm, found) -> dict:
+    return json.loads(parsed(view.page(llm, found, "tiny", "text.txt")).scripts["data"])
+
+
+def test_the_cached_tokens_are_those_of_streaming(llm, streamed):
+    data = data_of(llm, streamed)
+    config = llm.config
+    found = rows(data["cached"], (config.layers, config.kv_heads), TOKENS)
+    for n, codes in enumerate(found):
+        token = np.arange(n + 1)
+        expected = (token < SINKS) | (token > n - WINDOW)
+        np.testing.assert_array_equal(codes, np.broadcast_to(view.ONE * expected, codes.shape))
+    assert data["prompt"] is None and not data["selects"] and data["policy"] == POLICY
+
+
+def test_the_attention_of_a_token_sums_to_one(llm, streamed):
+    data = data_of(llm, streamed)
+    found = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
+    for codes in found:
+        np.testing.assert_allclose(((codes / 255.0) ** 2).sum(axis=2), 1, atol=0.02)
+
+
+def layer_0(llm, ids) -> np.ndarray:
+    """The attention of the first layer by its definition, in float64 [N,T,T]."""
+    config = llm.config
+    weights = {name: np.asarray(value, np.float64) for name, value in llm.weights.items()}
+    x = weights["embed"][ids]
+    x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + config.norm_eps)
+    x = x * weights["layers.0.attn_norm"]
+    half = config.head_dim // 2
+    base = json.loads((llm.path / "config.json").read_text()).get("rope_theta", 10000.0)
+    angle = np.arange(len(ids))[:, None] / base ** (np.arange(half) / half)
+
+    def heads(name):
+        y = (x @ weights[f"layers.0.{name}"].T).reshape(len(ids), -1, config.head_dim)
+        a, b = y[..., :half], y[..., half:]
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
+
+    q, k = heads("q"), heads("k")
+    k = np.repeat(k, config.heads // config.kv_heads, axis=1)
+    logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
+    logits = np.where(np.tri(len(ids), dtype=bool), logits, -np.inf)
+    weight = np.exp(logits - logits.max(axis=2, keepdims=True))
+    return weight / weight.sum(axis=2, keepdims=True)
+
+
+def test_the_attention_of_the_first_layer_is_that_of_numpy(llm, streamed, ids):
+    data = data_of(llm, streamed)
+    found = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
+    expected = layer_0(llm, ids)
+    for n, codes in enumerate(found):
+        np.testing.assert_allclose((codes[0] / 255.0) ** 2, expected[:, n, : n + 1], atol=0.005)
+
+
+def test_losses_are_those_of_scoring(llm, streamed, ids):
+    of_policy = np.concatenate(list(models.losses(llm, ids, POLICY)))
+    of_full = np.concatenate(list(models.losses(llm, ids, "full")))
+    data = data_of(llm, streamed)
+    np.testing.assert_allclose(data["losses"], of_policy, atol=2e-3)
+    np.testing.assert_allclose(data["fullLosses"], of_full, atol=2e-3)
+    assert np.abs(np.subtract(data["losses"], data["fullLosses"])).max() > 0.01
+
+
+def test_a_prompt_is_compressed_at_its_end(llm, ids):
+    prompt, capacity = 16, 8
+    found = view.record(llm, ids, f"snapkv:capacity={capacity},window=4", prompt)
+    data = data_of(llm, found)
+    shape = (llm.config.layers, llm.config.kv_heads)
+    for n, codes in enumerate(rows(data["cached"], shape, TOKENS)):
+        count = n + 1 if n + 1 < prompt else capacity + n + 1 - prompt
+        assert ((codes > 0).sum(axis=2) == count).all()
+        assert (codes[:, :, -min(4, n + 1) :] > 0).all()
+    assert data["prompt"] == prompt
+
+
+def test_weights_have_sixteen_codes_an_octave(llm, ids):
+    policy = "stratified:sinks=1,window=3,sample=4,weighted=true"
+    found = view.record(llm, ids, policy, TOKENS)
+    stream = models.Stream(llm, policy, tokens=TOKENS)
+    stream.prefill([ids])
+    for layer, codes in enumerate(found.cached[:, :, -TOKENS:]):
+        state = stream.decoding.states[layer]
+        weights = view.weights_of_layer(*stream.policies[layer].cached(llm.spec, state), TOKENS)
+        np.testing.assert_array_equal(codes > 0, weights > 0)
+        held = weights > 0
+        decoded = 2 ** ((codes[held].astype(float) - view.ONE) / view.OCTAVE)
+        np.testing.assert_allclose(decoded, weights[held], rtol=0.03)
+    assert len(set(found.cached[:, :, -TOKENS:].ravel())) > 2
+
+
+def test_chosen_layers(llm, ids, streamed):
+    found = view.record(llm, ids, POLICY, TOKENS, layers=[1])
+    assert found.layers == (1,)
+    np.testing.assert_array_equal(found.attention[0], streamed.attention[1])
+    np.testing.assert_array_equal(found.cached[0], streamed.cached[1])
+
+
+def test_an_interrupted_view_shows_the_tokens_read(llm, ids, streamed):
+    done = []
+    found = view.record(
+        llm, ids, POLICY, TOKENS, progress=done.append, stopped=lambda: len(done) == 10
+    )
+    assert found.ids == tuple(ids[:10]) and len(found.losses) == len(found.full_losses) == 9
+    size = 10 * 11 // 2
+    np.testing.assert_array_equal(found.cached, streamed.cached[:, :, :size])
+
+
+def test_the_page_is_whole_and_loads_nothing(llm, ids):
+    words = "</script><b>&amp;"
+    odd = llm.tokenizer.encode(words, bos=False)
+    page = view.page(llm, view.record(llm, odd, POLICY, len(odd)), "tiny", "<text>.txt")
+    found = parsed(page)
+    data = json.loads(found.scripts["data"])
+    assert "".join(data["words"]) == words and data["text"] == "<text>.txt"
+    assert found.addresses == [] and not re.search(r"https?:|@import|url\(|fetch\(", page)
+    assert "__DATA__" not in page and page.rstrip().endswith("</html>")
+
+
+def test_what_cannot_be_shown_is_refused(llm, ids, monkeypatch):
+    cases = [
+        (("window:window=24", 24, 24, None), ("longer than the cache", "25 tokens", "got 24")),
+        ((POLICY, 513, 9, None), ("at most 512", "got 513", "--max-tokens 512")),
+        ((POLICY, 24, 9, [0, 7]), ("layer 7", "layers 0 to 1")),
+        (("snapkv", 24, 12, None), ("at least 1025", "got a prompt of 12", "--prompt-tokens")),
+    ]
+    for given, words in cases:
+        with pytest.raises(UserError) as error:
+            view.check(llm, *given)
+        assert all(word in str(error.value) for word in words), error.value
+    monkeypatch.setattr(view, "MAX_TOKENS", 100)
+    with pytest.raises(UserError, match="at most 100 tokens, got 101"):
+        view.check(llm, POLICY, 101, 9, None)
+    monkeypatch.setattr(view, "MAX_BYTES", 1000)
+    with pytest.raises(UserError, match=r"fewer --max-tokens, or fewer --layers"):
+        view.check(llm, POLICY, 24, 24, None)
+    assert view.check(llm, POLICY, 9, 9, [1, 1]) == (1,)
