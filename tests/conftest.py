@@ -33,6 +33,7 @@ COMPILE_FAST = (
 # The compilation cache, shared by all tests, processes, runs and clones: CI tests a new clone.
 COMPILED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxkv" / "tests"
 MAX_COMPILED = 1 << 30  # bytes
+DURATIONS = COMPILED.with_name("test_seconds.json")  # of each test in earlier runs
 MAPS, TESTS = Path("/proc/self/maps"), count(1)
 NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
 
@@ -143,10 +144,20 @@ def pytest_report_header():
     return "versions: " + ", ".join(f"{name} {version(name)}" for name in names)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Not pytest-xdist's own groups: with pytest 9.2 each test is a group of its own."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests import schedule
+
+    made = schedule.LongestFirst(config, log)
+    made.seconds = schedule.read_durations(DURATIONS)
+    return made
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if not item.get_closest_marker("xdist_group"):  # a file's fixtures are made once
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         for marker in NEEDS:
             if item.get_closest_marker(marker) and missing(marker):
                 item.add_marker(pytest.mark.skip(reason=missing(marker)))
@@ -242,6 +253,10 @@ def outcomes(reporter, marker):
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and session.config.getvalue("dist") == "loadscope":
+        from tests import schedule
+
+        schedule.write_durations(DURATIONS, schedule.durations(reporter))
     for marker in must_run(session.config) if reporter else ():
         counts = outcomes(reporter, marker)
         if session.exitstatus == pytest.ExitCode.OK and (counts["skipped"] or not counts["passed"]):

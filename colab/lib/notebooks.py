@@ -9,8 +9,9 @@ an empty folder. Its last cell checks the results; a wrong result ends the run.
     python colab/lib/notebooks.py --smoke --install     without jaxkv: the first one installs it
     python -m jaxkv.colab.notebooks --smoke --model DIR run with another model in the field
 
-With --install, the cell installs jaxkv from the commit of this checkout. The run fails if the cell
-changes any installed package, because that breaks notebooks on Colab.
+With --install, the cell installs jaxkv from the commit of this checkout, and then the other
+notebooks begin. The run fails if the cell changes any installed package, because that breaks
+notebooks on Colab.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Mapping
@@ -70,21 +72,27 @@ def main() -> None:
     if not given.smoke:
         run_and_save(chosen)
         return
-    if given.install:
-        run_smoke_test(chosen.pop(0), given.model, install=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        if given.install:
+            installed = threading.Event()
+            first = pool.submit(run_smoke_test, chosen.pop(0), given.model, installed)
+            first.add_done_callback(lambda _: installed.set())  # it may fail before
+            installed.wait()
         list(pool.map(lambda name: run_smoke_test(name, given.model), chosen))
+    if given.install:
+        first.result()
 
 
-def run_smoke_test(name: str, model: str, install: bool = False) -> None:
-    """Run with JAXKV_SMOKE=1 and save nothing.
+def run_smoke_test(name: str, model: str, installed: threading.Event | None = None) -> None:
+    """Run with JAXKV_SMOKE=1 and save nothing. If there is an event, install, and then set it.
 
     Raises SystemExit if it takes too long or if its install cell changes installed packages.
     """
     from nbclient.exceptions import CellTimeoutError
 
     try:
-        took = run(name, smoke=True, install=install, model=model)[1]
+        took = run(name, smoke=True, install=installed is not None, model=model,
+                   installed=installed)[1]  # fmt: skip
     except CellTimeoutError:
         raise SystemExit(
             f"{name} may take {SMOKE_TIMEOUT} s with JAXKV_SMOKE=1, a cell took longer; run it "
@@ -163,13 +171,17 @@ def load(name: str) -> Any:
 
 
 def run(
-    name: str, smoke: bool = False, install: bool = False, model: str = ""
+    name: str,
+    smoke: bool = False,
+    install: bool = False,
+    model: str = "",
+    installed: threading.Event | None = None,
 ) -> tuple[Any, float]:
     """A notebook with its outputs, and the seconds that it took.
 
-    model: value of its model field; an empty string selects the default model. Raises nbclient's
-    CellExecutionError or CellTimeoutError, and RuntimeError if the run takes too long or the
-    install cell changes installed packages.
+    model: value of its model field; an empty string selects the default model. installed: set when
+    the install cell has run. Raises nbclient's CellExecutionError or CellTimeoutError, and
+    RuntimeError if the run takes too long or the install cell changes installed packages.
     """
     notebook = load(name)
     sources = [cell.source for cell in notebook.cells]
@@ -178,7 +190,7 @@ def run(
             cell.source = ""
         cell.source = cell.source.replace(MODEL_FIELD, f"MODEL = {model!r}")
     before = packages() if install else {}
-    took = execute(notebook, smoke, install)
+    took = execute(notebook, smoke, install, installed)
     for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
     if smoke and took > SMOKE_TIMEOUT:
@@ -191,14 +203,21 @@ def run(
     return notebook, took
 
 
-def execute(notebook: Any, smoke: bool, install: bool) -> float:
+def execute(
+    notebook: Any, smoke: bool, install: bool, installed: threading.Event | None = None
+) -> float:
     """Run all cells in a new kernel and an empty folder; the seconds that it took."""
     from nbclient import NotebookClient
+
+    def executed(cell: Any, **_: Any) -> None:
+        if installed and "install" in tags(cell):
+            installed.set()
 
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook, timeout=SMOKE_TIMEOUT if smoke else CELL_TIMEOUT, kernel_name="python3",
             resources={"metadata": {"path": folder}}, record_timing=False,
+            on_cell_executed=executed,
         )  # fmt: skip
         begun = time.perf_counter()
         client.execute(env=environment(smoke, install))

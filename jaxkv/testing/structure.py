@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 
 from jaxkv.contract import Policy
-from jaxkv.testing.subject import Checks, Subject, named_leaves
+from jaxkv.testing.subject import Checks, Subject, named_leaves, update
 
 
 def the_members_exist(subject: Subject) -> Checks:
@@ -24,7 +23,7 @@ def update_keeps_the_state(subject: Subject) -> Checks:
     for begin in (subject.init, subject.half):  # `half` runs `update`, so it comes second
         state = policy.reserve(spec, begin(), subject.count)
         for size in (1, 3):
-            _, after = jax.eval_shape(partial(policy.update, spec), state, subject.next(size))
+            _, after = update.eval_shape(policy, spec, state, subject.next(size))
             old, new = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (state, after))
             names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (old, new)]
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import threading
 
 import nbformat
 import pytest
@@ -141,8 +142,33 @@ def test_a_wrong_result_ends_the_run(written):
 def test_an_install_cell_that_changes_packages_ends_the_run(written, monkeypatch):
     there = iter([{"jax": "0.7.2", "numpy": "2.0.2"}, {"jax": "0.11.0", "numpy": "2.0.2"}])
     monkeypatch.setattr(notebooks, "packages", lambda: next(there))
+    name, installed = written('1\n# %% tags=["install"]\n2'), threading.Event()
     with pytest.raises(RuntimeError, match=r"changed jax$"):
-        notebooks.run(written("1"), smoke=True, install=True)
+        notebooks.run(name, smoke=True, install=True, installed=installed)
+    assert installed.is_set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_notebooks_run_once_the_first_has_installed(monkeypatch, fails):
+    begun = []
+
+    def run(name, installed=None, **_):
+        begun.append(name)
+        if fails:
+            raise RuntimeError(f"{name} fails")
+        if installed:
+            assert begun == NAMES[:1]
+            installed.set()
+        return None, 0.0
+
+    monkeypatch.setattr(notebooks, "run", run)
+    monkeypatch.setattr("sys.argv", ["notebooks", "--smoke", "--install"])
+    if fails:
+        with pytest.raises(SystemExit, match="fails"):
+            notebooks.main()
+    else:
+        notebooks.main()
+        assert sorted(begun) == NAMES
 
 
 def test_the_model_field_accepts_another_model(written):

@@ -44,10 +44,9 @@ ELSEWHERE = {kv_heads_are_independent, it_caches_what_it_means}
 
 
 def param(case, *values, seldom_are=SELDOM, name=""):
-    """A case runs in one process, whose compiled programs its laws share."""
+    """A case runs in one process, whose compiled programs its laws share (tests/schedule.py)."""
     made = seldom if case.name in seldom_are else pytest.param
-    made = made(case, *values, id="-".join(filter(None, [case.name, name])))
-    return made._replace(marks=(*made.marks, pytest.mark.xdist_group(case.name)))
+    return made(case, *values, id=":".join(filter(None, [case.name, name])))
 
 
 def some(wanted, seldom_are=SELDOM, variants=False):

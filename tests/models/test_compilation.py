@@ -134,8 +134,8 @@ def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, mon
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    """A model of five equal layers."""
-    return write_tiny(tmp_path_factory.mktemp("deep"), num_hidden_layers=5)
+    """A model of three equal layers."""
+    return write_tiny(tmp_path_factory.mktemp("deep"), num_hidden_layers=3)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def compilations():
 
 
 @pytest.mark.parametrize(
-    ("policy", "kinds"), [("streaming:sinks=1,window=7", 1), ("pyramidkv:capacity=9,window=3", 5)]
+    ("policy", "kinds"), [("streaming:sinks=1,window=7", 1), ("pyramidkv:capacity=9,window=3", 3)]
 )
 def test_layers_with_one_policy_share_their_prefill(deep, compilations, policy, kinds):
     stream = Stream(models.load(deep), policy, tokens=40)

@@ -1,0 +1,43 @@
+"""The order of tests in several processes."""
+
+from collections import OrderedDict
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests import schedule
+
+
+@pytest.mark.parametrize("test, group", [
+    ("tests/engine/test_queue.py::test_order[a:b]", "tests/engine/test_queue.py"),
+    (f"{schedule.LAWS}::test_law[full:gradients_exist]", f"{schedule.LAWS}[full]"),
+    (f"{schedule.LAWS}::test_law_6_sharded_is_unsharded[full]", f"{schedule.LAWS}[full]"),
+    (f"{schedule.LAWS}::test_every_policy_has_a_case", schedule.LAWS),
+])  # fmt: skip
+def test_a_group_is_a_file_or_a_policy(test, group):
+    assert schedule.group_of(test) == group
+
+
+def test_the_longest_group_begins_first(monkeypatch):
+    """A test that no earlier run has measured counts as one second."""
+    begun = []
+    take = lambda self, node: begun.append(self.workqueue.popitem(last=False)[0])  # noqa: E731
+    monkeypatch.setattr(LoadScopeScheduling, "_assign_work_unit", take)
+    queue = object.__new__(schedule.LongestFirst)
+    queue.seconds = {"short": 0.1, "long": 3.0}
+    groups = {"a": ["short"], "b": ["new", "newer"], "c": ["long"]}
+    queue.workqueue = OrderedDict((name, dict.fromkeys(x, False)) for name, x in groups.items())
+    for _ in groups:
+        queue._assign_work_unit(None)
+    assert begun == ["c", "b", "a"]
+
+
+def test_durations_of_several_runs_are_kept(tmp_path):
+    file = tmp_path / "new" / "seconds.json"
+    assert schedule.read_durations(file) == {}
+    schedule.write_durations(file, {"a": 1.0, "b": 2.0})
+    schedule.write_durations(file, {"b": 3.0})
+    assert schedule.read_durations(file) == {"a": 1.0, "b": 3.0}
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    file.write_text("{")
+    assert schedule.read_durations(file) == {}
