@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
+    from jaxkv.engine.plan import MemoryPlan
     from jaxkv.models import Llm
     from jaxkv.server import ServerConfig
 
@@ -48,17 +50,24 @@ FLAGS = (
      "metrics; routers that know vLLM read the prefix vllm"),
     (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
      "json (also every request, one object per line) on standard error"),
-    (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
-    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
-     "prompt and its answer together; growing caches reserve memory for it"),
+    (ENGINE, "memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
+     "prefixes, such as 4GiB (default: 90%% of what is free)"),
+    (ENGINE, "max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
+     "(default: 16, or fewer if --memory holds fewer)"),
+    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
+     "prompt and its answer together (default: 4096 for growing caches, which reserve memory for "
+     "it; other caches have no limit)"),
+    (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
+     "tokens of running answers, at least a chunk (default: a chunk)"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
      "multiples of it"),
     (ENGINE, "queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
      "status 503"),
     (ENGINE, "queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
      "requests"),
-    (PREFIXES, "prefix-memory", flags.memory, 2**29, "SIZE", "device memory of the prefix cache, "
-     "such as 4GiB; 0 disables it (default 512MiB)"),
+    (PREFIXES, "prefix-memory", flags.memory, None, "SIZE", "device memory of the prefix cache, "
+     "such as 4GiB; 0 disables it (default: what --memory leaves; without --memory, at most "
+     "512MiB)"),
     (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
      "device evicts (default 0)"),
     (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
@@ -115,20 +124,23 @@ def run(args: argparse.Namespace) -> int:
                 "--api-key-file, or leave --host out",
                 stacklevel=2,
             )
-        llm = flags.load_model(args, args.policy)
-        engine = make(args, llm, prefixes)
+        llm, load = flags.open_model(args, args.policy)
+        plan = plan_of(args, llm)
+        load()
+        engine = make(args, llm, plan, prefixes)
         from jaxkv.models.language import Language
 
         language = Language(
             llm, check_name(args.name or name_of(args, llm)),
             allow_special=args.allow_special_tokens,
         )  # fmt: skip
-        config = server_config(args, llm, has_keys=bool(keys.tenants))
+        config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
         app = server.application(engine, language, keys, config)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
-            f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
+            f"(policy {args.policy}, at most {plan.max_batch} sequences; "
+            f"{memory_of(engine, plan)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         pressed, running = threading.Event(), server.make_server(app, config)
@@ -177,7 +189,7 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import PrefixConfig
 
-    if not args.prefix_memory:
+    if args.prefix_memory == 0:
         if args.prefix_host_memory:
             raise UserError(
                 f"--prefix-host-memory needs --prefix-memory, got {args.prefix_host_memory} and 0; "
@@ -186,35 +198,57 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         return None
     try:
         return PrefixConfig(
-            memory=args.prefix_memory, order=args.prefix_order, where=args.prefix_where,
-            host_memory=args.prefix_host_memory,
+            memory=args.prefix_memory or PrefixConfig.memory, order=args.prefix_order,
+            where=args.prefix_where, host_memory=args.prefix_host_memory,
         )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> Engine:
+def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
+    """The division of memory, before the weights are loaded."""
+    from jaxkv.engine.plan import plan_memory, sizes
+    from jaxkv.models.serving import make_model
+    from jaxkv.state.memory import available
+
+    each = sizes(make_model(llm, args.policy), args.max_len, args.chunk)
+    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available())
+    if args.prefix_host_memory and not plan.prefixes:
+        raise UserError("--prefix-host-memory needs --prefix-memory, for which no memory is left; "
+                        "give more --memory")  # fmt: skip
+    return plan
+
+
+def make(
+    args: argparse.Namespace, llm: Llm, plan: MemoryPlan, prefixes: PrefixConfig | None
+) -> Engine:
     """The engine, compiled and ready."""
+    if prefixes is not None:
+        prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):
         from jaxkv.models.serving import make_engine
 
         return make_engine(
-            llm, args.policy, max_batch=args.max_batch, max_len=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
+            llm, args.policy, max_batch=plan.max_batch, max_len=args.max_len, chunk=args.chunk,
+            max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
+            queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
         )  # fmt: skip
 
 
-def memory_of(engine: Engine) -> str:
+def memory_of(engine: Engine, plan: MemoryPlan) -> str:
     """The memory on the device by use, for the start line."""
     from jaxkv.state.memory import show
 
-    return ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
+    used = ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
+    return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
 
 
-def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerConfig:
+def server_config(
+    args: argparse.Namespace, llm: Llm, max_batch: int, has_keys: bool
+) -> ServerConfig:
     from jaxkv import server
 
-    most = args.max_batch + args.queue
+    most = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.
     per_key = args.per_key or (max(1, most // 2) if has_keys else None)
 
@@ -227,7 +261,7 @@ def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerC
         max_in_flight=most,
         max_per_key=per_key,
         max_answers=most,
-        max_batch=args.max_batch,
+        max_batch=max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,
         host=args.host,
