@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -198,15 +199,45 @@ def filter_logits(
 
 
 def _top_k_top_p(filters: Filters, knobs: Knobs, logits: Array) -> Array:
-    """Top-k, then top-p of the remaining tokens; ties with the last of them stay."""
-    ordered = -jnp.sort(-logits, axis=-1)
+    """Top-k, then top-p of the remaining tokens; ties with the last of them stay.
+
+    logits: at most 0. Nothing is sorted, because a sort of the vocabulary takes ten times as long.
+    A bisection over the bits of floats finds the last token's logit exactly.
+    """
+    size, weights = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32), jnp.exp(logits)
+    total, last = jnp.sum(weights, axis=-1, keepdims=True), jnp.int32(2**31 - 1)
     if filters.top_k:
-        rank = jnp.arange(logits.shape[-1])[None, :]
-        ordered = jnp.where(rank < knobs.top_k, ordered, -jnp.inf)
-    keep = ordered > -jnp.inf
+        last = _bisect(logits, lambda limit: _count(size < limit) < knobs.top_k)
+        before = size < last
+        ties = jnp.exp(-jax.lax.bitcast_convert_type(last, jnp.float32))
+        best = jnp.sum(jnp.where(before, weights, 0), axis=-1, keepdims=True)
+        best += (knobs.top_k - _count(before)).astype(jnp.float32) * ties
+        total = jnp.where(knobs.top_k < logits.shape[-1], best, total)
     if filters.top_p:
-        share = jax.nn.softmax(ordered, axis=-1)
         # A token stays while the tokens before it have less than top_p; so the first always stays.
-        keep &= jnp.cumsum(share, axis=-1) - share < knobs.top_p
-    last = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= last, logits, -jnp.inf)
+        most = knobs.top_p * total
+
+        def stays(limit: Array) -> Array:
+            return jnp.sum(jnp.where(size < limit, weights, 0), axis=-1, keepdims=True) < most
+
+        last = jnp.minimum(last, _bisect(logits, stays))
+    return jnp.where(size <= last, logits, -jnp.inf)
+
+
+def _count(chosen: Bool[Array, "B V"]) -> Int32[Array, "B 1"]:
+    return jnp.sum(chosen, axis=-1, keepdims=True, dtype=jnp.int32)
+
+
+def _bisect(
+    logits: Float32[Array, "B V"], holds: Callable[[Int32[Array, "B 1"]], Bool[Array, "B 1"]]
+) -> Int32[Array, "B 1"]:
+    """For each sequence the largest whole number from 0 to 2^31 - 1 of which `holds` is true.
+
+    If it is true of a number, it must be true of all smaller ones.
+    """
+
+    def set_bit(number: Array, found: Array) -> Array:
+        larger = found | (jnp.int32(1) << (30 - number))
+        return jnp.where(holds(larger), larger, found)
+
+    return jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((logits.shape[0], 1), jnp.int32))

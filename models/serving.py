@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, PrefixConfig
+from jaxkv.engine.handle import resolve_max_len
 from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
 from jaxkv.models.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
@@ -65,8 +66,9 @@ def make_engine(
     policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
     *,
     max_batch: int = 16,
-    max_len: int = 4096,
+    max_len: int | None = None,
     chunk: int = 128,
+    max_prefill_tokens: int | None = None,
     queue: int = 256,
     queue_tokens: int = 2**20,
     prefix_cache: PrefixConfig | None = None,
@@ -75,8 +77,9 @@ def make_engine(
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
-    warn_beyond_context(llm, model.policies, max_len)
+    length = resolve_max_len(model.policies, max_len)
+    warn_beyond_context(llm, model.policies, length or 0)  # only growing caches use it
     return Engine(
-        model, max_batch, max_len, chunk, queue=queue, queue_tokens=queue_tokens,
-        prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
+        model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
+        queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
     )  # fmt: skip

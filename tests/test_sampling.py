@@ -270,6 +270,16 @@ def test_tokens_stay_until_those_before_reach_top_p(each):
     assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
 
 
+def test_nothing_is_sorted():
+    """A sort of the vocabulary takes longer than a decode step of a small model."""
+    one = Sampling(temperature=1.0, top_k=3, top_p=0.5)
+    knobs = Knobs(*(np.full(2, knob) for knob in knobs_of_sequence(one)))
+    arguments = (np.zeros((2, V), np.float32), np.zeros((2, V), bool))
+    rng, positions = np.zeros((2, 2), np.uint32), np.zeros(2, np.uint32)
+    text = jax.jit(draw_each).lower(knobs, *arguments, rng, positions).as_text()
+    assert "case" in text and "sort" not in text and "top_k" not in text
+
+
 @pytest.mark.parametrize("top_p", [1.0, 1 - 1e-12], ids=["off", "1 in float32"])
 def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     """The running sum of 200,000 float32 probabilities passes 1 before the last token."""
@@ -277,8 +287,9 @@ def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     logits, seen = np.zeros((2, count), np.float32), np.zeros((2, count), bool)
     logits[:, 0] = 1.0  # otherwise all tokens tie
     sampling = Sampling(temperature=1.0, top_p=top_p)
-    assert "sort" not in str(jax.make_jaxpr(partial(filter_logits, sampling.filters))(
-        sampling.knobs, logits, seen))  # fmt: skip
+    for used in (sampling, Sampling(temperature=1.0, top_p=0.5)):  # only one looks for a threshold
+        jaxpr = jax.make_jaxpr(partial(filter_logits, used.filters))(used.knobs, logits, seen)
+        assert ("scan" in str(jaxpr)) == (used is not sampling)
     one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
     knobs = Knobs(*map(np.stack, zip(*one, strict=True)))
     kept = np.isfinite(np.asarray(jitted_filter_logits(ALL_FILTERS, knobs, logits, seen)))

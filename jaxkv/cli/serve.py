@@ -26,6 +26,7 @@ from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
+    from jaxkv.engine.plan import MemoryPlan
     from jaxkv.models import Llm
     from jaxkv.server import Drain, ServerConfig
     from jaxkv.server.connections import Server
@@ -61,17 +62,24 @@ FLAGS = (
      "up to so long; meanwhile /health fails and new requests are refused with status 503"),
     (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
      "takes longer"),
-    (ENGINE, "max-batch", COUNT, 16, "N", "maximum number of sequences that decode together"),
-    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), 4096, "N", "maximum number of tokens of a "
-     "prompt and its answer together; growing caches reserve memory for it"),
+    (ENGINE, "memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
+     "prefixes, such as 4GiB (default: 90%% of what is free)"),
+    (ENGINE, "max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
+     "(default: 16, or fewer if --memory holds fewer)"),
+    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
+     "prompt and its answer together (default: 4096 for growing caches, which reserve memory for "
+     "it; other caches have no limit)"),
+    (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
+     "tokens of running answers, at least a chunk (default: a chunk)"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
      "multiples of it"),
     (ENGINE, "queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
      "status 503"),
     (ENGINE, "queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
      "requests"),
-    (PREFIXES, "prefix-memory", flags.memory, 2**29, "SIZE", "device memory of the prefix cache, "
-     "such as 4GiB; 0 disables it (default 512MiB)"),
+    (PREFIXES, "prefix-memory", flags.memory, None, "SIZE", "device memory of the prefix cache, "
+     "such as 4GiB; 0 disables it (default: what --memory leaves; without --memory, at most "
+     "512MiB)"),
     (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
      "device evicts (default 0)"),
     (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
@@ -130,22 +138,25 @@ def run(args: argparse.Namespace) -> int:
                 "--api-key-file, or leave --host out",
                 stacklevel=2,
             )
-        llm = flags.load_model(args, args.policy)
+        llm, load = flags.open_model(args, args.policy)
+        plan = plan_of(args, llm)
+        load()
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
-        engine = make(args, llm, prefixes)
+        engine = make(args, llm, plan, prefixes)
         from jaxkv.models.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
-        config = server_config(args, llm, has_keys=bool(keys.tenants))
+        config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
         config = replace(config, aliases=names[1:])
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         print(
             f"jaxkv: serving {language.name} on {server.url(listener)} "
-            f"(policy {args.policy}, at most {args.max_batch} sequences; {memory_of(engine)})",
+            f"(policy {args.policy}, at most {plan.max_batch} sequences; "
+            f"{memory_of(engine, plan)})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         lost = partial(is_lost, engine, drain)
@@ -229,7 +240,7 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import PrefixConfig
 
-    if not args.prefix_memory:
+    if args.prefix_memory == 0:
         if args.prefix_host_memory:
             raise UserError(
                 f"--prefix-host-memory needs --prefix-memory, got {args.prefix_host_memory} and 0; "
@@ -238,36 +249,58 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         return None
     try:
         return PrefixConfig(
-            memory=args.prefix_memory, order=args.prefix_order, where=args.prefix_where,
-            host_memory=args.prefix_host_memory,
+            memory=args.prefix_memory or PrefixConfig.memory, order=args.prefix_order,
+            where=args.prefix_where, host_memory=args.prefix_host_memory,
         )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
 
 
-def make(args: argparse.Namespace, llm: Llm, prefixes: PrefixConfig | None) -> Engine:
+def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
+    """The division of memory, before the weights are loaded."""
+    from jaxkv.engine.plan import plan_memory, sizes
+    from jaxkv.models.serving import make_model
+    from jaxkv.state.memory import available
+
+    each = sizes(make_model(llm, args.policy), args.max_len, args.chunk)
+    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available())
+    if args.prefix_host_memory and not plan.prefixes:
+        raise UserError("--prefix-host-memory needs --prefix-memory, for which no memory is left; "
+                        "give more --memory")  # fmt: skip
+    return plan
+
+
+def make(
+    args: argparse.Namespace, llm: Llm, plan: MemoryPlan, prefixes: PrefixConfig | None
+) -> Engine:
     """The engine, compiled and ready."""
+    if prefixes is not None:
+        prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):
         from jaxkv.models.serving import make_engine
 
         return make_engine(
-            llm, args.policy, max_batch=args.max_batch, max_len=args.max_len, chunk=args.chunk,
-            queue=args.queue, queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
+            llm, args.policy, max_batch=plan.max_batch, max_len=args.max_len, chunk=args.chunk,
+            max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
+            queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
             step_seconds=args.step_timeout,
         )  # fmt: skip
 
 
-def memory_of(engine: Engine) -> str:
+def memory_of(engine: Engine, plan: MemoryPlan) -> str:
     """The memory on the device by use, for the start line."""
     from jaxkv.state.memory import show
 
-    return ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
+    used = ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
+    return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
 
 
-def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerConfig:
+def server_config(
+    args: argparse.Namespace, llm: Llm, max_batch: int, has_keys: bool
+) -> ServerConfig:
     from jaxkv import server
 
-    most = args.max_batch + args.queue
+    most = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.
     per_key = args.per_key or (max(1, most // 2) if has_keys else None)
 
@@ -280,7 +313,7 @@ def server_config(args: argparse.Namespace, llm: Llm, has_keys: bool) -> ServerC
         max_in_flight=most,
         max_per_key=per_key,
         max_answers=most,
-        max_batch=args.max_batch,
+        max_batch=max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,
         host=args.host,

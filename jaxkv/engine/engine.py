@@ -1,9 +1,8 @@
 """Continuous batching: requests share one decode batch and do not affect each other.
 
-A step of the engine decodes one token of every running request, then prefills some prompt tokens of
-the oldest waiting request. Outputs are delivered one step after dispatch, so that the device does
-not wait for the host. A request that ends by its tokens has then decoded one token too many, which
-is dropped.
+A step decodes one token of every running request, then prefills some tokens of the oldest prompt.
+Outputs are delivered one step after dispatch, so that the device does not wait for the host. A
+request that ends by its tokens has then decoded one token too many, which is dropped.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from jaxkv.engine.handle import (
     check_request,
     padded_widths,
     policy_seed,
+    resolve_max_len,
     sequence_params,
 )
 from jaxkv.engine.model import Model
@@ -42,6 +42,7 @@ from jaxkv.state.batch import nbytes
 
 MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
 PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
+PREFILLS_AHEAD = 2  # steps dispatched before the device is waited for: so cancelling acts soon
 LOG = logging.getLogger(__name__)
 
 
@@ -49,12 +50,13 @@ class Engine:
     """A decode batch, one prefill at a time, and a queue.
 
     model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
-    prompt and answer; they take memory only under growing caches. chunk: prompt tokens per prefill
-    call; prefixes are shared at its multiples. step_tokens: prompt tokens prefilled in one step, at
-    least a chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the
-    prefix cache; None for none. seed: of the policies' random draws, which are equal for all
-    requests of one salt. step_seconds: a step that takes longer makes the engine unhealthy until
-    it ends. `bytes` of an engine are its memory on the device by use.
+    prompt and answer; None: GROWING_LEN if a cache grows, else no limit. chunk: prompt tokens per
+    prefill call; prefixes are shared at its multiples. max_prefill_tokens: prompt tokens prefilled
+    in one step, at least a chunk; running sequences wait so long for their next token. None: a
+    chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
+    cache; None for none. seed: of the policies' random draws, which are equal for all requests of
+    one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
+    `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
@@ -62,26 +64,27 @@ class Engine:
         self,
         model: Model,
         max_batch: int = 16,
-        max_len: int = 4096,
+        max_len: int | None = None,
         chunk: int = 128,
-        step_tokens: int = 512,
+        max_prefill_tokens: int | None = None,
         queue: int = 256,
         queue_tokens: int = 2**20,
         prefix_cache: PrefixConfig | None = None,
         seed: int = 0,
         step_seconds: float = 300.0,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("max_len", max_len),
-                            ("step_tokens", step_tokens), ("queue", queue),
-                            ("queue_tokens", queue_tokens)):  # fmt: skip
-            check_int(name, value, maximum=2**31 - 1)
         check_int("chunk", chunk, maximum=MAX_CHUNK)
+        budget = chunk if max_prefill_tokens is None else max_prefill_tokens
+        max_len = resolve_max_len(model.policies, max_len)
+        counts = {"max_batch": max_batch, "max_prefill_tokens": budget, "queue": queue}
+        for name, value in (counts | {"queue_tokens": queue_tokens}).items():
+            check_int(name, value, maximum=2**31 - 1)
         check_int("seed", seed, 0, 2**32 - 1)
         self.max_batch, self.max_len = max_batch, max_len
         self.chunk, self.vocab = chunk, model.vocab
         self._metrics = EngineMetrics()
         self._delivery = Delivery(self._finish, self._metrics)
-        self._step_tokens, self._seed = max(step_tokens, chunk), seed
+        self._max_prefill_tokens, self._seed = max(budget, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
         self._programs = Programs(model, max_batch, max_len, padded_widths(chunk))
         self._batch = self._programs.empty_batch()
@@ -94,6 +97,7 @@ class Engine:
         self._running: list[RequestHandle | None] = [None] * max_batch
         self._prefill: ActivePrefill | None = None
         self._in_flight: deque[InFlightStep] = deque()
+        self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
         self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -139,10 +143,9 @@ class Engine:
             free = self.max_batch - self.running  # requests that take a free entry do not wait
             if self._queue.is_full(len(request.tokens), free):
                 waiting = self._queue.tokens
-                raise Overloaded(
-                    f"{len(self._queue)} requests with {waiting} tokens wait",
-                    self._metrics.estimate_wait(waiting, self.max_batch),
-                )
+                seconds = self._metrics.estimate_wait(waiting, self.max_batch)
+                message = f"{len(self._queue)} requests with {waiting} tokens wait"
+                raise Overloaded(message, seconds)
             handle = RequestHandle(request, listener, time.monotonic())
             self._queue.put(handle)
             self._unfinished[handle] = None
@@ -271,40 +274,41 @@ class Engine:
 
     def _dispatch_prefill(self) -> int:
         """Dispatch one step's prompt tokens, oldest request first; returns their number."""
-        if self._prefill is not None:
-            # At most one step ahead of the device, so that cancelling takes effect soon.
-            jax.block_until_ready(self._prefill.state.logits)
-        left, tokens = self._step_tokens, 0
+        if len(self._prefilled) == PREFILLS_AHEAD:
+            jax.block_until_ready(self._prefilled.popleft())
+        left, tokens = self._max_prefill_tokens, 0
         while left > 0 and (self._prefill is not None or self._start_prefill()):
-            count, cost = self._prefill_chunk(self._prefill)
+            if tokens and self._programs.padded(self._prefill.next_size(self.chunk)) > left:
+                break
+            count, cost, logits = self._prefill_chunk(self._prefill)
             tokens += count
             left -= cost
+        if tokens:
+            self._prefilled.append(logits)
         return tokens
 
     def _start_prefill(self) -> bool:
         """Start the oldest waiting request if a batch entry is free."""
-        free = next((index for index, handle in enumerate(self._running) if handle is None), None)
         with self._changed:
-            if free is None or not self._queue:
+            if None not in self._running or not self._queue:
                 return False
-            handle = self._queue.take()
+            handle, free = self._queue.take(), self._running.index(None)
         request = handle.request
         handle.index, handle.queue_seconds = free, time.monotonic() - handle.arrival
         seed = policy_seed(self._seed, request.salt)
         hit = None
         if self._store is not None and not request.echo:  # an echo scores the whole prompt
-            hit = self._store.find(request.tokens, request.salt)
+            hit = self._store.find(request)
         handle.cached = 0 if hit is None else hit.cached
         state = self._store.load(hit) if handle.cached else self._programs.init_prefill(seed)
         self._prefill = ActivePrefill(handle, state, handle.cached, hit)
         return True
 
-    def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int]:
-        """Dispatch the next chunk of a prompt; returns its tokens, and its cost in tokens."""
+    def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int, jax.Array]:
+        """Dispatch the next chunk of a prompt; returns its tokens, cost in tokens, and logits."""
         handle, start = prefill.handle, prefill.position
         tokens, echo = handle.request.tokens, handle.request.echo
-        count = min(self.chunk, len(tokens) - start)
-        width = next(width for width in self._programs.widths if count <= width)
+        width = self._programs.padded(count := prefill.next_size(self.chunk))
         padded = np.zeros((1, width), np.int32)
         padded[0, :count] = tokens[start : start + count]
         state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
@@ -316,11 +320,11 @@ class Engine:
             self._store.save(prefill.hit, state, end)
         if end < len(tokens):
             self._prefill = ActivePrefill(handle, state, end, prefill.hit)
-            return count, width
+            return count, width, state.logits
         self._prefill = None
         self._release(prefill.hit)
         self._insert(handle, state)
-        return count, width + PROMPT_COST
+        return count, width + PROMPT_COST, state.logits
 
     def _insert(self, handle: RequestHandle, state: PrefillState) -> None:
         """Move a finished prefill into the decode batch."""

@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv.contract import Policy
 from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
 from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.sampling import Knobs, knobs_of_sequence
 from jaxkv.typing import Float32
+
+GROWING_LEN = 4096  # tokens of a sequence under growing caches, which reserve memory for them
 
 
 @dataclass(eq=False)
@@ -57,6 +60,10 @@ class ActivePrefill(NamedTuple):
     position: int
     hit: PrefixHit | None
 
+    def next_size(self, chunk: int) -> int:
+        """The tokens of its next chunk."""
+        return min(chunk, len(self.handle.request.tokens) - self.position)
+
 
 class InFlightStep(NamedTuple):
     """A step that the device has not returned yet; handles: (index into `output`, handle).
@@ -69,7 +76,16 @@ class InFlightStep(NamedTuple):
     prompt_start: int | None = None
 
 
-def check_request(request: Request, max_len: int, vocab: int) -> None:
+def resolve_max_len(policies: Sequence[Policy], max_len: int | None) -> int | None:
+    """The most tokens of a sequence; None for no limit, which only bounded caches allow."""
+    if max_len is None and any(policy.grows for policy in policies):
+        return GROWING_LEN
+    if max_len is not None:
+        check_int("max_len", max_len, maximum=2**31 - 1)
+    return max_len
+
+
+def check_request(request: Request, max_len: int | None, vocab: int) -> None:
     """Raise UserError for a request that exceeds max_len tokens, or ids from `vocab` on."""
     size, new = len(request.tokens), request.max_new_tokens
     if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
@@ -77,7 +93,7 @@ def check_request(request: Request, max_len: int, vocab: int) -> None:
             f"token ids must be from 0 to {vocab - 1}, got {min(request.tokens)} to "
             f"{max(request.tokens)}; give ids of the model's tokenizer"
         )
-    if size + new > max_len:
+    if max_len is not None and size + new > max_len:
         raise UserError(
             f"max_len is {max_len} tokens, got {size} of prompt and {new} new ones; "
             "shorten one of them"

@@ -65,6 +65,18 @@ def snapshot_layout(policies: tuple[Policy, ...]) -> Layout:
     return Layout(axes, pages.first, pages.size, len(pages.last_write(0)))
 
 
+def prefix_layout(policies: tuple[Policy, ...], states: States, chunk: int) -> Layout:
+    """The layout of prefixes: blocks of one chunk if all caches are append-only, else snapshots."""
+    if appends(policies):
+        return block_layout(policies, states, chunk)
+    return snapshot_layout(policies)
+
+
+def bytes_per_prefix(layout: Layout, policies: tuple[Policy, ...], states: States) -> int:
+    """The bytes of one block or snapshot on the device."""
+    return nbytes(layout, states, 1 if appends(policies) else layout.max_pages, 1)
+
+
 def pages_of(policy: Policy) -> Pages | None:
     """The pages in which a policy rewrites slots seldom, None where it has none."""
     leaves = jax.tree.leaves(policy.leaves)

@@ -24,6 +24,7 @@ from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.model import Model
 from jaxkv.engine.pool import SKIP, Layout, Pool
 from jaxkv.engine.programs import PrefillState, Programs
+from jaxkv.engine.request import Request
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
@@ -99,7 +100,7 @@ class PrefixStore(Protocol):
 
     bytes: int
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
+    def find(self, request: Request) -> PrefixHit | None:
         """Look a prompt up and hold its cached prefix until `release`."""
 
     def load(self, hit: PrefixHit) -> PrefillState:
@@ -139,8 +140,8 @@ class BlockStore:
         self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
         states = programs.prefill_shapes.states
-        layout = pool.block_layout(model.policies, states, chunk)
-        size = pool.nbytes(layout, states, 1, 1)
+        layout = pool.prefix_layout(model.policies, states, chunk)
+        size = pool.bytes_per_prefix(layout, model.policies, states)
         blocks, host = config.counts(size, size)
         self.index = BlockPool(chunk, blocks, mode="full", order=config.order, host_blocks=host)
         self._root = partial(model_root, model, chunk, seed)
@@ -149,9 +150,10 @@ class BlockStore:
         self.bytes = self._device.bytes
         self._host = HostTier(host, size)
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
+    def find(self, request: Request) -> PrefixHit | None:
         """Hold blocks for a prompt until `release`, cached and new, as many as are available."""
-        prompt = self.index.hash_prompt(tokens, self._root(salt))
+        tokens = request.tokens
+        prompt = self.index.hash_prompt(tokens, self._root(request.salt), request.owner)
         # Neither a tail that fills no block nor blocks beyond the available pages are stored.
         lease = self.index.admit(prompt, extra_tokens=-(len(tokens) % self._chunk), partly=True)
         transfer(self.index.transfers, self._host, self._device.take, self._device.put)
@@ -196,8 +198,9 @@ class SnapshotStore:
     def __init__(
         self, config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
     ) -> None:
-        layout = pool.snapshot_layout(model.policies)
-        size = pool.nbytes(layout, programs.prefill_shapes.states, layout.max_pages, 1)
+        states = programs.prefill_shapes.states
+        layout = pool.prefix_layout(model.policies, states, chunk)
+        size = pool.bytes_per_prefix(layout, model.policies, states)
         capacity, host = config.counts(size, programs.prefill_bytes)
         self.index = Snapshots(capacity, chunk, config.where, host)
         self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
@@ -209,8 +212,10 @@ class SnapshotStore:
         self._host = HostTier(host, programs.prefill_bytes)
         self.bytes = self._device.bytes
 
-    def find(self, tokens: tuple[int, ...], salt: str | None) -> PrefixHit | None:
-        plan = self.index.plan_prefill(self.index.hash_prompt(tokens, self._root(salt)))
+    def find(self, request: Request) -> PrefixHit | None:
+        root = self._root(request.salt)
+        prompt = self.index.hash_prompt(request.tokens, root, request.owner)
+        plan = self.index.plan_prefill(prompt)
         transfer(self.index.transfers, self._host, self._take, self._put)
         return PrefixHit(plan.start, plan)
 

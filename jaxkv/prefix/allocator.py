@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from jaxkv.prefix.counts import Counts
-from jaxkv.prefix.eviction import ORDERS, EvictionOrder
 from jaxkv.prefix.host_blocks import HostBlocks
 from jaxkv.prefix.lease import Block, leading_on_device
+from jaxkv.prefix.owners import FairOrder, Owner, Shares
 
 
 class PageAllocator:
@@ -36,8 +36,9 @@ class PageAllocator:
     ) -> None:
         self.free = [] if num_blocks is None else list(reversed(range(num_blocks)))
         self.made = num_blocks or 0
-        self.cached: EvictionOrder = ORDERS[order]()
-        self.host = HostBlocks(host_blocks)
+        self.shares = Shares()
+        self.cached = FairOrder(order, self.shares)
+        self.host = HostBlocks(host_blocks, self.shares)
         self._unbounded, self._capacity, self._order = num_blocks is None, capacity, order
         self._clock = clock or count().__next__
         self._counts, self._forget = counts, forget
@@ -46,13 +47,18 @@ class PageAllocator:
     def active(self) -> int:
         return self.made - len(self.free) - len(self.cached)
 
-    def max_blocks(self, wanted: int, found: list[Block]) -> int:
-        """The most blocks, up to `wanted`, that a prompt can get if `found` are cached."""
+    def max_blocks(self, wanted: int, found: list[Block], owner: Owner) -> int:
+        """The most blocks, up to `wanted`, that a prompt can get if `found` are cached.
+
+        A prompt gets no page within the share of another owner.
+        """
         if self._unbounded:
             return wanted
         usable = leading_on_device(found)
         own = sum(not block.refs for block in usable)
-        return min(wanted, len(usable) + len(self.free) + len(self.cached) - own)
+        free = len(self.free)
+        evictable = self.cached.available(owner, self.active + free, wanted)
+        return min(wanted, max(0, len(usable) + free + evictable - own))
 
     def can_take(self, new: int, shared: list[Block], donor: Block | None) -> bool:
         """Whether `new` pages are available without evicting a shared block or the donor."""
@@ -62,18 +68,18 @@ class PageAllocator:
         protected += donor is not None and not donor.refs
         return new <= len(self.free) + len(self.cached) - protected
 
-    def take(self) -> int | None:
-        """An empty page; None if no page is free and none can be evicted."""
+    def take(self, owner: Owner) -> int | None:
+        """An empty page for an owner; None if no page is free and none can be evicted."""
         if self.free:
             return self.free.pop()
         if self._unbounded:
             self.made += 1
             return self.made - 1
-        return self.evict() if len(self.cached) else None
+        return self.evict(owner) if len(self.cached) else None
 
-    def evict(self) -> int:
-        """Evict the next block and return its page."""
-        block = self.cached.pop()
+    def evict(self, owner: Owner = None) -> int:
+        """Evict the next block and return its page. owner: who needs it."""
+        block = self.cached.pop(owner, self.active)  # one prompt is admitted at a time
         page = block.page
         lost = self.host.demote(block)
         self._counts.demotions += lost is not block
@@ -97,7 +103,7 @@ class PageAllocator:
             self.hold(block)
         for block in found:
             if block.on_host:
-                self.host.promote(block, self.take())
+                self.host.promote(block, self.take(block.owner))
                 self._counts.promotions += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -115,7 +121,7 @@ class PageAllocator:
             cached.add(block, time, block.depth, block.uses)
             left -= 1
             if left < 0:
-                free.append(self.evict())
+                free.append(self.evict(block.owner))
                 left = 0
 
     def release_one(self, block: Block) -> None:
@@ -132,5 +138,5 @@ class PageAllocator:
     def clear(self) -> None:
         """Free the pages of all blocks without users."""
         self.free += [block.page for block in self.cached]
-        self.cached = ORDERS[self._order]()
+        self.cached = FairOrder(self._order, self.shares)
         self.host.clear()

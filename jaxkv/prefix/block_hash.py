@@ -112,13 +112,14 @@ class HashedPrompt(NamedTuple):
     """A prompt split into blocks, with the hash of each, computed once for all lookups.
 
     root: the root hash. data: the encoded tokens. blocks: the encoded tokens of each block.
-    hashes: one for each block.
+    hashes: one for each block. owner: who has the entries that are stored for it.
     """
 
     root: bytes
     data: bytes
     blocks: list[bytes]
     hashes: list[bytes]
+    owner: str | None = None
 
     def __len__(self) -> int:
         return len(self.data) // TOKEN
@@ -141,7 +142,9 @@ class Chain:
         check_int("block_size", self.block_size, maximum=MAX_BLOCK)
         check_choice("hashing", self.hashing, HASHINGS)
 
-    def hash_prompt(self, tokens: Tokens, root: bytes, partial: bool = False) -> HashedPrompt:
+    def hash_prompt(
+        self, tokens: Tokens, root: bytes, partial: bool = False, owner: str | None = None
+    ) -> HashedPrompt:
         """Hash the full blocks of a prompt. partial: also hash a last block that is not full.
 
         Raises UserError for an empty prompt and for invalid tokens.
@@ -153,12 +156,12 @@ class Chain:
         blocks = [data[begin : begin + size] for begin in range(0, end, size)]
         if self.hashing == "direct":
             hashes = [self.hash(root + data[: begin + size]) for begin in range(0, end, size)]
-            return HashedPrompt(root, data, blocks, hashes)
+            return HashedPrompt(root, data, blocks, hashes, owner)
         hashes, last, hash, full = [], root, self.hash, LENGTH.pack(size)
         for own in blocks:
             last = hash(last + (full if len(own) == size else LENGTH.pack(len(own))) + own)
             hashes.append(last)
-        return HashedPrompt(root, data, blocks, hashes)
+        return HashedPrompt(root, data, blocks, hashes, owner)
 
     def hash_block(
         self, root: bytes, parent: bytes, data: bytes | bytearray, begin: int, end: int

@@ -92,9 +92,12 @@ class BlockPool:
         """The hashes in the index."""
         return len(self._index)
 
-    def hash_prompt(self, tokens: Tokens, root: bytes) -> HashedPrompt:
-        """Hash a prompt for `match` and `admit`. Raises UserError for no or invalid tokens."""
-        return self.chain.hash_prompt(tokens, root, partial=self.mode != "full")
+    def hash_prompt(self, tokens: Tokens, root: bytes, owner: str | None = None) -> HashedPrompt:
+        """Hash a prompt for `match` and `admit`. Raises UserError for no or invalid tokens.
+
+        owner: who has its blocks; owners have equal shares of the pages (owners.py).
+        """
+        return self.chain.hash_prompt(tokens, root, self.mode != "full", owner)
 
     def match(self, prompt: HashedPrompt) -> Match:
         """Look a prompt up without changing or counting anything."""
@@ -113,11 +116,12 @@ class BlockPool:
         many of the prompt's first blocks as possible, never None; such a lease cannot be appended
         to. Do the `transfers` before reading or writing.
         """
+        self._pages.shares.touch(prompt.owner)
         found, collided = self._index.walk(prompt)
         size = len(prompt)
         blocks = -(-(size + extra_tokens) // self.block_size)
         if partly:
-            blocks = self._pages.max_blocks(blocks, found)
+            blocks = self._pages.max_blocks(blocks, found, prompt.owner)
             del found[blocks:]
         while True:
             usable = self._extent(prompt, found)[1]
@@ -174,15 +178,16 @@ class BlockPool:
         number, offset = divmod(lease.length, self.block_size)
         blocks = lease.blocks
         if number == len(blocks):
-            page = self._pages.take()
+            page = self._pages.take(lease.prompt.owner)
             if page is None:
                 return False
-            blocks.append(Block(page, number))
+            blocks.append(Block(page, number, owner=lease.prompt.owner))
         elif offset and blocks[number].refs > 1 and self.mode == "rekey":
-            page = self._pages.take()
+            page = self._pages.take(lease.prompt.owner)
             if page is None:
                 return False
-            shared, blocks[number] = blocks[number], Block(page, number)
+            shared = blocks[number]
+            blocks[number] = Block(page, number, owner=lease.prompt.owner)
             shared.refs -= 1
             lease.copies.append(Copy(shared.page, page, offset))
         lease.data += encode((token,))
@@ -220,10 +225,12 @@ class BlockPool:
     def _extend(self, lease: Lease, blocks: int, donor: Block | None, tail: int) -> None:
         """Append new blocks to a table; the first starts with `tail` tokens of the donor."""
         table, take, free = lease.blocks, self._pages.take, self._pages.free
+        owner = lease.prompt.owner
         if donor is not None:
             self._pages.hold(donor)
         table += [
-            Block(free.pop() if free else take(), number) for number in range(len(table), blocks)
+            Block(free.pop() if free else take(owner), number, owner=owner)
+            for number in range(len(table), blocks)
         ]
         if donor is not None:
             lease.copies.append(Copy(donor.page, table[donor.depth].page, tail))

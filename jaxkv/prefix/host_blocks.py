@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.prefix.lease import Block
+from jaxkv.prefix.owners import Shares
 from jaxkv.prefix.tier import Tier, Transfer
 
 
@@ -13,9 +14,9 @@ class HostBlocks:
     first, so every block here has all its ancestors.
     """
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, shares: Shares) -> None:
         self.transfers: list[Transfer] = []
-        self._tier: Tier[Block] = Tier("host", pages)
+        self._tier: Tier[Block] = Tier("host", pages, shares)
 
     @property
     def taken(self) -> int:
@@ -28,19 +29,19 @@ class HostBlocks:
         """
         page, lost = self._tier.take(), None
         if page is None:
-            lost = self._tier.oldest()
+            lost = self._tier.used.oldest(block.owner)
             if lost is None:
                 return block
             self.remove(lost)
             page = self._tier.take()
         self.transfers.append(Transfer("device", block.page, "host", page))
         block.page, block.on_host = page, True
-        self._tier.used[block] = None
+        self._tier.used.add(block)
         return lost
 
     def hold(self, block: Block) -> None:
         """Protect a block from eviction until `promote`."""
-        del self._tier.used[block]
+        self._tier.used.remove(block)
 
     def promote(self, block: Block, page: int) -> None:
         """Move a held block to a page of the device."""
@@ -50,7 +51,7 @@ class HostBlocks:
 
     def remove(self, block: Block) -> None:
         """Remove a block and free its page."""
-        del self._tier.used[block]
+        self._tier.used.remove(block)
         self._tier.give_back(block.page)
         block.on_host = False
 

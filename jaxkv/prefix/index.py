@@ -84,6 +84,8 @@ class BlockIndex:
             same = present.parent == parent and self._same(present.tokens, tokens)
             return present if same else None
         block.parent, block.tokens = parent, tokens
+        if isinstance(parent, Block):  # so that no owner's eviction takes a parent before its child
+            block.owner = parent.owner
         return present
 
     def remove(self, block: Block) -> None:

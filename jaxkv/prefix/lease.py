@@ -16,7 +16,8 @@ class Block:
     page: its page number; a page of the host if `on_host`. depth: blocks before it in its prompt.
     refs: block tables that contain it. uses: requests that it has served. hashes: its entries in
     the index; none before publication, two if a prompt's partial tail was filled later. parent:
-    the block before it, or the root hash. tokens: the encoded tokens that a lookup compares.
+    the block before it, or the root hash. tokens: the encoded tokens that a lookup compares. owner:
+    whose share it takes, the same for all blocks after one first block.
     """
 
     page: int
@@ -27,6 +28,7 @@ class Block:
     parent: Block | bytes = b""
     tokens: bytes = b""
     on_host: bool = False
+    owner: str | None = None
 
 
 class Copy(NamedTuple):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jaxkv.errors import UserError, check_int
 from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, sha256
 from jaxkv.prefix.counts import MISS_REASONS, Counts
+from jaxkv.prefix.owners import Owner, Shares
 from jaxkv.prefix.recent import RecentSet
 from jaxkv.prefix.tier import Tier, Transfer
 
@@ -25,7 +26,7 @@ class Snapshot:
     """The state of a cache after the first `boundary` tokens of a prompt.
 
     hash: of those tokens. data: the root hash and the encoded tokens. index: its entry in `tier`.
-    ready: stored, so that lookups find it. refs: its current readers.
+    owner: who stored it. ready: stored, so that lookups find it. refs: its current readers.
     """
 
     hash: bytes
@@ -33,6 +34,7 @@ class Snapshot:
     boundary: int
     index: int
     tier: Tier[Snapshot]
+    owner: Owner = None
     ready: bool = False
     refs: int = 0
 
@@ -61,7 +63,7 @@ class Rules(NamedTuple):
 
 
 class Snapshots:
-    """Snapshots by the hash of their tokens, with least recently used eviction.
+    """Snapshots by the hash of their tokens; each owner's least recently used is evicted first.
 
     capacity: snapshots on the device; None for as many as are requested. chunk: tokens between
     boundaries. where: rules joined by `+`. `last`: the deepest boundary from which the same prompt
@@ -90,7 +92,9 @@ class Snapshots:
         self.counts = Counts()
         self.transfers: list[Transfer] = []
         self._rules = parse_rules(where)
-        self._device, self._host = Tier("device", capacity), Tier("host", host_capacity)
+        self._shares = Shares()
+        self._device = Tier("device", capacity, self._shares)
+        self._host = Tier("host", host_capacity, self._shares)
         self._index: dict[bytes, Snapshot] = {}
         self._seen, self._lost = RecentSet(memory), RecentSet(memory)
         self.held = 0  # prefill plans that read a snapshot
@@ -104,9 +108,12 @@ class Snapshots:
     def host_taken(self) -> int:
         return self._host.taken
 
-    def hash_prompt(self, tokens: Tokens, root: bytes) -> HashedPrompt:
-        """Hash a prompt for the other methods. Raises UserError for no or invalid tokens."""
-        return self.chain.hash_prompt(tokens, root)
+    def hash_prompt(self, tokens: Tokens, root: bytes, owner: Owner = None) -> HashedPrompt:
+        """Hash a prompt for the other methods. Raises UserError for no or invalid tokens.
+
+        owner: who has the snapshots that are stored for it; owners have equal shares.
+        """
+        return self.chain.hash_prompt(tokens, root, owner=owner)
 
     def find(self, prompt: HashedPrompt) -> Snapshot | None:
         """The deepest snapshot of either memory from which a prompt can resume, or None.
@@ -134,13 +141,14 @@ class Snapshots:
 
         Do the `transfers` before reading the snapshot.
         """
+        self._shares.touch(prompt.owner)
         found = self._on_device(prompt)
         start = 0 if found is None else found.boundary
         self.counts.lookups.add(len(prompt), start, self.chunk, self._missed(prompt, start))
         if found is not None:
             found.refs += 1
             self.held += 1
-            self._device.used.move_to_end(found)
+            self._device.used.touch(found)
         save = self.boundaries_to_save(prompt, start)
         for hash in reversed(prompt.hashes):  # the shortest prefix, which more prompts share, last
             self._seen.add(hash)
@@ -158,7 +166,7 @@ class Snapshots:
     def claim(self, prompt: HashedPrompt, boundary: int) -> Snapshot | None:
         """Take an entry for the state after `boundary` tokens.
 
-        Evicts the oldest snapshot without readers if needed. Returns None if the snapshot exists
+        Evicts a snapshot without readers if needed (owners.py). Returns None if the snapshot exists
         or no entry is available. Lookups find it after `publish`. Do the `transfers` before
         writing the entry. Raises UserError if the prompt has no such boundary.
         """
@@ -171,17 +179,18 @@ class Snapshots:
         hash = prompt.hashes[number - 1]
         if hash in self._index:
             return None
-        index = self._vacate()
+        index = self._vacate(prompt.owner)
         if index is None:
             return None
         data = prompt.root + prompt.data[: boundary * TOKEN]
-        snapshot = self._index[hash] = Snapshot(hash, data, boundary, index, self._device)
-        return snapshot
+        made = Snapshot(hash, data, boundary, index, self._device, prompt.owner)
+        self._index[hash] = made
+        return made
 
     def publish(self, snapshot: Snapshot) -> None:
         """Let lookups find a claimed snapshot whose state is stored."""
         snapshot.ready = True
-        snapshot.tier.used[snapshot] = None
+        snapshot.tier.used.add(snapshot)
 
     def reset(self) -> bool:
         """Remove all snapshots, not the counts; returns False, without change, if any is used."""
@@ -238,13 +247,13 @@ class Snapshots:
             return "evicted"
         return "no_snapshot" if hash in self._seen else "cold"
 
-    def _vacate(self) -> int | None:
-        """An empty entry of the device, if needed that of the oldest snapshot; None if all are
+    def _vacate(self, owner: Owner) -> int | None:
+        """An empty entry of the device for an owner, if needed that of a snapshot; None if all are
         in use."""
         index = self._device.take()
         if index is not None:
             return index
-        oldest = self._device.oldest()
+        oldest = self._device.used.oldest(owner)
         if oldest is None:
             return None
         index = oldest.index
@@ -254,7 +263,7 @@ class Snapshots:
     def _demote(self, snapshot: Snapshot) -> None:
         """Move a snapshot to the host, or lose it; the caller reuses its entry of the device."""
         index = self._host.take()
-        if index is None and (oldest := self._host.oldest()) is not None:
+        if index is None and (oldest := self._host.used.oldest(snapshot.owner)) is not None:
             index = oldest.index
             self._lose(oldest)
         if index is None:
@@ -266,7 +275,7 @@ class Snapshots:
     def _promote(self, snapshot: Snapshot) -> bool:
         """Move a snapshot to the device; False if every entry there is in use."""
         snapshot.refs += 1
-        index = self._vacate()
+        index = self._vacate(snapshot.owner)
         snapshot.refs -= 1
         if index is None:
             return False
@@ -277,19 +286,21 @@ class Snapshots:
 
     def _transfer(self, snapshot: Snapshot, tier: Tier, index: int) -> None:
         self.transfers.append(Transfer(snapshot.tier.name, snapshot.index, tier.name, index))
-        del snapshot.tier.used[snapshot]
+        snapshot.tier.used.remove(snapshot)
         snapshot.tier, snapshot.index = tier, index
-        tier.used[snapshot] = None
+        tier.used.add(snapshot)
 
     def _lose(self, snapshot: Snapshot) -> None:
         """Evict a snapshot for good; the caller reuses its entry."""
-        del self._index[snapshot.hash], snapshot.tier.used[snapshot]
+        del self._index[snapshot.hash]
+        snapshot.tier.used.remove(snapshot)
         self._lost.add(snapshot.hash)
         self.counts.evictions += 1
 
     def _remove(self, snapshot: Snapshot) -> None:
         del self._index[snapshot.hash]
-        snapshot.tier.used.pop(snapshot, None)
+        if snapshot in snapshot.tier.used:
+            snapshot.tier.used.remove(snapshot)
         snapshot.tier.give_back(snapshot.index)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple
+
+from jaxkv.prefix.owners import FairLRU, Item, Shares
 
 
 class Transfer(NamedTuple):
@@ -15,26 +16,16 @@ class Transfer(NamedTuple):
     target_index: int
 
 
-@runtime_checkable
-class RefCounted(Protocol):
-    """The content of an entry. refs: its current readers."""
-
-    refs: int
-
-
-Item = TypeVar("Item", bound=RefCounted)
-
-
 class Tier(Generic[Item]):
     """Entries of one memory by number.
 
     name: of the memory. capacity: its entries; None for as many as are taken. used: the items
-    that lookups can find, least recently used first.
+    that lookups can find. shares: of the owners.
     """
 
-    def __init__(self, name: str, capacity: int | None) -> None:
+    def __init__(self, name: str, capacity: int | None, shares: Shares) -> None:
         self.name, self.capacity = name, capacity
-        self.used: OrderedDict[Item, None] = OrderedDict()
+        self.used: FairLRU[Item] = FairLRU(shares)
         self._free: list[int] = []
         self._made = 0
 
@@ -50,10 +41,6 @@ class Tier(Generic[Item]):
     def give_back(self, index: int) -> None:
         """Mark an entry as empty."""
         self._free.append(index)
-
-    def oldest(self) -> Item | None:
-        """The least recently used item without readers, or None."""
-        return next((item for item in self.used if not item.refs), None)
 
     @property
     def taken(self) -> int:

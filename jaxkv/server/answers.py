@@ -10,7 +10,6 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -30,6 +29,7 @@ from jaxkv.server.job import Job, ServerConfig
 from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.server.readers import Readers
 
 LOG = logging.getLogger(__name__)
 STREAM = {
@@ -52,7 +52,7 @@ class Answers:
     metrics: Metrics
     limit: ConcurrencyLimit
     bodies: Bodies
-    readers: Executor
+    readers: Readers
     drain: Drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,18 +80,11 @@ class Answers:
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.drain.answering())
             inside.enter_context(self.limit.enter(tenant))
-            # In a thread, because a long prompt would delay other streams. Few threads, because
-            # each may use a hundred times the memory of its body.
-            parsed = await asyncio.get_running_loop().run_in_executor(
-                self.readers,
-                job.parse_job,
-                raw,
-                self.format,
-                tenant,
-                self.engine,
-                self.language,
-                config,
-            )
+            # In a thread, because a long prompt would delay other streams.
+            parsed = await self.readers.run(
+                tenant.digest, len(raw), job.parse_job, raw, self.format, tenant, self.engine,
+                self.language, config,
+            )  # fmt: skip
             inside.enter_context(self.limit.enter(tenant, len(parsed.requests) - 1))
             async with self._submitted(parsed, receive) as mailbox:
                 respond = self._stream if parsed.stream else self._whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -29,9 +28,9 @@ from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.observer import ID, Observer
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.server.readers import Readers
 
 LOG = logging.getLogger(__name__)
-READERS = 2  # threads that parse and tokenize bodies
 
 
 def application(
@@ -50,7 +49,7 @@ def application(
     metrics = Metrics(engine.metrics, config.metrics_prefix)
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
-    readers = ThreadPoolExecutor(READERS, "jaxkv-read")
+    readers = Readers()
     answers = {
         format: Answers(format, engine, language, config, metrics, limit, bodies, readers, drain)
         for format in (COMPLETION, CHAT)

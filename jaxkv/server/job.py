@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 PROBED = 16  # characters per token of max_len that are tokenized first
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
+WHOLE_TOKENS = 2**17  # new tokens of an answer that is not streamed, where max_len sets no limit
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -160,7 +162,7 @@ def _prompts(
         )  # fmt: skip
         return [("", ids)]
     size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
-    most = max(TOTAL, _most_characters(engine, language))
+    most = TOTAL if engine.max_len is None else max(TOTAL, _most_characters(engine, language))
     if size > most:
         message = f"the prompts of a request may have {most} characters together, got {size}"
         raise Fault(400, f"{message}; send several requests", param="prompt")
@@ -210,6 +212,11 @@ def _check_length(
     text: str, param: str, engine: EngineProtocol, language: LanguageProtocol
 ) -> None:
     """Raise Fault for a text that is certainly too long, because tokenizing it takes seconds."""
+    if engine.max_len is None:
+        if len(text) > TOTAL:
+            message = f"{param} may have {TOTAL} characters together, got {len(text)}"
+            raise Fault(400, f"{message}; shorten it", "context_length_exceeded", param)
+        return
     most, head = _most_characters(engine, language), text[: PROBED * engine.max_len]
     if len(text) > most:
         why = f"for which {most} characters are too many, got {len(text)}"
@@ -266,7 +273,7 @@ def _max_new_tokens(
     values: dict[str, Any], size: int, format: ResponseFormat, engine: EngineProtocol
 ) -> int:
     """The limit of new tokens; by default the route's, or less if max_len is reached before."""
-    left = engine.max_len - size
+    left = math.inf if engine.max_len is None else engine.max_len - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
     requested = values[name]
     if left < (1 if requested is None else requested):
@@ -276,4 +283,9 @@ def _max_new_tokens(
         )
         param = "messages" if format.kind == "chat" else "prompt"
         raise Fault(400, message, "context_length_exceeded", param)
-    return min(left, format.default_tokens) if requested is None else requested
+    if requested is None:
+        return int(min(left, format.default_tokens))
+    if left == math.inf and requested > WHOLE_TOKENS and not values["stream"]:
+        message = f"{name} may be at most {WHOLE_TOKENS} without stream, got {requested}"
+        raise Fault(400, f"{message}; stream the answer", param=name)
+    return requested

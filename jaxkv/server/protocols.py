@@ -66,12 +66,12 @@ class LanguageProtocol(Protocol):
 class EngineProtocol(Protocol):
     """An engine. Every method may be called from any thread.
 
-    healthy: whether it answers. max_len: tokens of a prompt with its answer. vocab: the vocabulary
-    size.
+    healthy: whether it answers. max_len: tokens of a prompt with its answer; None for no limit.
+    vocab: the vocabulary size.
     """
 
     healthy: bool
-    max_len: int
+    max_len: int | None
     vocab: int
 
     def submit(self, request: Request, listener: Listener) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import openai
 import pytest
@@ -57,6 +60,8 @@ def test_a_port_in_use(run):
     (["--drain", "-1"], ["--drain", "at least 0"]),
     (["--step-timeout", "0"], ["--step-timeout", "at least 1"]),
     (["--max-batch", "0"], ["--max-batch", "at least 1"]),
+    (["--memory", "lots"], ["--memory", "such as 512MiB", "lots"]),
+    (["--max-prefill-tokens", "0"], ["--max-prefill-tokens", "at least 1"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--prefix-memory", "4 apples"], ["--prefix-memory", "such as 512MiB", "4 apples"]),
     (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
@@ -73,6 +78,38 @@ def test_a_port_in_use(run):
 ])  # fmt: skip
 def test_flags(run, words, expected):
     refused(run("serve", *NO_MODEL, "--port", "0", *words), *expected)
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 15MiB"]),
+    (["--memory", "64MiB", "--max-batch", "500"], ["500 sequences", "a smaller --max-batch"]),
+    (["--memory", "64MiB", "--prefix-memory", "1GiB"], ["prefixes (1.0 GiB)", "--prefix-memory"]),
+    (["--memory", "16MiB", "--prefix-host-memory", "1GiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "64MiB", "--policy", "full", "--max-len", "100000"], ["a smaller policy"]),
+])  # fmt: skip
+def test_too_little_memory_says_how_much_is_needed(run, words, expected):
+    """Before the weights of the default model are loaded."""
+    refused(run("serve", "--port", "0", *words), *expected)
+
+
+@pytest.mark.parametrize("words", [(), ("--memory", "48MiB"), ("--prefix-memory", "0")])
+def test_memory_at_the_start_is_that_of_the_plan(words):
+    """Within 10 %, for the default model, in the arrays that JAX has on the device."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(words)
+    gc.collect()  # engines of other tests
+    before = sum(array.nbytes for array in jax.live_arrays())
+    llm, load = serve.flags.open_model(args, args.policy)
+    plan = serve.plan_of(args, llm)
+    load()
+    engine = serve.make(args, llm, plan, serve.prefixes_of(args))
+    planned = sum(engine.bytes.values())
+    held = sum(array.nbytes for array in jax.live_arrays()) - before
+    assert 0.9 * planned < held <= planned
+    assert planned <= plan.limit
+    assert args.memory is None or planned > 0.9 * args.memory
+    assert (engine.bytes["prefixes"] > 0) == (args.prefix_memory != 0)
 
 
 def test_invalid_api_keys(run, tmp_path, monkeypatch):
@@ -110,7 +147,7 @@ def test_the_default_of_per_key(words, has_keys, expected):
     serve.add_flags(parser)
     args = parser.parse_args(words)
     llm = SimpleNamespace(name="tiny", dtype="float32", sampling=models.Sampling())
-    assert serve.server_config(args, llm, has_keys).max_per_key == expected
+    assert serve.server_config(args, llm, args.max_batch or 16, has_keys).max_per_key == expected
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +178,7 @@ def started(model, *more, program=("-m", "jaxkv.cli")):
             line = process.stderr.readline()
             pattern = (
                 rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 2 "
-                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+\)\n"
+                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+\)\n"
             )
             match = re.fullmatch(pattern, line)
             assert match, line
@@ -217,6 +254,21 @@ def test_requests_without_bodies_do_not_lock_others_out(process, client):
         for _ in range(3):
             answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
             assert answer.usage.completion_tokens == 1
+
+
+def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
+    """Bodies that take seconds to tokenize, and are refused then."""
+    body = json.dumps({"model": "tiny", "prompt": "word " * 500_000, "max_tokens": 1}).encode()
+    port = int(process[1].rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        senders = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+        for sender in senders:
+            opened.enter_context(sender).sendall(head_of(len(body)) + body)
+        for _ in range(3):
+            client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+        early, _, _ = select.select(senders, [], [], 0)
+        assert len(early) < len(senders)
+        assert [sender.recv(12) for sender in senders] == [b"HTTP/1.1 400"] * 3
 
 
 def running_requests(client) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer, programs
+from jaxkv.engine.handle import GROWING_LEN, resolve_max_len
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling, draw_each
 from tests.engine.plain import VOCAB, Recorder, ask, finish, plain, prompts
@@ -28,7 +29,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(plain(), max_batch=4, chunk=16, step_tokens=32)
+    return Engine(plain(), max_batch=4, chunk=16, max_prefill_tokens=32)
 
 
 def test_a_finished_request_does_not_affect_the_sampling_of_others(monkeypatch):
@@ -108,7 +109,7 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
 
 def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
     policy = "streaming:sinks=2,window=14,cache=int8"
-    engine = Engine(plain(policy), max_batch=4, chunk=16, step_tokens=32)
+    engine = Engine(plain(policy), max_batch=4, chunk=16, max_prefill_tokens=32)
     assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._batch))
     asked = requests(6, 4, logprobs=2)
     alone = [outcome_of(*ask(engine, request)) for request in asked]
@@ -125,7 +126,7 @@ def test_resetting_the_prefix_cache_beside_the_thread_raises():
 
 
 def test_a_cancelled_prefill_counts_its_computed_tokens():
-    engine = Engine(plain(), max_batch=1, chunk=16, step_tokens=16)
+    engine = Engine(plain(), max_batch=1, chunk=16, max_prefill_tokens=16)
     listener = Recorder()
     handle = engine.submit(Request((1,) * 160, 4), listener)
     for _ in range(3):
@@ -178,7 +179,7 @@ def test_penalties_and_biases(engine):
 
 
 def test_cancelling_at_any_step():
-    engine = Engine(plain(), max_batch=2, chunk=16, step_tokens=16)
+    engine = Engine(plain(), max_batch=2, chunk=16, max_prefill_tokens=16)
     asked = [Request(tuple(range(40)), 20, seed=n) for n in range(6)]
     whole = [listener.tokens for listener in ask(engine, *asked)]
     for steps in range(30):
@@ -245,7 +246,6 @@ def test_a_full_queue_says_when_to_retry():
         {"tokens": (1.5,)},
         {"max_new_tokens": 1.5},
         {"max_new_tokens": float("nan")},
-        {"max_new_tokens": 5000},
         {"seed": 0.5},
         {"tokens": (True,)},
         {"eos": (True,)},
@@ -273,6 +273,48 @@ def test_a_request_beyond_max_len_raises():
         engine.submit(Request((1,) * 60, 5), Recorder())
     (listener,) = ask(engine, Request((1,) * 60, 4))
     assert len(listener.tokens) == 4
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_a_decode_step_copies_no_cache(max_batch):
+    """Otherwise one sequence takes longer than several."""
+    engine = Engine(plain("full"), max_batch=max_batch, max_len=4096, chunk=16)
+    cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._batch.states))
+    assert engine._programs.decode.memory_analysis().temp_size_in_bytes < cache
+
+
+def test_only_growing_caches_have_a_limit_by_default():
+    assert resolve_max_len(plain("full").policies, None) == GROWING_LEN
+    assert resolve_max_len(plain("0=full;*=streaming:sinks=2,window=14").policies, None)
+    engine = Engine(plain(), max_batch=1, chunk=16)
+    assert engine.max_len is None
+    (listener,) = ask(engine, Request((1,) * 50, 500))
+    assert len(listener.tokens) == 500
+    handle = engine.submit(Request((1,) * 5000, 2**31 - 1), Recorder())
+    engine.cancel(handle)
+    finish(engine)
+
+
+def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():
+    """Each step delivers a token of the running answer, while six long prompts arrive."""
+    for budget, most in ((None, 16), (32, 32), (40, 32)):  # 40: no third chunk of 16
+        engine = Engine(plain(), max_batch=8, chunk=16, max_prefill_tokens=budget)
+        listener = Recorder()
+        engine.submit(Request((1, 2, 3), 400), listener)
+        for _ in range(3):
+            engine.step()
+        for seed in range(6):
+            engine.submit(Request((5,) * 390, 1, seed=seed), Recorder())
+        steps = 0
+        while engine.waiting or engine.running > 1:
+            before, tokens = engine.metrics()["step_tokens"], len(listener.tokens)
+            running = engine.running
+            engine.step()
+            assert engine.metrics()["step_tokens"] - before <= most + running
+            assert len(listener.tokens) == tokens + 1
+            steps += 1
+        assert steps >= 6 * 390 // most
+        finish(engine)
 
 
 def test_logits_that_are_not_finite_end_only_one_answer():
@@ -343,7 +385,7 @@ def test_a_failure_ends_every_answer_once(monkeypatch, broken):
 
 
 def test_many_short_prompts_do_not_delay_a_stream():
-    engine = Engine(plain(), max_batch=64, chunk=16, step_tokens=128)
+    engine = Engine(plain(), max_batch=64, chunk=16, max_prefill_tokens=128)
     listener = Recorder()
     engine.submit(Request((1,), 200), listener)
     for _ in range(3):

@@ -271,7 +271,7 @@ def test_a_salt_separates_the_random_draws_of_policies():
 
 
 def test_a_cancelled_prefill_leaves_its_cached_prefix():
-    engine = Engine(plain(), max_batch=2, chunk=CHUNK, step_tokens=CHUNK,
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, max_prefill_tokens=CHUNK,
                     prefix_cache=PrefixConfig(num_blocks=64, where="every=1"))  # fmt: skip
     wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
     for steps in range(14):
@@ -325,3 +325,18 @@ def test_a_snapshot_is_not_changed_by_a_hit():
     assert listener.outcome.cached_tokens == usable(200)
     for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
+@pytest.mark.parametrize("owners, kept", [(("a", "b"), 4 * CHUNK), (("a", "a"), 0)])
+def test_one_owner_cannot_evict_the_prefixes_of_another(policy, owners, kept):
+    """With 8 entries: 4 prompts of one owner, or 4 blocks of one prompt, stay."""
+    config = PrefixConfig(num_blocks=8, where="last")
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
+    begun = SHARED[: 4 * CHUNK + 1]
+    ask(engine, Request(begun, 1, salt=owners[0], owner=owners[0]))
+    for number in range(12):
+        flood = (number, *SHARED[: 2 * CHUNK])
+        ask(engine, Request(flood, 1, salt=owners[1], owner=owners[1]))
+    (again,) = ask(engine, Request(begun, 1, salt=owners[0], owner=owners[0]))
+    assert again.outcome.cached_tokens == kept

@@ -79,7 +79,7 @@ class FakeEngine:
     pause: seconds between steps. ended: the outcomes so far.
     """
 
-    def __init__(self, max_batch: int = 4, max_len: int = 100_000, pause: float = 0.0):
+    def __init__(self, max_batch: int = 4, max_len: int | None = 100_000, pause: float = 0.0):
         self.max_batch, self.max_len = max_batch, max_len
         self.vocab, self.pause = VOCAB, pause
         self.healthy = True
@@ -92,7 +92,8 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def submit(self, request: Request, listener: Listener) -> FakeHandle:
-        if len(request.tokens) + request.max_new_tokens > self.max_len:
+        size = len(request.tokens) + request.max_new_tokens
+        if self.max_len is not None and size > self.max_len:
             raise UserError(f"max_len is {self.max_len} tokens, got more; shorten it")
         prompt = bytes(token for token in request.tokens if token < 256)
         if b"!full" in prompt:

@@ -1,0 +1,145 @@
+"""Whose entry is evicted: owners have equal shares of a full memory, and borrow what is free."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from time import monotonic
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from jaxkv.prefix.eviction import ORDERS, EvictionOrder
+
+Owner = str | None
+IDLE = 600.0  # seconds without a lookup after which an owner loses its share
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """An entry. refs: its current readers."""
+
+    owner: Owner
+    refs: int
+
+
+Item = TypeVar("Item", bound=Owned)
+
+
+class Shares:
+    """The order in which owners lose entries.
+
+    First idle owners, then the owner with the most entries; of equal ones the owner who needs the
+    entry. So nobody with less than an equal share loses an entry to another.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[Owner, float] = {}
+
+    def touch(self, owner: Owner) -> None:
+        """Note a lookup of an owner."""
+        self._used[owner] = monotonic()
+
+    def order(self, sizes: dict[Owner, int], wanting: Owner) -> list[Owner]:
+        """The owners, the first to lose an entry first. sizes: their numbers of entries."""
+        if len(self._used) > 2 * len(sizes) + 64:
+            self._used = {owner: at for owner, at in self._used.items() if owner in sizes}
+        since, used = monotonic() - IDLE, self._used
+
+        def rank(owner: Owner) -> tuple[bool, int, bool]:
+            return used.get(owner, since) <= since, sizes[owner], owner == wanting
+
+        return sorted(sizes, key=rank, reverse=True)
+
+
+class FairOrder:
+    """An eviction order for each owner, and the choice among owners. order: as in ORDERS."""
+
+    def __init__(self, order: str, shares: Shares) -> None:
+        self._make, self._shares = ORDERS[order], shares
+        self._orders: dict[Owner, EvictionOrder] = {}
+
+    def add(self, item: Owned, time: int, depth: int, uses: int) -> None:
+        own = self._orders.get(item.owner)
+        if own is None:
+            own = self._orders[item.owner] = self._make()
+        own.add(item, time, depth, uses)
+
+    def remove(self, item: Owned) -> None:
+        self._orders[item.owner].remove(item)
+        self._forget_empty(item.owner)
+
+    def available(self, wanting: Owner, held: int, most: int) -> int:
+        """How many items may be evicted for an owner, counted up to `most` of other owners.
+
+        held: entries that are not here and count for this owner.
+        """
+        others = {owner: len(own) for owner, own in self._orders.items() if owner != wanting}
+        own, taken = len(self) - sum(others.values()), 0
+        while others and taken < most:
+            sizes = others | {wanting: held + own + taken}
+            first = self._shares.order(sizes, wanting)[0]
+            if first == wanting:
+                break
+            others[first] -= 1
+            taken += 1
+            if not others[first]:
+                del others[first]
+        return own + taken
+
+    def pop(self, wanting: Owner, held: int = 0) -> Hashable:
+        """Remove and return the next item to evict for an owner. held: as in `available`."""
+        sizes = {owner: len(own) for owner, own in self._orders.items()}
+        sizes[wanting] = sizes.get(wanting, 0) + held
+        order = self._shares.order(sizes, wanting)
+        owner = next(owner for owner in order if owner in self._orders)
+        item = self._orders[owner].pop()
+        self._forget_empty(owner)
+        return item
+
+    def _forget_empty(self, owner: Owner) -> None:
+        if not len(self._orders[owner]):
+            del self._orders[owner]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._orders.values()))
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """All items, each owner's in eviction order."""
+        return chain.from_iterable(self._orders.values())
+
+
+class FairLRU(Generic[Item]):
+    """Items by owner, least recently used first. Items in use stay."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._items: dict[Owner, OrderedDict[Item, None]] = {}
+
+    def add(self, item: Item) -> None:
+        """Insert an item as the most recently used of its owner."""
+        self._items.setdefault(item.owner, OrderedDict())[item] = None
+
+    def touch(self, item: Item) -> None:
+        """Mark an item as the most recently used of its owner."""
+        self._items[item.owner].move_to_end(item)
+
+    def remove(self, item: Item) -> None:
+        own = self._items[item.owner]
+        del own[item]
+        if not own:
+            del self._items[item.owner]
+
+    def oldest(self, wanting: Owner) -> Item | None:
+        """The item that loses its entry to an owner; None if all are in use."""
+        sizes = {owner: len(own) for owner, own in self._items.items()}
+        for owner in self._shares.order(sizes, wanting):
+            found = next((item for item in self._items[owner] if not item.refs), None)
+            if found is not None:
+                return found
+        return None
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._items.get(item.owner, ())
+
+    def __iter__(self) -> Iterator[Item]:
+        return chain.from_iterable(self._items.values())

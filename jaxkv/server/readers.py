@@ -1,0 +1,71 @@
+"""Threads that parse and tokenize bodies, shared fairly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+SHORT = 2**16  # bytes: tokenizing so many takes less than a tenth of a second
+
+
+class Readers:
+    """Two threads, because each may use a hundred times the memory of its body.
+
+    One takes bodies up to SHORT, the other takes the rest, so long bodies do not delay short ones.
+    Owners take turns in each, so one with many bodies does not delay others.
+    """
+
+    def __init__(self) -> None:
+        self._short, self._long = Lane("jaxkv-read-short"), Lane("jaxkv-read-long")
+
+    async def run(self, owner: bytes, size: int, read: Callable[..., T], *arguments: object) -> T:
+        """`read(*arguments)` in a thread. owner: identifies the API key. size: of the body."""
+        return await (self._short if size <= SHORT else self._long).run(owner, read, *arguments)
+
+
+class Lane:
+    """One thread, in which owners take turns."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._busy = False
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}  # owners in order of turns
+
+    async def run(self, owner: bytes, read: Callable[..., T], *arguments: object) -> T:
+        """`read(*arguments)` in the thread, when it is this owner's turn."""
+        await self._turn(owner)
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, read, *arguments)
+        finally:
+            self._next()
+
+    async def _turn(self, owner: bytes) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # it is its turn already
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Give the thread to the oldest body of the owner whose turn it is."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            own = self._waiting.pop(owner)
+            mine = own.popleft()
+            if own:
+                self._waiting[owner] = own  # the last turn
+            if not mine.done():  # otherwise its client has left
+                mine.set_result(None)
+                return
+        self._busy = False

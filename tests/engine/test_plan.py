@@ -1,0 +1,69 @@
+"""The division of memory into weights, sequences and prefixes."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import pytest
+
+from jaxkv.engine import Engine, PrefixConfig
+from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, Sizes, plan_memory, sizes
+from jaxkv.errors import UserError
+from tests.engine.plain import plain
+
+SIZES = Sizes(weights=1000, prefill=50, sequence=100, prefix=40)
+
+
+@pytest.mark.parametrize(
+    "given, max_batch, prefixes, free, expected",
+    [
+        (None, None, None, None, (None, MAX_BATCH, PREFIX_MEMORY)),
+        (None, 3, 0, None, (None, 3, 0)),
+        (1150, None, None, None, (1150, 1, 0)),
+        (1390, None, None, None, (1390, 3, 40)),  # sequences first
+        (1389, None, None, None, (1389, 3, 0)),  # no prefix fits
+        (1390, None, 100, None, (1390, 2, 100)),
+        (9999, None, None, 1, (9999, MAX_BATCH, 9999 - 1050 - 1600)),
+        (9999, 2, None, 1, (9999, 2, 9999 - 1050 - 200)),
+        (None, None, None, 10**10, (9 * 10**9, MAX_BATCH, PREFIX_MEMORY)),
+        (None, None, None, 1500, (1350, 3, 0)),
+    ],
+)
+def test_plans(given, max_batch, prefixes, free, expected):
+    assert tuple(plan_memory(SIZES, given, max_batch, prefixes, free)) == expected
+
+
+@pytest.mark.parametrize(
+    "given, max_batch, prefixes, free, words",
+    [
+        (1149, None, None, None, ["weights (1000 bytes)", "1 sequence (150 bytes)", "1.1 KiB"]),
+        (1349, 3, None, None, ["3 sequences", "--max-batch", "--memory 1MiB"]),
+        (1249, None, 100, None, ["prefixes (100 bytes)", "--prefix-memory"]),
+        (None, None, None, 1200, ["90% of the free memory", "--memory 1MiB"]),
+    ],
+)
+def test_too_little_memory(given, max_batch, prefixes, free, words):
+    with pytest.raises(UserError) as raised:
+        plan_memory(SIZES, given, max_batch, prefixes, free)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14", "balance-stream"])
+@pytest.mark.parametrize("spare", [0, 10])
+def test_an_engine_keeps_to_its_plan(policy, spare):
+    """spare: prefixes."""
+    model = plain(policy)
+    each = sizes(model, None, 16)
+    memory = each.weights + each.prefill + 3 * each.sequence + spare * each.prefix
+    plan = plan_memory(each, memory, 3)
+    assert plan.prefixes == spare * each.prefix
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    config = PrefixConfig(memory=plan.prefixes) if plan.prefixes else None
+    engine = Engine(model, plan.max_batch, chunk=16, prefix_cache=config)
+    assert sum(engine.bytes.values()) == memory
+    held = sum(array.nbytes for array in jax.live_arrays()) - before
+    assert held == memory - each.weights - each.prefill
+    if spare:
+        assert engine.metrics()["snapshot_slots"] == spare
