@@ -186,14 +186,9 @@ def decode(
     """
     batch = restore(model, batch, like)
     logits, states = forward(
-        model,
-        weights,
-        batch.token[:, None],
-        batch.position[:, None],
-        active[:, None],
-        batch.states,
-        jnp.zeros((batch.token.shape[0], 1), jnp.int32),
-    )
+        model, weights, batch.token[:, None], batch.position[:, None], active[:, None],
+        batch.states, jnp.zeros((batch.token.shape[0], 1), jnp.int32),
+    )  # fmt: skip
     fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
     fed, output = _sample(fed, logits[:, 0], active, scored)
     return carry(model, fed), output
