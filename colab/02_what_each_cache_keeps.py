@@ -16,15 +16,15 @@ from jaxkv.colab import runtime
 runtime.begin("02_what_each_cache_keeps")
 
 # %% [markdown]
-# The model is the small default model of the package. Any Llama-family model from the Hub can
-# replace it.
+# An empty field takes SmolLM2-135M-Instruct, or the small model of the package where no package
+# index is reached. Any Llama-family model can replace it: a Hub id, a folder or a GGUF file.
 
 # %%
 from jaxkv import models
 from jaxkv.evals.comparison import side_by_side
 
 MODEL = ""  # @param {type: "string"}
-llm = models.load(MODEL) if MODEL else models.load()
+llm = models.load(MODEL or runtime.default_model())
 ids = runtime.passage(llm, side_by_side.prompt_of(side_by_side.SHORT))
 print(len(ids), "tokens:", llm.tokenizer.decode(ids[:60]), "...")
 
@@ -54,7 +54,7 @@ cached_tokens.size_table(found, settings)
 # %% [markdown]
 # At other text lengths, `stratified` and `balance-stream` cache slightly fewer tokens, because they
 # halve their samples whenever the slots are full. `pyramidkv` meets the budget on average over its
-# layers.
+# layers, within 5 %.
 #
 # In the plot below, each strip is the text from start (left) to end (right). White tokens are
 # evicted and blue tokens are cached. The colour shows the weight of a token, averaged over all
@@ -90,8 +90,7 @@ cached_tokens.highlight(
 )
 
 # %% [markdown]
-# Of this half, `streaming` caches only the first four tokens. The first of them is the
-# begin-of-text token, which has no letters.
+# Of this half, `streaming` caches only the first four tokens.
 #
 # ## Can the model still see the answer?
 #
@@ -109,8 +108,8 @@ cached_tokens.share_table(found, places)
 # Every policy but `expected-attention` and `keydiff` caches the last ten tokens in all heads. With
 # the default model, `window` and `streaming` have evicted both phrases. Policies with a sample of
 # the whole text (`reservoir` to `uniform`) still cache parts of the phrases in some heads. A cached
-# token need not be used: the few heads that cache it may not attend to it, and a model this small
-# attends little to distant tokens.
+# token need not be used: the few heads that cache it may not attend to it, and small models
+# attend little to distant tokens.
 # [How often a distant fact is
 # recalled](https://github.com/jaxkv/jaxkv/blob/main/evals/results/recall.png) was measured with
 # models trained for that task.
@@ -190,7 +189,7 @@ always = {
     ),
 }
 ours = {
-    "pyramidkv meets its budget on average": abs(mean["pyramidkv"] - 1) < 0.02,
+    "pyramidkv meets its budget on average, within 5 %": abs(mean["pyramidkv"] - 1) < 0.05,
     "it gives more slots to early layers": all(np.diff(by_layer) < 0),
     "heads differ in their samples and selections": all(
         (between[name] != between[name][:, :1]).any() for name in ("reservoir", *SCORED)
