@@ -31,7 +31,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
     "backcopy": "training.backcopy",
     **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
-    "default_model": "training.default_model",
+    **{name: f"training.{name}" for name in ("sinks_in_front", "emergence", "default_model")},
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "attention_error": "reservoir.attention_error",

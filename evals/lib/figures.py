@@ -25,11 +25,15 @@ from jaxkv.evals.peers.plots import peers
 from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
 from jaxkv.evals.streaming import plots as streaming_plots
+from jaxkv.evals.training import plots as training_plots
 from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "results", "serving")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("pictures", "policies", "results", "serving", "training")
+    ),
     ROOT / "evals" / "NEGATIVE.md",
     ROOT / "ACCELERATOR.md",
 )
@@ -38,6 +42,7 @@ LEGENDS = {
     **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
     **dict.fromkeys(("sampled", "recall", "recall_thinned"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
+    **dict.fromkeys(("sinks_in_front", "emergence"), "outside right upper"),
     "backcopy_curves": "center right",
     "streaming_tables": "upper left",
     "first_token": "upper left",
@@ -309,6 +314,8 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "latency": ("latency", latency),
     "sink_tables": ("sink_tables", sink_tables),
     "sink_tables_160m": ("sink_tables_160m", sink_tables),
+    "sinks_in_front": ("sinks_in_front", training_plots.sinks_in_front),
+    "emergence": ("emergence", training_plots.emergence),
     "backcopy": ("backcopy", backcopy),
     "backcopy_curves": ("backcopy", backcopy_curves),
     "single_layer": ("single_layer", single_layer),

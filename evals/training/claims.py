@@ -195,3 +195,69 @@ def small_one_enough(r: Results) -> Finding:
 def small_two_needed(r: Results) -> Finding:
     over = pick(r, "arms/two_tokens/summary/loss_over_base")
     return small_table(r, "two_tokens"), grade(over["1+23"]["min"] > FELT)
+
+
+IN_FRONT = "sinks_in_front"
+SIZE = 256  # of the cache that the verdicts read
+COUNTS = (0, 1, 2, 4)  # sinks
+
+
+def rows_of(r: Results, *names: str) -> str:
+    """Loss with 0, 1, 2 and 4 sinks over the published model with 4, by variant; means of seeds."""
+    shown = [f"{name} {', '.join(f'{loss(r, name, n):+.4f}' for n in COUNTS)}" for name in names]
+    read = r["stretches"]
+    tokens = next(iter(read.values()))
+    head = (
+        f"SmolLM2-135M, {len(read)} stretches of {tokens:,} tokens, cache of {SIZE}, 0/1/2/4 sinks"
+    )
+    return f"{head}; loss over that of the published model with 4: {joined(shown)}"
+
+
+def loss(r: Results, name: str, sinks: int) -> float:
+    """The loss of a variant over the published model's with four sinks, the mean of its seeds."""
+    of = [key for key in r["variants"] if key.partition("-")[0] == name]
+    size = f"{sinks}+{SIZE - sinks}"
+    each = [r["variants"][key][size]["loss_over_base"] for key in of]
+    return sum(each) / len(each)
+
+
+def spent(r: Results, name: str) -> str:
+    """How a variant was trained."""
+    recipe = r["runs"][f"{name}-0"]["recipe"]
+    tokens = recipe["steps"] * recipe["rows"] * recipe["context"]
+    return f"{name}: {tokens / 1e6:.2f}M tokens, train={recipe['train']}"
+
+
+@claim(IN_FRONT, "A model trained without a sink needs several of its first tokens",
+       "Table 3, vanilla")  # fmt: skip
+def published_needs_several(r: Results) -> Finding:
+    none, one, _, four = (loss(r, "plain", n) for n in COUNTS)
+    return rows_of(r, "plain", "zero"), grade(one - four > FELT, none - four > FELT)
+
+
+@claim(IN_FRONT, "A learnable sink token in training makes one sink enough: all weights trained on",
+       "Table 3, learnable sink")  # fmt: skip
+def continued_one_enough(r: Results) -> Finding:
+    text = rows_of(r, "all_none", "all_token", "all_logit") + "; " + spent(r, "all_token")
+    none, one, _, four = (loss(r, "all_token", n) for n in COUNTS)
+    plain = loss(r, "all_none", 1) - loss(r, "all_none", 4)
+    enough = abs(one - four) < FELT < none - four
+    if enough and plain < FELT:
+        return f"{text}; one first token is enough without a sink token too", grade(False, True)
+    return text, grade(enough)
+
+
+@claim(IN_FRONT, "One constant token in front of every stream replaces four first tokens",
+       "not in the papers; PrefixQuant (Chen et al. 2024, arXiv 2410.05265)")  # fmt: skip
+def constant_enough(r: Results) -> Finding:
+    gap = loss(r, "constant", 1)
+    worst = max(r["variants"]["constant"][f"1+{SIZE - 1}"]["over_base_by_stretch"].values())
+    return (f"{rows_of(r, 'constant')}; worst stretch {worst:+.4f}", grade(gap < 0.002))
+
+
+@claim(IN_FRONT, "One trained vector in front of a frozen model is at least as good",
+       "not in the papers")  # fmt: skip
+def frozen_enough(r: Results) -> Finding:
+    text = rows_of(r, "frozen_token", "frozen_two_tokens", "frozen_logit")
+    text += "; " + spent(r, "frozen_token")
+    return text, grade(loss(r, "frozen_token", 1) <= 0)

@@ -1,0 +1,55 @@
+"""When heads begin to lean on the first token: its share of attention in the course of training.
+
+Reads the logs of runs of `jaxkv pretrain`. Each evaluation of a run measures the attention on the
+first token, as Gu et al. (2024, arXiv 2410.10781) do for models of 60 million weights and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.training.sink_tables import logged
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.training.emergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--runs", required=True, type=Path, nargs="+", metavar="SIZE/SINKS",
+                     help="folders of runs")  # fmt: skip
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in given.runs}
+    record = Record("emergence", quick=given.quick)
+    # The measurements are those of the runs, not of the machine that reads their logs.
+    record.about["device"] = ", ".join(sorted({run["device"] for run in runs.values()}))
+    record.finish({"runs": runs})
+
+
+def curve(folder: Path) -> dict[str, Any]:
+    """A run's loss and attention on the first token, by million tokens of training."""
+    about = json.loads((folder / "run.json").read_text("utf-8"))
+    recipe, looks = about["recipe"], [x for x in logged(folder) if "valid_loss" in x]
+    million = recipe["rows"] * recipe["context"] / 1e6
+    return {
+        "recipe": recipe,
+        "data": about["data"],
+        "dtype": about["dtype"],
+        "device": looks[-1]["device"],
+        "jax": looks[-1]["jax"],
+        "million_tokens": [million * x["step"] for x in looks],
+        "valid_loss": [x["valid_loss"] for x in looks],
+        "first_token": [x["first_token"] for x in looks],
+        "first_token_most": [x["first_token_most"] for x in looks],
+        "sink_heads": [x["sink_heads"] for x in looks],
+    }
+
+
+if __name__ == "__main__":
+    main()
