@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.training import sinks_in_front
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.training import emergence, sinks_in_front
 from tests.tiny import write_tiny
 
 
@@ -46,3 +49,30 @@ def test_losses_are_compared_with_four_sinks_of_the_plain_model():
     assert table["constant"]["1+7"]["over_base_by_stretch"] == pytest.approx({"a": 1e-3, "b": 3e-3})
     (bar,) = sinks_in_front.bars(losses, [8])
     assert bar["value"] == pytest.approx(3e-3) and not bar["met"]
+
+
+@pytest.mark.real_model
+def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
+    """The record was made on an H100: one stretch, a constant sink over four published ones."""
+    name = "Kipling_Kim_1901"
+    stretches = sinks_in_front.cut(smollm2, [shared / f"text/books/valid/{name}.txt"], 2, 2_048)
+    ids, constant = stretches[f"{name} 0"], models.load("smollm2-135m", "float32", sinks="constant")
+    four, one = (
+        sinks_in_front.read(llm, ids, sinks, 256).mean()
+        for llm, sinks in ((smollm2, 4), (constant, 1))
+    )
+    recorded = read("sinks_in_front")["results"]["variants"]["constant"]["1+255"]
+    assert one - four == pytest.approx(recorded["over_base_by_stretch"][f"{name} 0"], abs=1e-5)
+
+
+def test_the_attention_on_the_first_token_by_step(tmp_path):
+    """A record of emergence has the evaluations of a run's log, by million tokens."""
+    (tmp_path / "run.json").write_text(json.dumps({
+        "recipe": {"rows": 50, "context": 2_000}, "data": "d", "dtype": "float32"
+    }))  # fmt: skip
+    look = {"valid_loss": 3.0, "first_token": 0.1, "first_token_most": 0.4, "sink_heads": 0.25,
+            "device": "1 x cpu", "jax": "0"}  # fmt: skip
+    lines = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0} | look]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = emergence.curve(tmp_path)
+    assert found["million_tokens"] == [2.0] and found["first_token_most"] == [0.4]
