@@ -29,6 +29,15 @@ NOT_RUN = {
     "pip install": "CI installs every extra; test_house.py compares them with pyproject.toml",
     "JAX_PLATFORMS=cuda": "needs a GPU",
     "python -m jaxkv.evals.streaming.tables": "reads five novels, for hours",
+    **dict.fromkeys(
+        (
+            "jaxkv data --tokenizer smollm2-135m",
+            "jaxkv pretrain --from smollm2-135m",
+            "jaxkv perplexity --model smollm2-135m --sinks",
+        ),
+        "takes minutes; tests/cli/test_pretrain.py runs it with a small model",
+    ),
+    "python -m jaxkv.evals.training.sinks_in_front": "reads a novel 32 times, for hours",
 }
 # The beginning of a command -> words that end it sooner.
 SOONER = {
@@ -39,7 +48,7 @@ TYPED = {
     "jaxkv chat": "Who wrote the play Hamlet?\n/help\nTell me a short story about a lighthouse.\n",
 }
 SERVER = "jaxkv serve"  # runs until a signal ends it
-REAL_MODEL = "--model smollm2-135m"
+REAL_MODEL = "smollm2-135m"
 BEYOND = "jaxkv: warning: full looks back "  # compare shows what happens beyond the context
 LOOP = 0.5  # share of repeated groups of four words in any 120 words; a loop has nearly 1
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the commands are for a POSIX shell")
