@@ -34,8 +34,10 @@ NOT_RUN = {
             "jaxkv data --tokenizer smollm2-135m",
             "jaxkv pretrain --from smollm2-135m",
             "jaxkv perplexity --model smollm2-135m --sinks",
+            "jaxkv advise --model smollm2-135m",
+            "jaxkv view --model smollm2-135m",
         ),
-        "takes minutes; tests/cli/test_pretrain.py runs it with a small model",
+        "takes minutes; tests/cli runs the command with a small model",
     ),
     "python -m jaxkv.evals.training.sinks_in_front": "reads a novel 32 times, for hours",
 }
