@@ -1,4 +1,4 @@
-"""`jaxkv view`: write a web page that shows what a cache holds and where attention goes."""
+"""`jaxkv view`: write a web page that shows what is cached and where attention goes."""
 
 from __future__ import annotations
 
