@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv.models import advise
 from tests.cli.test_bad_input import refused
+from tests.tiny import write_sink_tokens
 
 BUDGET = 6000  # bytes: 22 tokens under streaming
 CHOSEN = ("--policy", "streaming", "--policy", "window:window=16")
@@ -41,6 +42,15 @@ def test_table_and_files(run, model, text, tmp_path):
     assert [row["loss"] for row in again.json["policies"]] == [
         row["loss"] for row in report["policies"]
     ]
+
+
+def test_two_learned_sinks(run, model, text, tmp_path):
+    """No head predicts the second one."""
+    sinks = write_sink_tokens(tmp_path / "sinks.safetensors", model, 2)
+    flags = ("--sinks", sinks, "--budget", BUDGET, *CHOSEN, "--json")
+    ran = run("advise", "--model", model, "--text", text, *flags)
+    assert len(ran.json["policies"]) == 3
+    assert all(row["loss"] > 0 for row in ran.json["policies"])
 
 
 def test_ctrl_c_keeps_what_was_measured(run, model, text, monkeypatch):

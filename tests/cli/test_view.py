@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv.models import view
 from tests.cli.test_bad_input import refused
+from tests.tiny import write_sink_tokens
 
 POLICY = "streaming:sinks=2,window=6"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -56,6 +57,19 @@ def test_a_browser_shows_the_cache(page, tmp_path):
     ]  # fmt: skip
     assert re.search(r'id="at">token 20 of 24<', shown)
     assert re.search(r'id="count"[^>]*>8 of 20<', shown)
+
+
+def test_a_browser_shows_no_loss_of_a_sink_token(run, model, text, tmp_path):
+    """The second of two learned sinks: its `losses` are null, those of the text are numbers."""
+    sinks = write_sink_tokens(tmp_path / "sinks.safetensors", model, 2)
+    path = tmp_path / "page.html"
+    flags = ("--sinks", sinks, "--policy", POLICY, "--max-tokens", 24, "--out", path)
+    ran = run("view", "--model", model, "--text", text, *flags)
+    assert ran.code == 0, ran.err
+    shown = dom(f"{path.as_uri()}#token=1", tmp_path / "browser")
+    assert 'id="loss">\u2013<' in shown and "sink, which the model does not predict" in shown
+    shown = dom(f"{path.as_uri()}#token=2", tmp_path / "browser")
+    assert re.search(r'id="loss">\d+\.\d\d / \d+\.\d\d<', shown)
 
 
 def test_the_default_page(run, model, text, tmp_path, monkeypatch):
