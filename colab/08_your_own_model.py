@@ -101,7 +101,7 @@ print(started)
 import json
 from urllib.request import Request, urlopen
 
-asked = {"model": llm.name, "prompt": "The old house stood", "max_tokens": 64, "seed": 1}
+asked = {"prompt": "The old house stood", "max_tokens": 64, "seed": 1}
 asked["model"] = json.load(urlopen(f"{url}/v1/models"))["data"][0]["id"]
 sent = Request(f"{url}/v1/completions", json.dumps(asked).encode())
 sent.add_header("Content-Type", "application/json")

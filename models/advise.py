@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.models import budgets
 from jaxkv.models.decoder import Decoder, Weights
@@ -31,6 +32,7 @@ from jaxkv.models.divergence import divergence
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import TOKENS_OF_LOGITS, check_scorable, gather, hidden_by_chunk
 from jaxkv.models.streams import Stream, not_finite
+from jaxkv.policies import Full
 from jaxkv.policy_spec import format_policy, max_lookback, state_bytes
 from jaxkv.sampling import Sampling
 from jaxkv.state import memory
@@ -50,8 +52,9 @@ Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 class Reading:
     """What one policy gives: for tokens 1, 2, ... of the text, and per decoded token.
 
-    kl, same: of the prediction against that of full attention, NaN where it was not measured.
-    milliseconds: per decoded token, of each round; empty if interrupted before.
+    losses: NaN for sink tokens, which no head predicts. kl, same: of the prediction against that of
+    full attention, NaN where it was not measured. milliseconds: per decoded token, of each round;
+    empty if interrupted before.
     """
 
     policy: str
@@ -64,21 +67,43 @@ class Reading:
     milliseconds: Float[np.ndarray, " R"] = field(default_factory=lambda: NO_TIMES)
 
 
-def first_counted(llm: Llm, policies: Sequence[str], tokens: int) -> int:
+def check_not_full(llm: Llm, policy: str) -> None:
+    """Raise UserError for full attention, which is the baseline and exceeds every budget."""
+    if set(map(_without_start, llm.policies(policy))) == {Full()}:
+        raise UserError(
+            f"full is always measured where the text fits the trained context, got --policy "
+            f"{policy}; leave it out"
+        )
+
+
+def _without_start(policy: Policy) -> Policy:
+    """Full attention with its default slots: their number changes no result."""
+    return replace(policy, max=Full.max, start=Full.start) if isinstance(policy, Full) else policy
+
+
+def first_counted(llm: Llm, policies: Sequence[str], tokens: int, block: int | None = None) -> int:
     """The first token that comes after the caches of all policies are full.
 
+    It also comes after the sink tokens, which no head predicts. block: as for `rank`.
     Raises UserError where too few tokens follow it.
     """
     slots = {policy: budgets.slots_of(llm, llm.policies(policy)) for policy in policies}
     policy = max(slots, key=slots.get)
-    needed = slots[policy] + 1 + LEAST_BLOCKS * BLOCK
+    first = max(slots[policy] + 1, len(llm.tokenizer.front))
+    needed = first + LEAST_BLOCKS * BLOCK
     if tokens < needed:
         raise UserError(
             f"the text must be longer than a cache: {policy} caches {slots[policy]} tokens, so at "
             f"least {needed} tokens are needed, got {tokens}; give a longer text, raise "
             "--max-tokens, or lower --budget"
         )
-    return slots[policy] + 1
+    if block is not None and LEAST_BLOCKS * block > tokens - first:
+        raise UserError(
+            f"errors need at least {LEAST_BLOCKS} blocks of the {tokens - first} tokens after "
+            f"every cache is full, got --block {block}; give at most "
+            f"{(tokens - first) // LEAST_BLOCKS}, or a longer text"
+        )
+    return first
 
 
 def measure(
@@ -96,10 +121,13 @@ def measure(
     """
     inside = len(tokens) <= llm.config.context
     names = [FULL, *policies] if inside else list(policies)
+    final = len(tokens) + (ROUNDS + 1) * ROUND
     for name in names:
         check_scorable(llm.policies(name))
-        needed = state_bytes(llm.policies(name), llm.spec, 1, len(tokens))
-        memory.check(needed, f"the cache of {name} for {len(tokens)} tokens")
+    # Decoding alternates between the policies, so the caches of all of them are in memory at once.
+    needed = sum(state_bytes(llm.policies(name), llm.spec, 1, final) for name in names)
+    what = f"the caches of {len(names)} policies for {final} tokens"
+    memory.check(needed, what, fewer="policies or tokens, or a smaller budget")
     ids, readings, reference = np.asarray(tokens, np.int32), [], None
     streams: dict[str, Stream] = {}
     for name in names:
@@ -107,13 +135,14 @@ def measure(
             break
         hidden: list[np.ndarray] = []
         keep = hidden.append if name == FULL else None
-        stream = Stream(llm, name, seed=seed, tokens=len(ids) + (ROUNDS + 1) * ROUND)
+        stream = Stream(llm, name, seed=seed, tokens=final)
         with watch(name, len(ids) - 1) as progress:
             parts = _predictions(llm, ids, stream, reference, keep)
             found, seconds, compiling = gather(parts, progress, stopped)
         if len(found) < len(ids) - 1:
             break
-        if not np.isfinite(found[:, 0]).all():
+        predicted = ids[1:] < llm.config.vocab  # all but sink tokens
+        if not np.isfinite(found[predicted, 0]).all():
             raise not_finite(llm)
         reference = np.concatenate(hidden, axis=1) if keep else reference
         loss, kl, same = found.T.astype(np.float64)

@@ -83,20 +83,42 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(level: Sequence[Row]) -> list[str]:
-    """Of policies whose losses are within noise, take the fastest; level[0] has the lowest loss."""
-    reason = "the fastest of these" if len(level) > 1 else "by its loss"
-    choice = min(level, key=_cost)
+    """Which policy to take of those whose losses are within noise; level[0] has the lowest loss."""
+    choice, reason = _choice(level)
     told = [f'Take {choice["policy"]} ({reason}): jaxkv chat --policy "{choice["policy"]}"']
+    if choice is not level[0]:
+        told.append(
+            f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "
+            f"{level[0]['policy']} (the mean and two standard errors)."
+        )
     if not choice["endless"]:
         endless = [row for row in level if row["endless"]]
-        other = f"; there take {min(endless, key=_cost)['policy']}" if endless else ""
+        other = f"; there take {_choice(endless)[0]['policy']}" if endless else ""
         told.append(f"Its positions are absolute, so it fails beyond the trained context{other}.")
     return told
 
 
-def _cost(row: Row) -> float:
-    times = row["milliseconds_per_token"]
-    return 0.0 if times is None else times["median"]
+def _choice(level: Sequence[Row]) -> tuple[Row, str]:
+    """The fastest policy, and why; of policies whose times overlap, the one with the lowest loss.
+
+    Without times, and where a difference has no error, it is the one with the lowest loss.
+    """
+    times = [row["milliseconds_per_token"] for row in level]
+    known = all(row["over_best"]["two_errors"] is not None for row in level)
+    if len(level) == 1 or not known or not all(times):
+        return level[0], "by its loss"
+    fastest = min(times, key=lambda time: time["median"])
+    equal = [
+        row for row, time in zip(level, times, strict=True) if time["least"] <= fastest["most"]
+    ]
+    if len(equal) == 1:
+        return equal[0], "the fastest of these"
+    return equal[0], f"the lowest loss of the {len(equal)} fastest, whose times overlap"
+
+
+def _most(difference: Mapping[str, Any]) -> float:
+    """The upper end of an interval."""
+    return difference["mean"] + difference["two_errors"]
 
 
 def _full_sentence(results: Mapping[str, Any], policies: bool) -> list[str]:

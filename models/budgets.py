@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +53,19 @@ def shape(name: str, slots: int) -> str:
     )
 
 
-def budget_of(llm: Llm, policies: Sequence[str]) -> int:
-    """The budget where none is given, in bytes per sequence.
+def budget_of(llm: Llm, policies: Sequence[str], tokens: int) -> int:
+    """The budget where none is given, in bytes per sequence of `tokens` tokens.
 
     It is that of the largest of these policies that is not in SHAPES, else that of a streaming
     cache of BUDGET tokens.
     """
     own = [policy for policy in policies if policy not in SHAPES]
     slots = max(LEAST, min(BUDGET, llm.config.context // 2))
-    return max(map(partial(bytes_of, llm), own or [shape("streaming", slots)]))
+    return max(bytes_of(llm, policy, tokens) for policy in own or [shape("streaming", slots)])
 
 
 def fit(llm: Llm, budget: int, policies: Sequence[str], tokens: int) -> list[str]:
-    """The policies within `budget` bytes per sequence.
+    """The policies within `budget` bytes per sequence of `tokens` tokens.
 
     policies: names in SHAPES, which get the largest fields that fit, or policy strings, which stay
     as they are; empty takes all names whose positions stay within the trained context for a text of
@@ -77,7 +76,8 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], tokens: int) -> list[str
         name for name in SHAPES
         if max_lookback(parse_policy(shape(name, LEAST)), tokens) <= llm.config.context
     ]  # fmt: skip
-    needs = {name: bytes_of(llm, shape(name, LEAST) if name in SHAPES else name) for name in names}
+    least = {name: shape(name, LEAST) if name in SHAPES else name for name in names}
+    needs = {name: bytes_of(llm, policy, tokens) for name, policy in least.items()}
     name = max(needs, key=needs.get)
     if needs[name] > budget:
         raise UserError(
@@ -86,27 +86,29 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], tokens: int) -> list[str
             "other policies with --policy"
         )
     return list(
-        dict.fromkeys(_largest(llm, budget, name) if name in SHAPES else name for name in names)
+        dict.fromkeys(
+            _largest(llm, budget, name, tokens) if name in SHAPES else name for name in names
+        )
     )
 
 
-def _largest(llm: Llm, budget: int, name: str) -> str:
+def _largest(llm: Llm, budget: int, name: str, tokens: int) -> str:
     """The entry of SHAPES with the most slots that fit, by bisection."""
     fits, beyond = LEAST, max(LEAST, llm.config.context // 2) + 1
     while beyond - fits > 1:
         middle = (fits + beyond) // 2
-        if bytes_of(llm, shape(name, middle)) <= budget:
+        if bytes_of(llm, shape(name, middle), tokens) <= budget:
             fits = middle
         else:
             beyond = middle
     return shape(name, fits)
 
 
-def bytes_of(llm: Llm, policy: str) -> int:
-    """Bytes of one sequence in all layers."""
+def bytes_of(llm: Llm, policy: str, tokens: int) -> int:
+    """Bytes of one sequence of `tokens` tokens in all layers; growing caches have room for them."""
     with warnings.catch_warnings():  # of layers that keep the model's own window
         warnings.simplefilter("ignore")
-        return state_bytes(llm.policies(policy), llm.spec, 1)
+        return state_bytes(llm.policies(policy), llm.spec, 1, tokens)
 
 
 def slots_of(llm: Llm, policies: Sequence[Policy]) -> int:

@@ -31,13 +31,12 @@ from jaxkv.models.data import Tokens
 from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.published import Published, open_published
-from jaxkv.models.recipes import Recipe
+from jaxkv.models.recipes import SINK_LOGIT, Recipe
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.training import Setting
 
 # Two tokenizers with equal tables of tokens agree if they split this alike.
 PROBE = "It's 1,024 words —\n\n  \tnaïve façade, “don't” x2: 北京 😀 e=mc^2\r\nEnd"
-SINK_LOGIT = {"zero": "zero", "logit": "learned"}  # the recipe's `sinks` -> `Config.sink_logit`
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,24 +139,26 @@ class Base:
             return sinks.write(path, weights, layers, self.fingerprint)
         front = [token for token in setting.front if token < setting.config.vocab]
         coder, fields = self._coder(setting), self._fields(setting.config)
-        # Frozen weights may be in half precision while they are used.
-        frozen = {
-            n: w for n, w in self.published.weights(np.dtype("f4")).items() if not setting.trains(n)
-        }
-        export(
-            path,
-            setting.config,
-            {**weights, **frozen},
-            coder,
-            front,
-            "float32",
-            fields,
-            self._named(),
-        )
+        whole = {**weights, **self._frozen(setting)}
+        export(path, setting.config, whole, coder, front, "float32", fields, self._named())
         if SINK_TOKENS in weights:
             of = open_published(path).fingerprint()
             sinks.write(out / sinks.FILE, {SINK_TOKENS: weights[SINK_TOKENS]}, layers, of)
         return path
+
+    def _frozen(self, setting: Setting) -> dict[str, Any]:
+        """The weights that a run leaves as they are, in float32.
+
+        They are read again, because they may be in half precision while they are used.
+        """
+        if all(map(setting.trains, self.published.tensors())):
+            return {}
+
+        def store(name: str, host: np.ndarray) -> np.ndarray | None:
+            return None if setting.trains(name) else host
+
+        loaded = self.published.weights(np.dtype("f4"), store=store)
+        return {name: weight for name, weight in loaded.items() if weight is not None}
 
     def _coder(self, setting: Setting) -> Coder:
         """The tokenizer of the result, with the sink tokens that the embedding has rows for."""

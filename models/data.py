@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.models.hf.folder import read_json
-from jaxkv.models.tokenizer import SINK_TEXTS
+from jaxkv.models.tokenizer import END_TEXT, SINK_TEXTS
 from jaxkv.typing import Int32
 
-END, (SINK, SECOND_SINK) = "<|endoftext|>", SINK_TEXTS
+END, (SINK, SECOND_SINK) = END_TEXT, SINK_TEXTS
 SPECIAL = (END, SINK, SECOND_SINK)
 # The tokens before every sample, by the recipe's `sinks`.
 FRONT = {"token": (SINK,), "two_tokens": (SINK, SECOND_SINK)}

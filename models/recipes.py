@@ -19,6 +19,8 @@ from jaxkv.rotary import rotary
 THETA = 10000.0  # the base of the rotary frequencies
 Sinks = Literal["none", "zero", "token", "two_tokens", "logit"]
 Train = Literal["all", "attention", "sinks"]
+# `Config.sink_logit` by the recipe's `sinks`; it is none for the others.
+SINK_LOGIT = {"zero": "zero", "logit": "learned"}
 # Fields that --from takes from the model.
 ARCHITECTURE = ("layers", "width", "heads", "kv_heads", "mlp")
 # Learning rates of --from, by `train`: a sink is a few numbers far from their optimum.
@@ -70,7 +72,7 @@ class Recipe:
 
 
 FROM = ("train", "window")  # fields of runs that start from a model
-SEEN = ("log_every", "look_every", "save_every", "valid_samples")
+LOGGING = ("log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
     # A sink token at work in a minute on a laptop: one head that has nothing to do most of the
@@ -130,7 +132,7 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
         windows=(None,) * recipe.layers, context=recipe.context, dtype="float32",
         encoding=rotary(head_dim, THETA),
         bos=bos, eos=(eos,),
-        sink_logit={"zero": "zero", "logit": "learned"}.get(recipe.sinks, "none"),
+        sink_logit=SINK_LOGIT.get(recipe.sinks, "none"),
     )  # fmt: skip
 
 
@@ -156,7 +158,8 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     Raises UserError for an unknown field or value, a field that the model decides, a context longer
     than the model's, sinks that differ from the model's own, and sinks without a weight to train.
     """
-    settings, own = list(settings), {"zero": "zero", "learned": "logit"}.get(config.sink_logit)
+    settings = list(settings)
+    own = {of_config: sinks for sinks, of_config in SINK_LOGIT.items()}.get(config.sink_logit)
     start = Recipe(
         layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
         mlp=config.mlp, context=config.context, sinks=own or "none", warmup=0.05, z_loss=0.0,

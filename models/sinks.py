@@ -23,13 +23,12 @@ from jaxkv.errors import UserError
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_TOKENS
 from jaxkv.models.published import Published
-from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.tokenizer import END_TEXT, Tokenizer
 
 FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
 FILE = "sinks.safetensors"  # its name in the folder of a run
 LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
 CONSTANT = "constant"
-END = "<|endoftext|>"
 
 
 def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str) -> Path:
@@ -69,16 +68,16 @@ def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
     if not token:
         if tokenizer.front:
             return tokenizer
-        ids = tokenizer.ids_of(END) if END in tokenizer.special_texts else []
+        ids = tokenizer.ids_of(END_TEXT) if END_TEXT in tokenizer.special_texts else []
         ids = ids or [i for i in [tokenizer.bos] if i is not None]
         if not ids:
-            raise UserError("this model has neither <|endoftext|> nor a BOS; give constant:TOKEN")
+            raise UserError(f"this model has neither {END_TEXT} nor a BOS; give constant:TOKEN")
     else:
         ids = tokenizer.ids_of(token.replace("\\n", "\n"))
     if len(ids) != 1:
         raise UserError(
             f"a constant sink is one token, and {token!r} has {len(ids)}; name another, such as "
-            "constant:<|endoftext|>"
+            f"{CONSTANT}:{END_TEXT}"
         )
     return dataclasses.replace(tokenizer, front=(ids[0], *tokenizer.front), sinks=(ids[0],))
 

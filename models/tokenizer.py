@@ -23,6 +23,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The steps of a decoder in tokenizer.json that a table of bytes can represent.
 STEPS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # SentencePiece's mark for a space
+END_TEXT = "<|endoftext|>"  # ends a document
 SINK_TEXTS = ("<|sink|>", "<|sink2|>")  # the tokens of learned sinks (models/data.py)
 
 

@@ -73,7 +73,7 @@ class Setting:
     mesh: Mesh | None = None
 
     @property
-    def seen(self) -> Config:
+    def attended(self) -> Config:
         """The model as it attends in training: within the recipe's window, if there is one."""
         if not self.recipe.window:
             return self.config
@@ -266,7 +266,7 @@ def losses(
     """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
-    decoder, hidden, _ = uncached.forward(setting.seen, weights, inputs, run)
+    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, run)
     share = counts / jnp.sum(counts)
     cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
     return cost, found, share
@@ -301,11 +301,11 @@ _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scat
 
 def _with_frozen(setting: Setting, weights: Weights, frozen: Weights | None) -> Weights:
     """All weights in the computation's dtype, on every device; only `weights` have gradients."""
-    held = dict(frozen or {})
-    if setting.mesh is not None and held:
+    whole = dict(frozen or {})
+    if setting.mesh is not None and whole:
         everywhere = NamedSharding(setting.mesh, PartitionSpec())
-        held = jax.lax.with_sharding_constraint(held, everywhere)
-    return held | _gather(setting, weights)
+        whole = jax.lax.with_sharding_constraint(whole, everywhere)
+    return whole | _gather(setting, weights)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -376,7 +376,7 @@ def first_token_mass(
     weights: all of them.
     """
     inputs, _, _ = samples(runs, setting.front)
-    return uncached.mass_on_first(setting.seen, _gather(setting, weights), inputs, after)
+    return uncached.mass_on_first(setting.attended, _gather(setting, weights), inputs, after)
 
 
 def flops_per_token(

@@ -1,6 +1,6 @@
-"""What a cache holds after every token of a text, and where full attention goes, as a web page.
+"""What is cached after every token of a text, and where full attention goes, as a web page.
 
-The policy reads the text token by token, and `cached` says which tokens it holds. The attention is
+The policy reads the text token by token, and its `cached` tells the cached tokens. The attention is
 exact: that of the model under full attention, so it shows what a query would want to attend to, and
 how much of that the cache has lost. The page is one file with its data inside; it needs no network.
 
@@ -50,7 +50,8 @@ class View:
 
     cached: 0 where a token is not cached, else ONE + OCTAVE log2(weight). attention: the code c of
     the probability (c / 255)^2. losses, full_losses: of tokens 1, 2, ... under the policy and under
-    full attention. prompt: tokens before the end of prefill; None where it changes nothing.
+    full attention, NaN for sink tokens that no head predicts. prompt: tokens before the end of
+    prefill; None where it changes nothing.
     """
 
     policy: str
@@ -83,7 +84,7 @@ def check(
     if size > MAX_BYTES:
         raise UserError(
             f"{tokens} tokens in {len(shown)} layers are {memory.show(size)} of data, and a page "
-            f"holds {memory.show(MAX_BYTES)}; give fewer --max-tokens, or fewer --layers"
+            f"has room for {memory.show(MAX_BYTES)}; give fewer --max-tokens, or fewer --layers"
         )
     acting = [one.min_prompt for one in policies if one.min_prompt is not None]
     if acting and prompt < min(acting):
@@ -132,10 +133,9 @@ def record(
             found = _cached(chosen, llm.spec, stream.decoding.states[layer])
             row.append(_codes_of_weights(weights_of_layer(*found, number)))
         if number < len(ids):
-            logits = np.asarray(stream.decoding.logits[0], np.float64)
-            losses.append(np.logaddexp.reduce(logits) - logits[ids[number]])
+            losses.append(_loss(stream, ids[number]))
         progress(number)
-        if stopped():
+        if stopped() and number > 1:  # one token predicts nothing
             break
     ids = tuple(map(int, ids[:number]))
     attention, full = attention_of(llm, ids, layers)
@@ -145,6 +145,14 @@ def record(
         cached=np.stack([np.concatenate(row, axis=1) for row in rows]),
         attention=attention, losses=np.array(losses[: len(ids) - 1]), full_losses=full,
     )  # fmt: skip
+
+
+def _loss(stream: Stream, target: int) -> float:
+    """The loss of the next token; NaN for a sink token, which no head predicts."""
+    if target >= stream.llm.config.vocab:
+        return float("nan")
+    logits = np.asarray(stream.decoding.logits[0], np.float64)
+    return float(np.logaddexp.reduce(logits) - logits[target])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -159,8 +167,8 @@ def weights_of_layer(
     positions, weight = np.asarray(positions)[0], np.exp(np.asarray(log_weight)[0])
     made = np.zeros((len(weight), tokens), np.float32)
     heads = np.arange(len(weight))[:, None]
-    held = weight > 0
-    np.add.at(made, (heads, np.where(held, positions, 0)), np.where(held, weight, 0))
+    cached = weight > 0
+    np.add.at(made, (heads, np.where(cached, positions, 0)), np.where(cached, weight, 0))
     return made
 
 
@@ -226,15 +234,20 @@ def page(llm: Llm, view: View, model: str, text: str) -> str:
         "kvHeads": view.cached.shape[1],
         "prompt": view.prompt,
         "selects": any(map(_selects, llm.policies(view.policy))),
-        "losses": np.round(view.losses, 3).tolist(),
-        "fullLosses": np.round(view.full_losses.astype(np.float64), 3).tolist(),
+        "losses": _rounded(view.losses),
+        "fullLosses": _rounded(view.full_losses),
         "cached": _packed(view.cached),
         "attention": _packed(view.attention),
         "colours": {name: palette.COLOURS[name] for name in ("streaming", "window", "full")},
     }
     # Within a script element `<` could end it.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text("utf-8").replace("__DATA__", text)
+
+
+def _rounded(losses: Float[np.ndarray, " T"]) -> list[float | None]:
+    """Losses with three decimals; None, null in JSON, for a token that no head predicts."""
+    return [None if np.isnan(loss) else round(float(loss), 3) for loss in losses]
 
 
 def _selects(policy: Policy) -> bool:

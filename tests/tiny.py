@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors
 
+from jaxkv.models import sinks
+from jaxkv.models.published import open_published
 from tests.models.folders import SIZES, write_json, write_model
 
 BEGIN, END = "<|begin|>", "<|end|>"  # ids 0 and 1
@@ -40,3 +43,11 @@ def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
     write_json(folder / "tokenizer_config.json", {"bos_token": BEGIN, "eos_token": END})
     write_json(folder / "generation_config.json", {"do_sample": False})
     return folder
+
+
+def write_sink_tokens(path: Path, folder: Path | str, count: int) -> Path:
+    """Write random sink tokens for the model in a folder, as `jaxkv pretrain --from` does."""
+    published = open_published(folder)
+    rows = np.random.default_rng(0).normal(size=(count, published.config.width))
+    fingerprint = published.fingerprint()
+    return sinks.write(path, {sinks.SINK_TOKENS: rows}, published.config.layers, fingerprint)

@@ -8,10 +8,10 @@ import sys
 import threading
 
 from jaxkv.cli import flags
-from jaxkv.cli.compare import check_plot, describe
 from jaxkv.cli.files import finite, print_json, read_text, write
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import show_progress
+from jaxkv.cli.report import check_plot, describe
 
 MAX_TOKENS = 4_000  # at most; a shorter trained context, where full attention fails, is the limit
 FILES = ("advise.json", "advise.png")
@@ -59,11 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
     for policy in own:
         check_scorable(llm.policies(policy))
+        advise.check_not_full(llm, policy)
     limit = args.max_tokens or min(MAX_TOKENS, llm.config.context)
     tokens = encode(llm, text)[:limit]
-    budget = budgets.budget_of(llm, named) if args.budget is None else args.budget
+    budget = args.budget
+    if budget is None:
+        budget = budgets.budget_of(llm, named, len(tokens))
     policies = budgets.fit(llm, budget, named, len(tokens))
-    first = advise.first_counted(llm, policies, len(tokens))
+    first = advise.first_counted(llm, policies, len(tokens), args.block)
     about = describe("advise", args, llm)
     pressed = threading.Event()
     with on_interrupt(pressed.set):

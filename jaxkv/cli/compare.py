@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import threading
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_folder, finite, print_json, read_text, write
+from jaxkv.cli.files import finite, print_json, read_text, write
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.perplexity import add_text, say_interrupted
 from jaxkv.cli.progress import show_progress
-from jaxkv.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxkv.models import Llm
+from jaxkv.cli.report import check_plot, describe
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50
@@ -82,24 +75,3 @@ def run(args: argparse.Namespace) -> int:
         say_interrupted(last, len(score.losses), total, len(chosen) - len(scores))
         return INTERRUPTED
     return 0
-
-
-def describe(name: str, args: argparse.Namespace, llm: Llm) -> dict[str, Any]:
-    """What a result file begins with: how to repeat the run, the model and the text."""
-    from jaxkv.models.run_metadata import run_metadata
-
-    text = None if args.text == "-" else Path(args.text)
-    return run_metadata(name, [] if text is None else [text], [args.seed]) | {
-        "model": (llm.path if args.model is None else Path(args.model)).name,
-        "text": "standard input" if text is None else text.name,
-    }
-
-
-def check_plot(path: str, names: Sequence[str]) -> Path:
-    """The --out folder; checked, together with matplotlib, before minutes of work."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[evals]', or "
-            "leave --out out"
-        )
-    return check_folder(path, names)

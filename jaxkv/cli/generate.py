@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -49,25 +50,21 @@ def run(args: argparse.Namespace) -> int:
 
     # With one seed for all, the same draws would make the texts alike.
     seeds = [(args.seed + number) % 2**32 for number in range(len(prompts))]
-    encoded, batches, pressed = encode(llm, prompts), [], threading.Event()
-    for start in range(0, len(prompts), args.batch):
-        some = slice(start, start + args.batch)
-        generation = Generation(
-            llm,
-            encoded[some],
-            args.policy,
-            args.max_new_tokens,
-            sampling=sampling,
-            seed=seeds[some],
-            stop=args.stop,
-            ignore_eos=args.ignore_eos,
-        )
-        if not batches:
-            load()  # while its programs are compiled
-        printer = None if args.json else Printer(prompts[some] if several else [])
-        batches.append(generate(generation, printer, pressed))
-        if pressed.is_set():
-            break
+    encoded, batches, press = encode(llm, prompts), [], Press()
+    with press:
+        for start in range(0, len(prompts), args.batch):
+            some = slice(start, start + args.batch)
+            generation = Generation(
+                llm, encoded[some], args.policy, args.max_new_tokens, sampling=sampling,
+                seed=seeds[some], stop=args.stop, ignore_eos=args.ignore_eos,
+            )  # fmt: skip
+            if not batches:
+                load()  # while its programs are compiled
+            printer = None if args.json else Printer(prompts[some] if several else [])
+            if found := generate(generation, printer, press):
+                batches.append(found)
+            if press.came:
+                break
     answers = [answer for batch in batches for answer in batch]
     if args.json:
         found = [dataclasses.asdict(answer) for answer in answers]
@@ -78,25 +75,57 @@ def run(args: argparse.Namespace) -> int:
     else:
         done = f"{len(answers)} of {len(prompts)} prompts" if several else answers[0].finish_reason
         print(summary(batches, done), file=sys.stderr, flush=True)
-    return INTERRUPTED if any(a.finish_reason == "interrupted" for a in answers) else 0
+    return INTERRUPTED if press.came else 0
 
 
-def generate(
-    generation: Generation, printer: Printer | None, pressed: threading.Event
-) -> list[Answer]:
-    """The answers of one batch, printed as they come. pressed: set by Ctrl-C, which ends them."""
+class Pressed(Exception):
+    """Ctrl-C came during prefill."""
+
+
+class Press(contextlib.ExitStack):
+    """Whether Ctrl-C came; before there is a text to keep, Ctrl-C exits at once instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event, self._watches = threading.Event(), False
+
+    @property
+    def came(self) -> bool:
+        return self._event.is_set()
+
+    def watch(self) -> None:
+        """From now on until the end of this context there is a text to keep."""
+        if not self._watches:
+            self.enter_context(on_interrupt(self._event.set))
+            self._watches = True
+
+
+def generate(generation: Generation, printer: Printer | None, press: Press) -> list[Answer]:
+    """The answers of one batch, printed as they come. press: ends them.
+
+    Empty if Ctrl-C came during prefill, while earlier batches have answers.
+    """
     outputs = generation.outputs
     show = (lambda texts: None) if printer is None else (lambda texts: printer.show(texts, outputs))
     with Progress("compiling and prefilling") as progress:
-        blocks = generation.blocks(progress.at)
-        first = next(blocks)
-    with on_interrupt(pressed.set):
-        show(first)
-        for texts in blocks:
-            show(texts)
-            if pressed.is_set():
-                show([output.end("interrupted") for output in outputs])
-                break
+
+        def at(done: int, total: int) -> None:
+            progress.at(done, total)
+            if press.came:  # between two chunks, where the stream may be left
+                raise Pressed
+
+        blocks = generation.blocks(at)
+        try:
+            first = next(blocks)
+        except Pressed:
+            return []
+    press.watch()
+    show(first)
+    for texts in blocks:
+        show(texts)
+        if press.came:
+            show([output.end("interrupted") for output in outputs])
+            break
     return generation.answers()
 
 
@@ -167,8 +196,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             f"no prompt is given; give a text{hint}, -, --prompt-file or --prompts FILE"
         )
     if args.prompts is not None:
-        lines = read_text(args.prompts, "file of prompts").splitlines()
-        texts = [line for line in lines if line.strip()]
+        lines = read_text(args.prompts, "file of prompts").split("\n")
+        texts = [line.removesuffix("\r") for line in lines if line.strip()]
         if not texts:
             raise UserError(
                 f"file of prompts {args.prompts} has only empty lines; give a prompt a line"

@@ -67,6 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for setting in args.settings:
+        if setting.startswith("train="):
+            raise UserError(f"train has a flag of its own, got --set {setting}; give --train PART")
     with Progress("loading"):
         import jax
 

@@ -1,4 +1,4 @@
-"""`jaxkv view`: write a web page that shows what a cache holds and where attention goes."""
+"""`jaxkv view`: write a web page that shows what is cached and where attention goes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.compare import describe
 from jaxkv.cli.files import check_folder, print_json, read_text, write
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
+from jaxkv.cli.report import names
 from jaxkv.errors import UserError
 
 TOKENS = 256
@@ -69,13 +69,12 @@ def run(args: argparse.Namespace) -> int:
     prompt = min(args.prompt_tokens or -(-len(tokens) // 2), len(tokens))
     view.check(llm, args.policy, len(tokens), prompt, args.layers)
     load()
-    about = describe("view", args, llm)
     pressed = threading.Event()
     with Progress("reading", len(tokens)) as progress, on_interrupt(pressed.set):
         found = view.record(
             llm, tokens, args.policy, prompt, args.layers, args.seed, progress.at, pressed.is_set
         )
-    page = view.page(llm, found, about["model"], about["text"]).encode()
+    page = view.page(llm, found, **names(args, llm)).encode()
     write(out.parent, {out.name: page})
     result = {
         "page": str(out),

@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv.models import advise
 from tests.cli.test_bad_input import refused
+from tests.tiny import write_sink_tokens
 
 BUDGET = 6000  # bytes: 22 tokens under streaming
 CHOSEN = ("--policy", "streaming", "--policy", "window:window=16")
@@ -43,6 +44,15 @@ def test_table_and_files(run, model, text, tmp_path):
     ]
 
 
+def test_two_learned_sinks(run, model, text, tmp_path):
+    """No head predicts the second one."""
+    sinks = write_sink_tokens(tmp_path / "sinks.safetensors", model, 2)
+    flags = ("--sinks", sinks, "--budget", BUDGET, *CHOSEN, "--json")
+    ran = run("advise", "--model", model, "--text", text, *flags)
+    assert len(ran.json["policies"]) == 3
+    assert all(row["loss"] > 0 for row in ran.json["policies"])
+
+
 def test_ctrl_c_keeps_what_was_measured(run, model, text, monkeypatch):
     """It comes during the third reading, after full attention and the first policy."""
     count, by_chunk = iter(range(100)), advise.hidden_by_chunk
@@ -74,6 +84,10 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     refused(advise_with("--policy", "snapkv"), "snapkv", "end of prefill")
     big = ("--budget", BUDGET, "--policy", "window:window=64")
     refused(advise_with(*big), "for window:window=64", "bytes", "raise it")
+    full = ("--policy", "full", *CHOSEN)
+    refused(advise_with(*full), "full is always measured", "got --policy full", "leave it out")
+    few = ("--budget", BUDGET, "--block", 90, *CHOSEN)
+    refused(advise_with(*few), "at least 8 blocks", "got --block 90", "give at most 23")
     refused(run("advise", "--model", model), "--text")
     (tmp_path / "file").write_text("x")
     refused(advise_with("--out", tmp_path / "file"), "--out needs a folder", "choose another")

@@ -102,6 +102,61 @@ def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
         assert answer["finish_reason"] == "interrupted" and 0 < len(answer["tokens"]) < 10000
 
 
+def test_ctrl_c_at_the_last_block_of_a_batch(run, model, monkeypatch):
+    """The batch is complete, and later prompts are missing, so the command is interrupted."""
+    from jaxkv.models.text import Generation
+
+    blocks = Generation.blocks
+
+    def interrupted(self, progress):
+        yield from blocks(self, progress)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Generation, "blocks", interrupted)
+    flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1)
+    ran = run("generate", "Hello", "Good day", *flags, "--json")
+    (answer,) = json.loads(ran.out)["answers"]
+    assert ran.code == 130
+    assert (answer["prompt"], answer["finish_reason"]) == ("Hello", "length")
+    ran = run("generate", "Hello", "Good day", *flags)
+    assert ran.code == 130 and "5 tokens (1 of 2 prompts)" in ran.err
+
+
+def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, monkeypatch):
+    """In the first of its chunks; the handler that ends the process at once must not be called."""
+    from jaxkv.models.streams import Stream
+
+    prefill, calls, done, left = Stream.prefill, [], [], []
+
+    def pressing(self, prompts, chunk, progress):
+        calls.append(prompts)
+
+        def at(count, total):
+            if len(calls) == 2:
+                done.append((count, total))
+                if len(done) == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+            progress(count, total)
+
+        return prefill(self, prompts, 64, at)
+
+    monkeypatch.setattr(Stream, "prefill", pressing)
+    monkeypatch.setattr("jaxkv.cli.leave", lambda: left.append(True))
+    flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1, "--json")
+    ran = run("generate", "Hello", "Good day " * 20, "Third", *flags)
+    assert ran.code == 130 and done == [(64, 181)] and len(calls) == 2 and not left
+    (answer,) = json.loads(ran.out)["answers"]
+    assert (answer["prompt"], len(answer["tokens"])) == ("Hello", 5)
+
+
+def test_only_line_ends_separate_prompts(run, model, tmp_path):
+    """str.splitlines would also split at a form feed, a vertical tab or U+2028."""
+    (tmp_path / "prompts").write_bytes("one\x0cpage\r\n\r\na\u2028b\x0bc\n".encode())
+    flags = ("--model", model, "--max-new-tokens", 2, "--json")
+    found = run("generate", "--prompts", tmp_path / "prompts", *flags).json
+    assert [answer["prompt"] for answer in found["answers"]] == ["one\x0cpage", "a\u2028b\x0bc"]
+
+
 def test_the_text_ends_before_a_stop_string(run, model):
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
     whole = run(*flags, "--json").json["text"]

@@ -84,6 +84,8 @@ def test_sinks_in_front_of_a_model(run, model, texts, tmp_path):
     refused(run("pretrain", "--data", tokens, "--out", out), "--preset", "--from", "required")
     refused(run("pretrain", "--preset", "tiny", "--data", tokens, "--out", out, "--train", "sinks"),
             "train=sinks", "name a model with --from")  # fmt: skip
+    refused(run(*start, *chosen, "--train", "attention", "--set", "train=sinks"),
+            "got --set train=sinks", "give --train PART")  # fmt: skip
 
 
 def test_bad_input(run, folder, texts, tmp_path, monkeypatch):

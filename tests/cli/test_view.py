@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv.models import view
 from tests.cli.test_bad_input import refused
+from tests.tiny import write_sink_tokens
 
 POLICY = "streaming:sinks=2,window=6"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -44,9 +45,9 @@ def dom(url: str, folder) -> str:
 def test_a_browser_shows_the_cache(page, tmp_path):
     shown = dom(f"{page.as_uri()}#token=20&layer=1&head=3", tmp_path / "browser")
     assert 'data-ready="yes"' in shown
-    (held,) = re.findall(r'data-held="([^"]*)"', shown)
+    (cached,) = re.findall(r'data-cached="([^"]*)"', shown)
     token = range(20)
-    assert list(map(float, held.split(","))) == [float(t < 2 or t > 19 - 6) for t in token]
+    assert list(map(float, cached.split(","))) == [float(t < 2 or t > 19 - 6) for t in token]
     (seen,) = re.findall(r'data-seen="([^"]*)"', shown)
     assert sum(map(float, seen.split(","))) == pytest.approx(1, abs=0.02)
     classes = re.findall(r'<span class="t([^"]*)"', shown)
@@ -58,6 +59,19 @@ def test_a_browser_shows_the_cache(page, tmp_path):
     assert re.search(r'id="count"[^>]*>8 of 20<', shown)
 
 
+def test_a_browser_shows_no_loss_of_a_sink_token(run, model, text, tmp_path):
+    """The second of two learned sinks: its `losses` are null, those of the text are numbers."""
+    sinks = write_sink_tokens(tmp_path / "sinks.safetensors", model, 2)
+    path = tmp_path / "page.html"
+    flags = ("--sinks", sinks, "--policy", POLICY, "--max-tokens", 24, "--out", path)
+    ran = run("view", "--model", model, "--text", text, *flags)
+    assert ran.code == 0, ran.err
+    shown = dom(f"{path.as_uri()}#token=1", tmp_path / "browser")
+    assert 'id="loss">\u2013<' in shown and "sink, which the model does not predict" in shown
+    shown = dom(f"{path.as_uri()}#token=2", tmp_path / "browser")
+    assert re.search(r'id="loss">\d+\.\d\d / \d+\.\d\d<', shown)
+
+
 def test_the_default_page(run, model, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = run("view", "--model", model, "--text", text, "--max-tokens", 80)
@@ -65,11 +79,13 @@ def test_the_default_page(run, model, text, tmp_path, monkeypatch):
     assert (tmp_path / "view.html").read_text("utf-8").startswith("<!doctype html>")
 
 
-def test_ctrl_c_keeps_what_was_read(run, model, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("token", "shown"), [(1, 2), (11, 11)])
+def test_ctrl_c_keeps_what_was_read(run, model, text, tmp_path, monkeypatch, token, shown):
+    """The shortest page has two tokens, because one predicts nothing."""
     count, codes = iter(range(1000)), view._codes_of_weights
 
     def pressing(weights):
-        if next(count) == 20:  # two layers a token
+        if next(count) == 2 * (token - 1):  # two layers a token
             os.kill(os.getpid(), signal.SIGINT)
         return codes(weights)
 
@@ -77,8 +93,8 @@ def test_ctrl_c_keeps_what_was_read(run, model, text, tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     flags = ("--policy", POLICY, "--max-tokens", 24, "--out", path, "--json")
     ran = run("view", "--model", model, "--text", text, *flags)
-    assert ran.code == 130 and json.loads(ran.out)["tokens"] == 11 and path.is_file()
-    assert ran.err.endswith("jaxkv: interrupted: the page shows the first 11 of 24 tokens\n")
+    assert ran.code == 130 and json.loads(ran.out)["tokens"] == shown and path.is_file()
+    assert ran.err.endswith(f"jaxkv: interrupted: the page shows the first {shown} of 24 tokens\n")
 
 
 def test_bad_input(run, model, text, tmp_path):

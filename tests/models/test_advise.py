@@ -11,7 +11,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import advise, advise_report, budgets, uncached
 from jaxkv.policy_spec import parse_policy
-from tests.tiny import write_tiny
+from tests.tiny import write_sink_tokens, write_tiny
 
 POLICIES = ["window:window=16", "reservoir:sinks=2,window=6,sample=8"]
 TOKENS = 170
@@ -60,7 +60,7 @@ def test_a_policy_gets_the_largest_cache_that_fits(llm):
     assert [policy.split(":")[0] for policy in chosen] == [
         "window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "streaming"
     ]  # fmt: skip
-    sizes = [budgets.bytes_of(llm, policy) for policy in chosen]
+    sizes = [budgets.bytes_of(llm, policy, 300) for policy in chosen]
     assert max(sizes) <= 100 * token and min(sizes[:-1]) > 95 * token
     assert chosen[-1].endswith(",window=252,cache=int8")  # half of the context, 512
     beyond = budgets.fit(llm, 100 * token, [], config.context + 1)
@@ -69,17 +69,81 @@ def test_a_policy_gets_the_largest_cache_that_fits(llm):
 
 
 def test_the_default_budget(llm):
-    assert budgets.budget_of(llm, []) == budgets.bytes_of(llm, "streaming:sinks=4,window=252")
+    streaming = budgets.bytes_of(llm, "streaming:sinks=4,window=252", 600)
+    assert budgets.budget_of(llm, [], 600) == streaming
     own = ["window:window=20", "window:window=30", "h2o"]
-    assert budgets.budget_of(llm, own) == budgets.bytes_of(llm, "window:window=30")
+    window = budgets.bytes_of(llm, "window:window=30", 600)
+    assert budgets.budget_of(llm, own, 600) == window
 
 
 def test_a_budget_below_the_smallest_cache_is_refused(llm):
-    smallest = budgets.bytes_of(llm, budgets.shape("h2o", budgets.LEAST))
+    smallest = budgets.bytes_of(llm, budgets.shape("h2o", budgets.LEAST), 100)
     with pytest.raises(UserError, match=f"at least .*{smallest} bytes.* for h2o, got .*99 bytes"):
         budgets.fit(llm, 99, ["streaming", "h2o"], 100)
     with pytest.raises(UserError, match="for window:window=300"):
         budgets.fit(llm, smallest, ["window:window=300"], 100)
+
+
+def test_growing_layers_count_at_the_size_of_the_text(llm):
+    """A layer of full attention has the bytes of its tokens, not those of its first slots."""
+    config, tokens = llm.config, 2048
+    policy = "0=full:start=16;*=window:window=16"
+    token = 2 * config.kv_heads * config.head_dim * 4 + 4
+    needed = (tokens + 16) * token + 4 * config.layers  # two layers
+    assert budgets.budget_of(llm, [policy], tokens) == needed
+    assert budgets.fit(llm, needed, [policy], tokens) == [policy]
+    with pytest.raises(UserError, match=f"{needed} bytes"):
+        budgets.fit(llm, needed - 1, [policy], tokens)
+
+
+@pytest.mark.parametrize("policy", ["full", "full:start=1024", "*=full", "0=full:max=4096;*=full"])
+def test_full_attention_is_no_policy_to_advise(llm, policy):
+    with pytest.raises(UserError, match="full is always measured"):
+        advise.check_not_full(llm, policy)
+    for other in ("full:cache=int8", "0=full;*=window:window=16"):
+        advise.check_not_full(llm, other)
+
+
+def test_the_caches_of_all_policies_must_fit_together(llm, ids, monkeypatch):
+    """Each fits alone; it is refused before the first reading."""
+    final = TOKENS + 96  # five decoded pieces of 16 tokens, and one that compiles
+    sizes = [budgets.bytes_of(llm, name, final) for name in ("full", *POLICIES)]
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda *_, **__: sum(sizes) - 1)
+    labels = []
+
+    @contextlib.contextmanager
+    def telling(label, total):
+        labels.append(label)
+        yield lambda done: None
+
+    with pytest.raises(UserError, match="the caches of 3 policies for 266 tokens would take"):
+        advise.measure(llm, ids, POLICIES, 0, telling)
+    assert not labels
+
+
+def test_a_second_sink_token_has_no_loss(llm, ids, tmp_path):
+    """It is left out of the means, and the other losses are those of scoring."""
+    path = write_sink_tokens(tmp_path / "sinks.safetensors", llm.path, 2)
+    with_sinks = models.load(llm.path, sinks=path)
+    tokens = [*with_sinks.tokenizer.front, *ids]
+    found = advise.measure(with_sinks, tokens, POLICIES[:1], 0, watch)
+    for one in found:
+        expected = np.concatenate(list(models.losses(with_sinks, tokens, one.policy)))
+        np.testing.assert_allclose(one.losses, expected, atol=1e-4)
+        assert np.isnan(one.losses[0]) and np.isfinite(one.losses[1:]).all()
+    first = advise.first_counted(with_sinks, ["full:cache=int8"], len(tokens))
+    assert first == 2
+    rows = advise.rank(with_sinks, tokens, found, first, None)["policies"]
+    assert all(np.isfinite(row["loss"]) for row in rows)
+
+
+def test_errors_need_several_blocks(llm):
+    first, block = 17, (TOKENS - 17) // 8
+    assert advise.first_counted(llm, POLICIES, TOKENS, block) == first
+    with pytest.raises(
+        UserError, match=f"8 blocks .* got --block {block + 1}; give at most {block}"
+    ):
+        advise.first_counted(llm, POLICIES, TOKENS, block + 1)
 
 
 def test_losses_and_divergence_are_those_of_plain_computations(llm, ids, readings):
@@ -137,9 +201,9 @@ def test_the_interval_covers_the_mean(rng):
     assert 0.90 < inside / 400 < 0.98
 
 
-def reading(policy: str, losses: np.ndarray, milliseconds: float = 1.0) -> advise.Reading:
-    zeros = np.zeros(len(losses))
-    return advise.Reading(policy, losses, zeros, zeros, 100, 1.0, 1.0, np.array([milliseconds]))
+def reading(policy: str, losses: np.ndarray, *milliseconds: float) -> advise.Reading:
+    zeros, times = np.zeros(len(losses)), np.array(milliseconds or [1.0])
+    return advise.Reading(policy, losses, zeros, zeros, 100, 1.0, 1.0, times)
 
 
 def test_policies_are_ranked_and_noise_is_told(llm, rng):
@@ -172,6 +236,44 @@ def test_policies_are_ranked_and_noise_is_told(llm, rng):
     lines = advise_report.table(results).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["-", "1", "2", "3"]
     assert lines[-1].endswith("window:window=32") and "+1.0" in lines[-1]
+
+
+def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, rng):
+    """Only if it is faster beyond the spread of the times; else the lower loss decides."""
+    ids, base, noise = (
+        rng.integers(2, 200, 241).tolist(),
+        rng.normal(size=240),
+        rng.normal(size=240),
+    )
+    best, other = "streaming:sinks=4,window=28", "window:window=32"
+    extra = 0.001 + 0.1 * (noise - noise[40:].mean())
+    means = extra[40:].reshape(10, 20).mean(axis=1)
+    most = means.mean() + 2 * means.std(ddof=1) / 10**0.5
+
+    def told(*times):
+        readings = [reading(best, base, *times[0]), reading(other, base + extra, *times[1])]
+        results = advise.rank(llm, ids, readings, first=41, block=20)
+        assert results["levels"] == [[best, other]]
+        return advise_report.sentences(results)
+
+    apart = told((9.0, 9.5, 10.0), (2.0, 3.0, 8.9))
+    assert f"Take {other} (the fastest of these)" in apart[-2]
+    assert apart[-1] == (
+        f"Its loss may be up to {most:+.3f} above that of {best} "
+        "(the mean and two standard errors)."
+    )
+    overlapping = told((8.8, 9.5, 10.0), (2.0, 3.0, 8.9))
+    assert f"Take {best} (the lowest loss of the 2 fastest, whose times overlap)" in overlapping[-1]
+    assert not any("may be up to" in line for line in overlapping)
+
+
+def test_without_errors_the_lowest_loss_is_taken(llm, rng):
+    base = rng.normal(size=240)
+    readings = [reading("streaming:sinks=4,window=28", base, 9.0),
+                reading("window:window=32", base + 1, 1.0)]  # fmt: skip
+    results = advise.rank(llm, rng.integers(2, 200, 241).tolist(), readings, 41, block=1000)
+    told = "\n".join(advise_report.sentences(results))
+    assert "Take streaming:sinks=4,window=28 (by its loss)" in told
 
 
 def test_absolute_positions_are_told(llm, rng):

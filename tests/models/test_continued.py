@@ -176,6 +176,29 @@ def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
         models.load(folder, sinks=file)
 
 
+@pytest.mark.parametrize("part", ["all", "attention"])
+def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
+    """No trained weight of the base is in memory beside the result."""
+    base, recipe = start(folder, f"train={part}", "sinks=token")
+    setting = base.setting(recipe, texts)
+    trained, frozen = base.weights(setting, texts.id_of(data.END))
+    placed = []
+
+    def weights(*given, **named):
+        loaded = base.published.weights(*given, **named)
+        placed.append({name for name, weight in loaded.items() if weight is not None})
+        return loaded
+
+    watched = dataclasses.replace(base.published, weights=weights)
+    path = dataclasses.replace(base, published=watched).export(
+        tmp_path / "run", setting, trained | frozen, writes=True
+    )
+    assert placed == ([] if part == "all" else [set(frozen)])
+    after = published(path)
+    rows = {name: w[:258] if name == "embed" else w for name, w in after.items()}
+    assert not changed(published(folder), rows)
+
+
 @pytest.mark.parametrize("part", ["sinks", seldom("attention"), seldom("all")])
 def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
     """Stopped after each step in turn, and started again."""

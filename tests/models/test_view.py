@@ -14,7 +14,7 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import view
-from tests.tiny import write_tiny
+from tests.tiny import write_sink_tokens, write_tiny
 
 SINKS, WINDOW, TOKENS = 2, 6, 24
 POLICY = f"streaming:sinks={SINKS},window={WINDOW}"
@@ -150,9 +150,9 @@ def test_weights_have_sixteen_codes_an_octave(llm, ids):
         state = stream.decoding.states[layer]
         weights = view.weights_of_layer(*stream.policies[layer].cached(llm.spec, state), TOKENS)
         np.testing.assert_array_equal(codes > 0, weights > 0)
-        held = weights > 0
-        decoded = 2 ** ((codes[held].astype(float) - view.ONE) / view.OCTAVE)
-        np.testing.assert_allclose(decoded, weights[held], rtol=0.03)
+        cached = weights > 0
+        decoded = 2 ** ((codes[cached].astype(float) - view.ONE) / view.OCTAVE)
+        np.testing.assert_allclose(decoded, weights[cached], rtol=0.03)
     assert len(set(found.cached[:, :, -TOKENS:].ravel())) > 2
 
 
@@ -171,6 +171,26 @@ def test_an_interrupted_view_shows_the_tokens_read(llm, ids, streamed):
     assert found.ids == tuple(ids[:10]) and len(found.losses) == len(found.full_losses) == 9
     size = 10 * 11 // 2
     np.testing.assert_array_equal(found.cached, streamed.cached[:, :, :size])
+
+
+def test_a_press_at_the_first_token_shows_two(llm, ids):
+    """One token predicts nothing."""
+    found = view.record(llm, ids, POLICY, TOKENS, stopped=lambda: True)
+    assert found.ids == tuple(ids[:2]) and len(found.losses) == len(found.full_losses) == 1
+
+
+def test_the_second_sink_token_has_no_loss(llm, tmp_path, ids):
+    """No head predicts it: null in the page, and the other losses are those of scoring."""
+    path = write_sink_tokens(tmp_path / "sinks.safetensors", llm.path, 2)
+    with_sinks = models.load(llm.path, sinks=path)
+    front = with_sinks.tokenizer.front
+    assert front == (258, 259)
+    tokens = [*front, *ids]
+    data = data_of(with_sinks, view.record(with_sinks, tokens, POLICY, TOKENS))
+    for name, policy in (("losses", POLICY), ("fullLosses", "full")):
+        expected = np.concatenate(list(models.losses(with_sinks, tokens, policy)))
+        assert data[name][0] is None and np.isnan(expected[0])
+        np.testing.assert_allclose(data[name][1:], expected[1:], atol=2e-3)
 
 
 def test_the_page_is_whole_and_loads_nothing(llm, ids):

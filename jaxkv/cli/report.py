@@ -1,0 +1,41 @@
+"""What the reports of `compare`, `advise` and `view` share: their first fields, and --out."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.cli.files import check_folder
+from jaxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxkv.models import Llm
+
+
+def names(args: argparse.Namespace, llm: Llm) -> dict[str, str]:
+    """The names of the model and of the text, without their folders."""
+    return {
+        "model": (llm.path if args.model is None else Path(args.model)).name,
+        "text": "standard input" if args.text == "-" else Path(args.text).name,
+    }
+
+
+def describe(name: str, args: argparse.Namespace, llm: Llm) -> dict[str, Any]:
+    """What a result file begins with: how to repeat the run, the model and the text."""
+    from jaxkv.models.run_metadata import run_metadata
+
+    texts = [] if args.text == "-" else [Path(args.text)]
+    return run_metadata(name, texts, [args.seed]) | names(args, llm)
+
+
+def check_plot(path: str, files: Sequence[str]) -> Path:
+    """The --out folder; checked, together with matplotlib, before minutes of work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[evals]', or "
+            "leave --out out"
+        )
+    return check_folder(path, files)
