@@ -68,7 +68,7 @@ FLAGS = (
      "(default: 16, or fewer if --memory holds fewer)"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
      "prompt and its answer together (default: 4096 for growing caches, which reserve memory for "
-     "it; other caches have no limit)"),
+     "it; for other caches 131072 for each of the two)"),
     (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
      "tokens of running answers, at least a chunk (default: a chunk)"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
-        engine = make(args, llm, plan, prefixes)
+        engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
         from jaxkv.models.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
@@ -271,9 +271,13 @@ def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
 
 
 def make(
-    args: argparse.Namespace, llm: Llm, plan: MemoryPlan, prefixes: PrefixConfig | None
+    args: argparse.Namespace,
+    llm: Llm,
+    plan: MemoryPlan,
+    prefixes: PrefixConfig | None,
+    has_keys: bool = False,
 ) -> Engine:
-    """The engine, compiled and ready."""
+    """The engine, compiled and ready. has_keys: no API key can take every decode slot."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):
@@ -284,6 +288,7 @@ def make(
             max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
             queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
             step_seconds=args.step_timeout,
+            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
         )  # fmt: skip
 
 

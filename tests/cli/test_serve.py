@@ -103,7 +103,9 @@ def test_memory_at_the_start_is_that_of_the_plan(words):
     llm, load = serve.flags.open_model(args, args.policy)
     plan = serve.plan_of(args, llm)
     load()
-    engine = serve.make(args, llm, plan, serve.prefixes_of(args))
+    has_keys = args.prefix_memory != 0
+    engine = serve.make(args, llm, plan, serve.prefixes_of(args), has_keys)
+    assert engine.max_per_owner == plan.max_batch - has_keys
     planned = sum(engine.bytes.values())
     held = sum(array.nbytes for array in jax.live_arrays()) - before
     assert 0.9 * planned < held <= planned
@@ -170,14 +172,14 @@ def process(model, tmp_path_factory):
 
 @contextlib.contextmanager
 def started(model, *more, program=("-m", "jaxkv.cli")):
-    words = ["--model", model, "--port", "0", "--max-batch", "2", "--chunk", "16",
+    words = ["--model", model, "--port", "0", "--max-batch", "3", "--chunk", "16",
              "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
     command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
             pattern = (
-                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 2 "
+                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "
                 r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+\)\n"
             )
             match = re.fullmatch(pattern, line)
@@ -278,7 +280,7 @@ def running_requests(client) -> float:
 
 
 def test_clients_that_leave_after_a_pipelined_request(process, client):
-    """They free both slots of the engine, although their answers have no end."""
+    """They free their slots of the engine (all that one API key may have), although their answers have no end."""
     body = json.dumps(
         {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
     ).encode()
