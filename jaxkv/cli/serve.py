@@ -26,7 +26,7 @@ from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
-    from jaxkv.engine.plan import MemoryPlan
+    from jaxkv.engine.plan import ServingMemory
     from jaxkv.models import Llm
     from jaxkv.server import Drain, ServerConfig
     from jaxkv.server.connections import Server
@@ -256,14 +256,18 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         raise UserError(f"--prefix-{error}") from None
 
 
-def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
+def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
     """The division of memory, before the weights are loaded."""
+    import jax
+
     from jaxkv.engine.plan import plan_memory, sizes
     from jaxkv.models.serving import make_model
     from jaxkv.state.memory import available
 
     each = sizes(make_model(llm, args.policy), args.max_len, args.chunk)
-    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available())
+    # On a CPU, the host's prefixes take the memory of the device.
+    host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
+    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available(), host)
     if args.prefix_host_memory and not plan.prefixes:
         raise UserError("--prefix-host-memory needs --prefix-memory, for which no memory is left; "
                         "give more --memory")  # fmt: skip
@@ -273,7 +277,7 @@ def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
 def make(
     args: argparse.Namespace,
     llm: Llm,
-    plan: MemoryPlan,
+    plan: ServingMemory,
     prefixes: PrefixConfig | None,
     has_keys: bool = False,
 ) -> Engine:
@@ -292,7 +296,7 @@ def make(
         )  # fmt: skip
 
 
-def memory_of(engine: Engine, plan: MemoryPlan) -> str:
+def memory_of(engine: Engine, plan: ServingMemory) -> str:
     """The memory on the device by use, for the start line."""
     from jaxkv.state.memory import show
 

@@ -81,10 +81,13 @@ def test_flags(run, words, expected):
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 15MiB"]),
+    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 16MiB"]),
     (["--memory", "64MiB", "--max-batch", "500"], ["500 sequences", "a smaller --max-batch"]),
     (["--memory", "64MiB", "--prefix-memory", "1GiB"], ["prefixes (1.0 GiB)", "--prefix-memory"]),
-    (["--memory", "16MiB", "--prefix-host-memory", "1GiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "64MiB", "--prefix-host-memory", "1GiB"], ["a smaller --prefix-host-memory"]),
+    (["--memory", "16MiB", "--prefix-host-memory", "1KiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "9000TiB"], ["--memory must be at most what is free", "9000.0 TiB"]),
+    (["--prefix-memory", "1KiB"], ["--prefix-memory must hold one prefix", "1.0 KiB"]),
     (["--memory", "64MiB", "--policy", "full", "--max-len", "100000"], ["a smaller policy"]),
 ])  # fmt: skip
 def test_too_little_memory_says_how_much_is_needed(run, words, expected):
@@ -280,7 +283,7 @@ def running_requests(client) -> float:
 
 
 def test_clients_that_leave_after_a_pipelined_request(process, client):
-    """They free their slots of the engine (all that one API key may have), although their answers have no end."""
+    """They free all slots of their API key, although their answers have no end."""
     body = json.dumps(
         {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
     ).encode()
