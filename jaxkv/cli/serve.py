@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
-        config = replace(config, aliases=names[1:])
+        config = replace(config, aliases=names[1:], fingerprint=fingerprint_of(args, llm))
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
@@ -304,6 +304,16 @@ def memory_of(engine: Engine, plan: ServingMemory) -> str:
     return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
 
 
+def fingerprint_of(args: argparse.Namespace, llm: Llm) -> str:
+    """The system_fingerprint of answers: a hash of what the answer to a request depends on."""
+    settings = [
+        llm.fingerprint(), llm.chat.template, str(llm.sampling), args.policy, args.max_len,
+        args.chunk, args.seed, flags.versions(),
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return f"fp_{digest[:10]}"
+
+
 def server_config(
     args: argparse.Namespace, llm: Llm, max_batch: int, has_keys: bool
 ) -> ServerConfig:
@@ -312,12 +322,6 @@ def server_config(
     most = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.
     per_key = args.per_key or (max(1, most // 2) if has_keys else None)
-
-    settings = [
-        llm.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
-        flags.versions(),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.ServerConfig(
         max_in_flight=most,
         max_per_key=per_key,
@@ -328,6 +332,5 @@ def server_config(
         host=args.host,
         allowed_origins=args.allowed_origins,
         metrics_prefix=args.metrics_prefix,
-        fingerprint=f"fp_{digest[:10]}",
         sampling=llm.sampling,
     )

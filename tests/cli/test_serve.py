@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,6 +154,21 @@ def test_the_default_of_per_key(words, has_keys, expected):
     args = parser.parse_args(words)
     llm = SimpleNamespace(name="tiny", dtype="float32", sampling=models.Sampling())
     assert serve.server_config(args, llm, args.max_batch or 16, has_keys).max_per_key == expected
+
+
+def test_the_system_fingerprint(model):
+    """It tells weights, sinks and templates apart, whatever the folder is called."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args, llm = parser.parse_args([]), models.load(model)
+    others = [
+        replace(llm, weights={**llm.weights, "norm": llm.weights["norm"] + 1}),
+        replace(llm, tokenizer=replace(llm.tokenizer, front=(5, 0), sinks=(5,))),
+        replace(llm, chat=replace(llm.chat, template="{{ messages }}")),
+    ]
+    assert len({serve.fingerprint_of(args, one) for one in (llm, *others)}) == 4
+    moved = replace(llm, path=llm.path / "elsewhere")
+    assert serve.fingerprint_of(args, moved) == serve.fingerprint_of(args, llm)
 
 
 @pytest.fixture(scope="module")
