@@ -144,12 +144,13 @@ def run(args: argparse.Namespace) -> int:
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
+        fingerprint = fingerprint_of(args, llm)  # before the engine counts compilations
         engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
         from jaxkv.models.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
-        config = replace(config, aliases=names[1:], fingerprint=fingerprint_of(args, llm))
+        config = replace(config, aliases=names[1:], fingerprint=fingerprint)
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
