@@ -21,6 +21,12 @@ Message = Mapping[str, str]  # role (system, user, assistant) and content
 
 # Placeholder of an answer in a rendering: private-use characters that templates copy unchanged.
 ANSWER = "\ue000answer\ue001"
+# What an expression of a template may raise.
+FAILURES = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    MemoryError,
+)  # fmt: skip
+REASON = 200  # characters of an error
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,12 @@ class Chat:
                 **dict(self.tokens),
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the chat template refuses this conversation: {error}") from None
+        except jinja2.TemplateError as error:
+            why = str(error)
+        except FAILURES as error:  # from variables of another type or value than the template needs
+            why = f"{type(error).__name__}: {error}"
+        why = " ".join(why.split())[:REASON]
+        raise UserError(f"the chat template refuses this conversation: {why}")
 
     def _check_variables(self, names: Collection[str]) -> None:
         """Raise UserError for a variable that the template does not read."""

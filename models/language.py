@@ -123,9 +123,14 @@ class Language:
         table = self.llm.tokenizer.table
         return table[token] if token < len(table) else b""
 
-    def detokenizer(self, stops: Sequence[str], eos: Sequence[int], least: int = 0) -> OutputText:
-        """The text of a new answer. least: the tokens in which no stop string is looked for."""
-        return OutputText(self.llm, eos, stops, keep=False, least=least)
+    def detokenizer(
+        self, stops: Sequence[str], eos: Sequence[int], min_new_tokens: int = 0
+    ) -> OutputText:
+        """The text of a new answer.
+
+        min_new_tokens: the first tokens, in which no stop string is looked for.
+        """
+        return OutputText(self.llm, eos, stops, keep=False, min_new_tokens=min_new_tokens)
 
 
 def map_texts(value: Any, change: Callable[[str], Any]) -> Any:

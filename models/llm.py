@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,14 @@ class Llm:
         """The nnx module over these weights."""
         return Decoder(self.config, self.weights, self.mesh)
 
+    def fingerprint(self) -> str:
+        """A short hash of the settings, the sinks, and the first values of each loaded weight."""
+        sinks = self.tokenizer.front
+        found = hashlib.sha256(f"{self.config} {self.dtype} {self.quantised} {sinks}".encode())
+        for leaf in jax.tree.leaves(self.weights):
+            found.update(_corner(leaf).tobytes())
+        return found.hexdigest()[:8]
+
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy per layer; raises UserError for anything that is none."""
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
@@ -176,6 +185,13 @@ def load_weights(
         return int8.quantise(name, host) if quantise and int8.is_matrix(name) else host
 
     llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))
+
+
+def _corner(leaf: jax.Array) -> np.ndarray:
+    """The first values of an array. On a CPU nothing is copied and nothing compiled."""
+    first = tuple([slice(8)] * leaf.ndim)
+    on_host = all(device.platform == "cpu" for device in leaf.devices())
+    return np.asarray(leaf)[first] if on_host else np.asarray(leaf[first])
 
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.

@@ -14,7 +14,7 @@ from jaxkv.models import training
 from jaxkv.models.training import Setting
 
 
-class Plan(NamedTuple):
+class TrainingMemory(NamedTuple):
     """Bytes on one device.
 
     trained, moments, frozen: weights that are updated, their moments, and the others. temporaries:
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     total: int
 
 
-def plan(setting: Setting) -> Plan:
+def plan(setting: Setting) -> TrainingMemory:
     """Compile the step of a run for its devices; nothing of the run is in memory."""
     run = training.shape(setting)
     frozen = {
@@ -42,7 +42,7 @@ def plan(setting: Setting) -> Plan:
     batch = jax.ShapeDtypeStruct(parts, jnp.int32, sharding=by)
     found = training.update.lower(setting, run, batch, frozen).compile().memory_analysis()
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return Plan(
+    return TrainingMemory(
         _bytes(run.weights),
         _bytes(run.moments),
         _bytes(frozen),

@@ -74,6 +74,7 @@ def make_engine(
     prefix_cache: PrefixConfig | None = None,
     seed: int = 0,
     step_seconds: float = 300.0,
+    max_per_owner: int | None = None,
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
@@ -82,4 +83,5 @@ def make_engine(
     return Engine(
         model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
         queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
+        max_per_owner=max_per_owner,
     )  # fmt: skip

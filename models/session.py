@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 from jaxkv import __version__
 from jaxkv.errors import UserError
 from jaxkv.models.conversation import Conversation
-from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import batch
 
@@ -91,20 +89,5 @@ def _belongs_to(talk: Conversation) -> dict[str, str]:
     return {
         "version": f"jaxkv {__version__}",
         "policy": format_policy(talk.stream.policies),
-        "model": f"{talk.llm.name} {_fingerprint(talk.llm)}",
+        "model": f"{talk.llm.name} {talk.llm.fingerprint()}",
     }
-
-
-def _fingerprint(llm: Llm) -> str:
-    """A short hash of the settings of a model and of the first values of each of its weights."""
-    found = hashlib.sha256(f"{llm.config} {llm.dtype} {llm.quantised}".encode())
-    for leaf in jax.tree.leaves(llm.weights):
-        found.update(_corner(leaf).tobytes())
-    return found.hexdigest()[:8]
-
-
-def _corner(leaf: jax.Array) -> np.ndarray:
-    """The first values of an array. On a CPU nothing is copied and nothing compiled."""
-    first = tuple([slice(8)] * leaf.ndim)
-    on_host = all(device.platform == "cpu" for device in leaf.devices())
-    return np.asarray(leaf)[first] if on_host else np.asarray(leaf[first])

@@ -49,8 +49,8 @@ class Answer:
 class OutputText:
     """The text of one sequence as its tokens come; an eos, a stop string or `end` ends it.
 
-    keep: store all tokens and text; False for unbounded generation in constant memory. least: the
-    tokens in whose text no stop string is looked for.
+    keep: store all tokens and text; False for unbounded generation in constant memory.
+    min_new_tokens: the first tokens, in whose text no stop string is looked for.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OutputText:
         eos: Sequence[int],
         stops: str | Sequence[str],
         keep: bool = True,
-        least: int = 0,
+        min_new_tokens: int = 0,
     ):
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
@@ -69,7 +69,8 @@ class OutputText:
         if not all(stops):
             raise UserError("a stop string must not be empty; leave it out")
         self.tokens: list[int] = []
-        self.count, self.reason, self.keep, self._least = 0, "", keep, least
+        self.count, self.reason, self.keep = 0, "", keep
+        self._min_new_tokens = min_new_tokens
         self._shown: list[str] = []
         self._pieces = Pieces(llm.tokenizer, start=False)
         self._eos, self.stops, self._pending = frozenset(eos), tuple(stops), ""
@@ -100,7 +101,7 @@ class OutputText:
 
     def _release(self, new: str, last: bool = False) -> str:
         text = self._pending + new
-        stops = self.stops if self.count > self._least else ()
+        stops = self.stops if self.count > self._min_new_tokens else ()
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             self.reason, cut = "stop", min(found)

@@ -26,7 +26,7 @@ from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
-    from jaxkv.engine.plan import MemoryPlan
+    from jaxkv.engine.plan import ServingMemory
     from jaxkv.models import Llm
     from jaxkv.server import Drain, ServerConfig
     from jaxkv.server.connections import Server
@@ -68,7 +68,7 @@ FLAGS = (
      "(default: 16, or fewer if --memory holds fewer)"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
      "prompt and its answer together (default: 4096 for growing caches, which reserve memory for "
-     "it; other caches have no limit)"),
+     "it; for other caches 131072 for each of the two)"),
     (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
      "tokens of running answers, at least a chunk (default: a chunk)"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
@@ -144,12 +144,13 @@ def run(args: argparse.Namespace) -> int:
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
-        engine = make(args, llm, plan, prefixes)
+        fingerprint = fingerprint_of(args, llm)  # before the engine counts compilations
+        engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
         from jaxkv.models.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
-        config = replace(config, aliases=names[1:])
+        config = replace(config, aliases=names[1:], fingerprint=fingerprint)
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
@@ -256,14 +257,18 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         raise UserError(f"--prefix-{error}") from None
 
 
-def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
+def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
     """The division of memory, before the weights are loaded."""
+    import jax
+
     from jaxkv.engine.plan import plan_memory, sizes
     from jaxkv.models.serving import make_model
     from jaxkv.state.memory import available
 
     each = sizes(make_model(llm, args.policy), args.max_len, args.chunk)
-    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available())
+    # On a CPU, the host's prefixes take the memory of the device.
+    host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
+    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available(), host)
     if args.prefix_host_memory and not plan.prefixes:
         raise UserError("--prefix-host-memory needs --prefix-memory, for which no memory is left; "
                         "give more --memory")  # fmt: skip
@@ -271,9 +276,13 @@ def plan_of(args: argparse.Namespace, llm: Llm) -> MemoryPlan:
 
 
 def make(
-    args: argparse.Namespace, llm: Llm, plan: MemoryPlan, prefixes: PrefixConfig | None
+    args: argparse.Namespace,
+    llm: Llm,
+    plan: ServingMemory,
+    prefixes: PrefixConfig | None,
+    has_keys: bool = False,
 ) -> Engine:
-    """The engine, compiled and ready."""
+    """The engine, compiled and ready. has_keys: no API key can take every decode slot."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):
@@ -284,15 +293,26 @@ def make(
             max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
             queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
             step_seconds=args.step_timeout,
+            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
         )  # fmt: skip
 
 
-def memory_of(engine: Engine, plan: MemoryPlan) -> str:
+def memory_of(engine: Engine, plan: ServingMemory) -> str:
     """The memory on the device by use, for the start line."""
     from jaxkv.state.memory import show
 
     used = ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
     return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
+
+
+def fingerprint_of(args: argparse.Namespace, llm: Llm) -> str:
+    """The system_fingerprint of answers: a hash of what the answer to a request depends on."""
+    settings = [
+        llm.fingerprint(), llm.chat.template, str(llm.sampling), args.policy, args.max_len,
+        args.chunk, args.seed, flags.versions(),
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return f"fp_{digest[:10]}"
 
 
 def server_config(
@@ -303,12 +323,6 @@ def server_config(
     most = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.
     per_key = args.per_key or (max(1, most // 2) if has_keys else None)
-
-    settings = [
-        llm.name, llm.dtype, args.policy, args.max_len, args.chunk, args.seed,
-        flags.versions(),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return server.ServerConfig(
         max_in_flight=most,
         max_per_key=per_key,
@@ -319,6 +333,5 @@ def server_config(
         host=args.host,
         allowed_origins=args.allowed_origins,
         metrics_prefix=args.metrics_prefix,
-        fingerprint=f"fp_{digest[:10]}",
         sampling=llm.sampling,
     )

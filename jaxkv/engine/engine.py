@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ class Engine:
     chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
     cache; None for none. seed: of the policies' random draws, which are equal for all requests of
     one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
+    max_per_owner: sequences of one owner that run together; None for no limit.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -72,15 +73,18 @@ class Engine:
         prefix_cache: PrefixConfig | None = None,
         seed: int = 0,
         step_seconds: float = 300.0,
+        max_per_owner: int | None = None,
     ) -> None:
         check_int("chunk", chunk, maximum=MAX_CHUNK)
         budget = chunk if max_prefill_tokens is None else max_prefill_tokens
         max_len = resolve_max_len(model.policies, max_len)
-        counts = {"max_batch": max_batch, "max_prefill_tokens": budget, "queue": queue}
-        for name, value in (counts | {"queue_tokens": queue_tokens}).items():
+        per_owner = max_batch if max_per_owner is None else max_per_owner
+        counts = {"max_batch": max_batch, "max_prefill_tokens": budget, "queue": queue,
+                  "queue_tokens": queue_tokens, "max_per_owner": per_owner}  # fmt: skip
+        for name, value in counts.items():
             check_int(name, value, maximum=2**31 - 1)
         check_int("seed", seed, 0, 2**32 - 1)
-        self.max_batch, self.max_len = max_batch, max_len
+        self.max_batch, self.max_len, self.max_per_owner = max_batch, max_len, per_owner
         self.chunk, self.vocab = chunk, model.vocab
         self._metrics = EngineMetrics()
         self._delivery = Delivery(self._finish, self._metrics)
@@ -288,11 +292,13 @@ class Engine:
         return tokens
 
     def _start_prefill(self) -> bool:
-        """Start the oldest waiting request if a batch entry is free."""
+        """Start the next waiting request if a batch entry is free for its owner."""
+        owners = Counter(handle.request.owner for handle in self._running if handle is not None)
+        full = [owner for owner, count in owners.items() if count >= self.max_per_owner]
         with self._changed:
-            if None not in self._running or not self._queue:
+            if None not in self._running or (handle := self._queue.take(full)) is None:
                 return False
-            handle, free = self._queue.take(), self._running.index(None)
+        free = self._running.index(None)
         request = handle.request
         handle.index, handle.queue_seconds = free, time.monotonic() - handle.arrival
         seed = policy_seed(self._seed, request.salt)

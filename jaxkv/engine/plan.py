@@ -9,7 +9,7 @@ import jax
 from jaxkv.engine import pool
 from jaxkv.engine.handle import resolve_max_len
 from jaxkv.engine.model import Model
-from jaxkv.engine.programs import empty_batch, init_prefill
+from jaxkv.engine.programs import PREFILLS, empty_batch, init_prefill
 from jaxkv.errors import UserError
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
@@ -19,7 +19,7 @@ PREFIX_MEMORY = 2**29  # bytes for prefixes, where neither they nor memory are g
 SHARE = 0.9  # of the free memory, where none is given
 
 
-class MemoryPlan(NamedTuple):
+class ServingMemory(NamedTuple):
     """What an engine may allocate. limit: bytes of all; None where free memory is unknown.
 
     max_batch: sequences that decode together. prefixes: bytes for the prefix cache, 0 for none.
@@ -31,10 +31,10 @@ class MemoryPlan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of the weights, a prefill, one sequence of the decode batch, and one prefix."""
+    """Bytes of the weights, all prefills, one sequence of the decode batch, and one prefix."""
 
     weights: int
-    prefill: int
+    prefills: int
     sequence: int
     prefix: int
 
@@ -46,7 +46,7 @@ def sizes(model: Model, max_len: int | None, chunk: int) -> Sizes:
     batch = jax.eval_shape(lambda: empty_batch(model, 1, max_len))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
     prefix = pool.bytes_per_prefix(layout, model.policies, state.states)
-    return Sizes(nbytes(model.weights), nbytes(state), nbytes(batch), prefix)
+    return Sizes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
 
 
 def plan_memory(
@@ -55,41 +55,61 @@ def plan_memory(
     max_batch: int | None = None,
     prefixes: int | None = None,
     free: int | None = None,
-) -> MemoryPlan:
+    host_prefixes: int = 0,
+) -> ServingMemory:
     """Divide `given` bytes, or SHARE of the `free` ones: weights, then sequences, then prefixes.
 
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
-    take what is left, but at most PREFIX_MEMORY if no memory is given.
-    Raises UserError, with the bytes that are needed, if the parts do not fit.
+    take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
+    prefixes on the host, if its memory is that of the device.
+    Raises UserError, with the bytes that are needed, if the parts do not fit, if more is given than
+    is free, or if the prefixes' memory holds none.
     """
+    show = memory.show
+    if given is not None and free is not None and given > free:
+        raise UserError(
+            f"--memory must be at most what is free ({show(free)}), got {show(given)}; give less, "
+            "or leave it out"
+        )
+    if prefixes is not None and 0 < prefixes < sizes.prefix:
+        raise UserError(
+            f"--prefix-memory must hold one prefix ({show(sizes.prefix)}), got {show(prefixes)}; "
+            "give more, or 0 for no prefix cache"
+        )
     limit = given if given is not None or free is None else int(free * SHARE)
     if limit is None:
         chosen = PREFIX_MEMORY if prefixes is None else prefixes
-        return MemoryPlan(None, max_batch or MAX_BATCH, chosen)
-    fixed = sizes.weights + sizes.prefill + (prefixes or 0)
+        return ServingMemory(None, max_batch or MAX_BATCH, chosen)
+    fixed = sizes.weights + sizes.prefills + (prefixes or 0) + host_prefixes
     least = fixed + (max_batch or 1) * sizes.sequence
     if least > limit:
-        raise UserError(_too_small(sizes, limit, least, max_batch, prefixes, given is not None))
+        what = "memory" if given is not None else f"{SHARE:.0%} of the free memory"
+        parts = _parts(sizes, max_batch, prefixes, host_prefixes)
+        raise UserError(
+            f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
+            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes)}"
+        )
     batch = max_batch or min(MAX_BATCH, (limit - fixed) // sizes.sequence)
     if prefixes is not None:
-        return MemoryPlan(limit, batch, prefixes)
+        return ServingMemory(limit, batch, prefixes)
     left = limit - fixed - batch * sizes.sequence
     left = left if given is not None else min(left, PREFIX_MEMORY)
-    return MemoryPlan(limit, batch, left if left >= sizes.prefix else 0)
+    return ServingMemory(limit, batch, left if left >= sizes.prefix else 0)
 
 
-def _too_small(
-    sizes: Sizes, limit: int, least: int, batch: int | None, prefixes: int | None, given: bool
-) -> str:
+def _parts(sizes: Sizes, batch: int | None, prefixes: int | None, host_prefixes: int) -> list[str]:
+    """What memory must hold, each part with its bytes."""
     show, count = memory.show, batch or 1
     parts = [
         f"weights ({show(sizes.weights)})",
-        f"{count} sequence{'s' * (count > 1)} ({show(sizes.prefill + count * sizes.sequence)})",
-        *([f"prefixes ({show(prefixes)})"] if prefixes else []),
+        f"{count} sequence{'s' * (count > 1)} ({show(sizes.prefills + count * sizes.sequence)})",
     ]
-    mebibytes = -(-least // 2**20)
-    what = "memory must hold" if given else f"{SHARE:.0%} of the free memory must hold"
-    fewer = ["a smaller --max-batch"] if batch else []
-    fewer += ["a smaller --prefix-memory"] if prefixes else []
-    advice = " or ".join([f"--memory {mebibytes}MiB", *(fewer or ["a smaller policy"])])
-    return f"{what} {', '.join(parts)}, got {show(limit)}; give {advice}"
+    parts += [f"prefixes ({show(prefixes)})"] if prefixes else []
+    return parts + ([f"prefixes on the host ({show(host_prefixes)})"] if host_prefixes else [])
+
+
+def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int) -> str:
+    """The given parts that may be smaller."""
+    names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
+    smaller = [f"a smaller --{name}" for name, given in names.items() if given]
+    return " or ".join(smaller) or "a smaller policy"

@@ -29,6 +29,7 @@ from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
+PREFILLS = 2  # in memory at a time: one may begin before the last one is inserted
 
 
 class PrefillState(NamedTuple):
@@ -304,8 +305,8 @@ class Programs:
     """All programs of one engine, compiled for its shapes.
 
     widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
-    prefill_bytes: of a PrefillState. bytes: of it and of the decode batch. num_compiled: the number
-    of programs. Raises UserError if the batch does not fit into memory.
+    prefill_bytes: of a PrefillState. bytes: of PREFILLS of them and of the decode batch.
+    num_compiled: the number of programs. Raises UserError if the batch does not fit into memory.
     """
 
     def __init__(
@@ -323,13 +324,12 @@ class Programs:
             np.zeros((1, model.vocab), bool), np.zeros((1, 2), "f4"),
             np.zeros((1, model.vocab), "f4"),
         )  # fmt: skip
-        self.prefill_shapes, self.num_compiled = state, 0
-        self._lock = threading.Lock()
-        self.prefill_bytes = nbytes(state)
-        self.bytes = nbytes(batch) + self.prefill_bytes
+        self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
+        self.num_compiled, self._lock = 0, threading.Lock()
+        self.bytes = nbytes(batch) + PREFILLS * self.prefill_bytes
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
-        memory.check(self.bytes, f"{max_batch} sequences and a prefill{length}")
+        memory.check(self.bytes, f"{max_batch} sequences and {PREFILLS} prefills{length}")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             begin = partial(threads.submit, self.compile)
             decoding = begin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 from jaxkv.engine.handle import RequestHandle
@@ -51,12 +51,15 @@ class RequestQueue:
         self._waiting.setdefault(handle.request.owner, deque()).append(handle)
         self.tokens += len(handle.request.tokens)
 
-    def take(self) -> RequestHandle:
+    def take(self, blocked: Collection[str | None] = ()) -> RequestHandle | None:
         """Remove and return the oldest request of the owner whose turn it is.
 
-        Raises StopIteration if none waits.
+        blocked: owners who are passed over and keep their turn. Returns None if no other waits.
         """
-        owner = next(iter(self._waiting))
+        owners = [owner for owner in self._waiting if owner not in blocked]
+        if not owners:
+            return None
+        owner = owners[0]
         own = self._waiting.pop(owner)
         handle = own.popleft()
         if own:

@@ -21,6 +21,7 @@ from jaxkv.errors import UserError
 from jaxkv.server import job
 from jaxkv.server.api_keys import ConcurrencyLimit
 from jaxkv.server.body import Bodies, Gone
+from jaxkv.server.body_parsers import BodyParsers
 from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
 from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault
@@ -29,7 +30,6 @@ from jaxkv.server.job import Job, ServerConfig
 from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
-from jaxkv.server.readers import Readers
 
 LOG = logging.getLogger(__name__)
 STREAM = {
@@ -52,7 +52,7 @@ class Answers:
     metrics: Metrics
     limit: ConcurrencyLimit
     bodies: Bodies
-    readers: Readers
+    parsers: BodyParsers
     drain: Drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +81,7 @@ class Answers:
             inside.enter_context(self.drain.answering())
             inside.enter_context(self.limit.enter(tenant))
             # In a thread, because a long prompt would delay other streams.
-            parsed = await self.readers.run(
+            parsed = await self.parsers.run(
                 tenant.digest, len(raw), job.parse_job, raw, self.format, tenant, self.engine,
                 self.language, config,
             )  # fmt: skip
@@ -100,8 +100,9 @@ class Answers:
         handles = []
         try:
             for index, request in enumerate(parsed.requests):
-                least = request.min_new_tokens
-                detokenizer = self.language.detokenizer(parsed.stops, request.eos, least)
+                detokenizer = self.language.detokenizer(
+                    parsed.stops, request.eos, request.min_new_tokens
+                )
                 choice = Choice(index, detokenizer, mailbox, self.metrics, parsed.scored)
                 handles.append(self._submit(request, choice))
             yield mailbox

@@ -19,6 +19,7 @@ from jaxkv import __version__
 from jaxkv.server.answers import Answers
 from jaxkv.server.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
 from jaxkv.server.body import Bodies
+from jaxkv.server.body_parsers import BodyParsers
 from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault, shown
 from jaxkv.server.formats import CHAT, COMPLETION
@@ -28,7 +29,6 @@ from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.observer import ID, Observer
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
-from jaxkv.server.readers import Readers
 
 LOG = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def application(
     metrics = Metrics(engine.metrics, config.metrics_prefix)
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
-    readers = Readers()
+    parsers = BodyParsers()
     answers = {
-        format: Answers(format, engine, language, config, metrics, limit, bodies, readers, drain)
+        format: Answers(format, engine, language, config, metrics, limit, bodies, parsers, drain)
         for format in (COMPLETION, CHAT)
     }
 

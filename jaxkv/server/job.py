@@ -22,7 +22,7 @@ from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 PROBED = 16  # characters per token of max_len that are tokenized first
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
-WHOLE_TOKENS = 2**17  # new tokens of an answer that is not streamed, where max_len sets no limit
+MAX_TOKENS = 2**17  # of a prompt, and of an answer, where max_len sets no limit
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -272,20 +272,28 @@ def _requests(
 def _max_new_tokens(
     values: dict[str, Any], size: int, format: ResponseFormat, engine: EngineProtocol
 ) -> int:
-    """The limit of new tokens; by default the route's, or less if max_len is reached before."""
+    """The limit of new tokens; by default the route's, or less if max_len is reached before.
+
+    Raises Fault for a prompt of `size` tokens, or an answer, that is too long.
+    """
     left = math.inf if engine.max_len is None else engine.max_len - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
+    param = "messages" if format.kind == "chat" else "prompt"
     requested = values[name]
+    # Prompts are prefilled one after another, so a longer one would delay all others.
+    if left == math.inf and size > MAX_TOKENS:
+        message = f"a prompt may have {MAX_TOKENS} tokens on this server, got {size}; shorten it"
+        raise Fault(400, message, "context_length_exceeded", param)
     if left < (1 if requested is None else requested):
         message = (
             f"prompt and answer may have {engine.max_len} tokens together, got {size} and "
             f"{'at least 1' if requested is None else requested}; shorten one of them"
         )
-        param = "messages" if format.kind == "chat" else "prompt"
         raise Fault(400, message, "context_length_exceeded", param)
     if requested is None:
         return int(min(left, format.default_tokens))
-    if left == math.inf and requested > WHOLE_TOKENS and not values["stream"]:
-        message = f"{name} may be at most {WHOLE_TOKENS} without stream, got {requested}"
-        raise Fault(400, f"{message}; stream the answer", param=name)
+    # A longer answer would keep its decode slot from other clients for hours.
+    if left == math.inf and requested > MAX_TOKENS:
+        message = f"{name} may be at most {MAX_TOKENS} on this server, got {requested}"
+        raise Fault(400, f"{message}; continue the text in another request", param=name)
     return requested

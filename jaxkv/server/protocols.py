@@ -57,9 +57,12 @@ class LanguageProtocol(Protocol):
         """The bytes of one token; a special token is written out."""
 
     def detokenizer(
-        self, stops: Sequence[str], eos: Sequence[int], least: int = 0
+        self, stops: Sequence[str], eos: Sequence[int], min_new_tokens: int = 0
     ) -> DetokenizerProtocol:
-        """A detokenizer for a new answer. least: tokens in which no stop string is looked for."""
+        """A detokenizer for a new answer.
+
+        min_new_tokens: the first tokens, in which no stop string is looked for.
+        """
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,10 +82,13 @@ def test_flags(run, words, expected):
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 15MiB"]),
+    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 16MiB"]),
     (["--memory", "64MiB", "--max-batch", "500"], ["500 sequences", "a smaller --max-batch"]),
     (["--memory", "64MiB", "--prefix-memory", "1GiB"], ["prefixes (1.0 GiB)", "--prefix-memory"]),
-    (["--memory", "16MiB", "--prefix-host-memory", "1GiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "64MiB", "--prefix-host-memory", "1GiB"], ["a smaller --prefix-host-memory"]),
+    (["--memory", "16MiB", "--prefix-host-memory", "1KiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "9000TiB"], ["--memory must be at most what is free", "9000.0 TiB"]),
+    (["--prefix-memory", "1KiB"], ["--prefix-memory must hold one prefix", "1.0 KiB"]),
     (["--memory", "64MiB", "--policy", "full", "--max-len", "100000"], ["a smaller policy"]),
 ])  # fmt: skip
 def test_too_little_memory_says_how_much_is_needed(run, words, expected):
@@ -103,7 +107,9 @@ def test_memory_at_the_start_is_that_of_the_plan(words):
     llm, load = serve.flags.open_model(args, args.policy)
     plan = serve.plan_of(args, llm)
     load()
-    engine = serve.make(args, llm, plan, serve.prefixes_of(args))
+    has_keys = args.prefix_memory != 0
+    engine = serve.make(args, llm, plan, serve.prefixes_of(args), has_keys)
+    assert engine.max_per_owner == plan.max_batch - has_keys
     planned = sum(engine.bytes.values())
     held = sum(array.nbytes for array in jax.live_arrays()) - before
     assert 0.9 * planned < held <= planned
@@ -150,6 +156,21 @@ def test_the_default_of_per_key(words, has_keys, expected):
     assert serve.server_config(args, llm, args.max_batch or 16, has_keys).max_per_key == expected
 
 
+def test_the_system_fingerprint(model):
+    """It tells weights, sinks and templates apart, whatever the folder is called."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args, llm = parser.parse_args([]), models.load(model)
+    others = [
+        replace(llm, weights={**llm.weights, "norm": llm.weights["norm"] + 1}),
+        replace(llm, tokenizer=replace(llm.tokenizer, front=(5, 0), sinks=(5,))),
+        replace(llm, chat=replace(llm.chat, template="{{ messages }}")),
+    ]
+    assert len({serve.fingerprint_of(args, one) for one in (llm, *others)}) == 4
+    moved = replace(llm, path=llm.path / "elsewhere")
+    assert serve.fingerprint_of(args, moved) == serve.fingerprint_of(args, llm)
+
+
 @pytest.fixture(scope="module")
 def process(model, tmp_path_factory):
     """A server with an API key: its process and URL."""
@@ -170,14 +191,14 @@ def process(model, tmp_path_factory):
 
 @contextlib.contextmanager
 def started(model, *more, program=("-m", "jaxkv.cli")):
-    words = ["--model", model, "--port", "0", "--max-batch", "2", "--chunk", "16",
+    words = ["--model", model, "--port", "0", "--max-batch", "3", "--chunk", "16",
              "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
     command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
             pattern = (
-                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 2 "
+                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "
                 r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+\)\n"
             )
             match = re.fullmatch(pattern, line)
@@ -278,7 +299,7 @@ def running_requests(client) -> float:
 
 
 def test_clients_that_leave_after_a_pipelined_request(process, client):
-    """They free both slots of the engine, although their answers have no end."""
+    """They free all slots of their API key, although their answers have no end."""
     body = json.dumps(
         {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
     ).encode()

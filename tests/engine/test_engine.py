@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer, programs
-from jaxkv.engine.handle import GROWING_LEN, resolve_max_len
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling, draw_each
 from tests.engine.plain import VOCAB, Recorder, ask, finish, plain, prompts
@@ -25,11 +22,6 @@ KINDS = (
     Sampling(temperature=1.0, top_p=0.5),
     Sampling(repetition_penalty=1.5),
 )
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(plain(), max_batch=4, chunk=16, max_prefill_tokens=32)
 
 
 def test_a_finished_request_does_not_affect_the_sampling_of_others(monkeypatch):
@@ -201,98 +193,12 @@ def test_cancelling_at_any_step():
         assert engine.running == engine.waiting == 0
 
 
-def test_a_listener_that_raises_ends_only_its_own_answer(engine):
-    fine = Request((1, 2), 12)
-    (wanted,) = ask(engine, fine)
-    listeners = [Recorder(fail="token"), Recorder(), Recorder(fail="done")]
-    for listener in listeners:
-        engine.submit(fine, listener)
-    finish(engine)
-    assert (
-        listeners[0].outcome.reason == "error"
-        and "this listener is broken" in listeners[0].outcome.error
-    )
-    assert listeners[1].tokens == listeners[2].tokens == wanted.tokens
-    assert engine.healthy and engine.running == 0
-
-
-def test_a_full_queue_says_when_to_retry():
-    engine = Engine(plain(), max_batch=1, chunk=16, queue=2, queue_tokens=50)
-    engine.submit(Request((1,) * 40, 4), Recorder())
-    engine.submit(Request((1,) * 40, 4), Recorder())  # the request before it takes the batch entry
-    with pytest.raises(Overloaded) as many:
-        engine.submit(Request((1,) * 20, 4), Recorder())
-    assert 1 <= many.value.seconds <= 60
-    engine.submit(Request((1,), 4), Recorder())
-    with pytest.raises(Overloaded):
-        engine.submit(Request((1,), 4), Recorder())
-    finish(engine)
-    (large,) = ask(engine, Request((1,) * 60, 4))  # a single prompt may exceed queue_tokens
-    assert large.outcome.reason == "length"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tokens": ()},
-        {"tokens": (VOCAB,)},
-        {"tokens": (-1,)},
-        {"max_new_tokens": -1},
-        {"seed": -1},
-        {"seed": 2**32},
-        {"salt": ""},
-        {"salt": "\ud800"},
-        {"salt": 5},
-        {"tokens": (1.5,)},
-        {"max_new_tokens": 1.5},
-        {"max_new_tokens": float("nan")},
-        {"seed": 0.5},
-        {"tokens": (True,)},
-        {"eos": (True,)},
-        {"logprobs": True},
-        {"salt": ""},
-        {"salt": "\ud800"},
-        {"logprobs": 21},
-        {"logprobs": -1},
-        {"bias": ((VOCAB, 1.0),)},
-        {"bias": ((1, float("nan")),)},
-        {"presence_penalty": float("inf")},
-        {"presence_penalty": 1j},
-        {"frequency_penalty": None},
-        {"echo": "yes"},
-    ],
-)
-def test_invalid_requests_raise(engine, unchecked, fields):
-    with pytest.raises(UserError):
-        engine.submit(Request(**{"tokens": (1,), **fields}), Recorder())
-
-
-def test_a_request_beyond_max_len_raises():
-    engine = Engine(plain("full"), max_batch=2, max_len=64, chunk=16)
-    with pytest.raises(UserError, match="max_len is 64 tokens"):
-        engine.submit(Request((1,) * 60, 5), Recorder())
-    (listener,) = ask(engine, Request((1,) * 60, 4))
-    assert len(listener.tokens) == 4
-
-
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_a_decode_step_copies_no_cache(max_batch):
     """Otherwise one sequence takes longer than several."""
     engine = Engine(plain("full"), max_batch=max_batch, max_len=4096, chunk=16)
     cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._batch.states))
     assert engine._programs.decode.memory_analysis().temp_size_in_bytes < cache
-
-
-def test_only_growing_caches_have_a_limit_by_default():
-    assert resolve_max_len(plain("full").policies, None) == GROWING_LEN
-    assert resolve_max_len(plain("0=full;*=streaming:sinks=2,window=14").policies, None)
-    engine = Engine(plain(), max_batch=1, chunk=16)
-    assert engine.max_len is None
-    (listener,) = ask(engine, Request((1,) * 50, 500))
-    assert len(listener.tokens) == 500
-    handle = engine.submit(Request((1,) * 5000, 2**31 - 1), Recorder())
-    engine.cancel(handle)
-    finish(engine)
 
 
 def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():
@@ -315,25 +221,6 @@ def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():
             steps += 1
         assert steps >= 6 * 390 // most
         finish(engine)
-
-
-def test_logits_that_are_not_finite_end_only_one_answer():
-    model = plain()
-
-    def embed(w, tokens):
-        return jnp.where(tokens[..., None] == 5, jnp.nan, model.embed(w, tokens))
-
-    engine = Engine(dataclasses.replace(model, embed=embed), max_batch=2, chunk=16)
-    never, always = ((5, -1e4),), ((5, 1e4),)
-    fine, lost, fed = ask(
-        engine,
-        Request((1, 2), 9, bias=never),
-        Request((1, 5), 9),
-        Request((1, 2), 9, bias=always),
-    )
-    assert lost.outcome.reason == fed.outcome.reason == "error"
-    assert "finite" in lost.outcome.error and (len(lost.tokens), len(fed.tokens)) == (0, 1)
-    assert fine.outcome.reason == "length" and engine.healthy
 
 
 def test_the_engine_runs_in_its_own_thread():
@@ -359,29 +246,6 @@ def test_the_engine_runs_in_its_own_thread():
         engine.submit(Request((1,), 1), Recorder())
     with pytest.raises(RuntimeError, match="starts once"):
         engine.start()
-
-
-@pytest.mark.parametrize("broken", ["init_prefill", "prefill", "insert", "decode", "deliver"])
-def test_a_failure_ends_every_answer_once(monkeypatch, broken):
-    engine = Engine(plain(), max_batch=2, chunk=16)
-
-    def fail(*given):
-        raise RuntimeError("the device is gone")
-
-    programs = engine._programs
-    if broken == "deliver":
-        monkeypatch.setattr(engine._delivery, "deliver", fail)
-    else:
-        monkeypatch.setattr(programs, broken, fail)
-    listeners = [Recorder() for _ in range(5)]
-    for number, listener in enumerate(listeners):
-        engine.submit(Request((1, 2, 3), number, echo=True), listener)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        finish(engine)
-    assert {listener.outcome.reason for listener in listeners} <= {"error", "length"}
-    assert not engine.healthy and engine.running == engine.waiting == 0
-    with pytest.raises(Overloaded, match="the device is gone"):
-        engine.submit(Request((1,), 1), Recorder())
 
 
 def test_many_short_prompts_do_not_delay_a_stream():
@@ -413,69 +277,3 @@ def test_answer_takes_more_requests_than_the_queue():
     finish(engine)
     assert engine.running == engine.waiting == 0
     assert answer(engine, []) == []
-
-
-def test_a_listener_cannot_stop_the_engine_that_calls_it():
-    engine = Engine(plain(), max_batch=1, chunk=16)
-
-    class Stops(Recorder):
-        def token(self, scored):
-            engine.stop()
-            return super().token(scored)
-
-    engine.start()
-    listener = Stops()
-    engine.submit(Request((1,), 3), listener)
-    deadline = time.monotonic() + 60
-    while not listener.outcomes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert (listener.outcome.reason, engine.healthy) == ("error", True)
-    engine.stop()
-    with pytest.raises(RuntimeError, match="starts once"):
-        engine.start()
-
-
-def test_a_listener_without_a_method_ends_only_its_own_answer(engine, unchecked):
-    class Deaf:
-        outcome = None
-
-        def token(self, scored):
-            return False
-
-        def done(self, outcome):
-            self.outcome = outcome
-
-    deaf, listener = Deaf(), Recorder()
-    engine.submit(Request((1, 2), 2, logprobs=1, echo=True), deaf)
-    engine.submit(Request((1, 2), 2), listener)
-    finish(engine)
-    assert deaf.outcome.reason == "error" and "prompt" in deaf.outcome.error
-    assert listener.outcome.reason == "length" and engine.healthy
-
-
-def test_a_chunk_above_4096_is_refused():
-    with pytest.raises(UserError, match="at most 4096"):
-        Engine(plain(), chunk=10**6)
-
-
-def test_no_eos_comes_before_min_new_tokens(engine):
-    """The next sampled token may be one; other requests of the batch do not change."""
-    (free,) = ask(engine, Request((1, 2, 3), 12))
-    for least in (0, 1, 2, 7, 12):
-        ends = tuple(set(free.tokens))
-        held, beside = ask(
-            engine,
-            Request((1, 2, 3), 12, min_new_tokens=least, eos=ends, bias=((ends[0], 3.0),)),
-            Request((1, 2, 3), 12),
-        )
-        assert not set(held.tokens[:least]) & set(ends) and len(held.tokens) >= least
-        assert beside.tokens == free.tokens
-        if 0 < least < 12:
-            assert len(held.tokens) <= 12 and held.outcome.reason in ("eos", "length")
-    always = tuple((token, 1e4) for token in (5,))
-    for least in (0, 1, 2, 5, 9):
-        (one,) = ask(engine, Request((7,), 9, min_new_tokens=least, eos=(5,), bias=always))
-        assert one.tokens.index(5) == least if least < 9 else 5 not in one.tokens
-    with pytest.raises(UserError, match="min_new_tokens"):
-        Request((1,), 3, min_new_tokens=4)

@@ -12,7 +12,7 @@ from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, Sizes, plan_memory, size
 from jaxkv.errors import UserError
 from tests.engine.plain import plain
 
-SIZES = Sizes(weights=1000, prefill=50, sequence=100, prefix=40)
+SIZES = Sizes(weights=1000, prefills=50, sequence=100, prefix=40)
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ SIZES = Sizes(weights=1000, prefill=50, sequence=100, prefix=40)
         (1390, None, None, None, (1390, 3, 40)),  # sequences first
         (1389, None, None, None, (1389, 3, 0)),  # no prefix fits
         (1390, None, 100, None, (1390, 2, 100)),
-        (9999, None, None, 1, (9999, MAX_BATCH, 9999 - 1050 - 1600)),
-        (9999, 2, None, 1, (9999, 2, 9999 - 1050 - 200)),
+        (9999, None, None, 10**4, (9999, MAX_BATCH, 9999 - 1050 - 1600)),
+        (9999, 2, None, 9999, (9999, 2, 9999 - 1050 - 200)),
         (None, None, None, 10**10, (9 * 10**9, MAX_BATCH, PREFIX_MEMORY)),
         (None, None, None, 1500, (1350, 3, 0)),
     ],
@@ -41,6 +41,9 @@ def test_plans(given, max_batch, prefixes, free, expected):
         (1349, 3, None, None, ["3 sequences", "--max-batch", "--memory 1MiB"]),
         (1249, None, 100, None, ["prefixes (100 bytes)", "--prefix-memory"]),
         (None, None, None, 1200, ["90% of the free memory", "--memory 1MiB"]),
+        (1500, None, None, 1499, ["--memory must be at most what is free", "1.5 KiB"]),
+        (9999, None, 39, None, ["--prefix-memory must hold one prefix (40 bytes)", "39 bytes"]),
+        (None, None, 39, None, ["--prefix-memory must hold one prefix (40 bytes)", "39 bytes"]),
     ],
 )
 def test_too_little_memory(given, max_batch, prefixes, free, words):
@@ -49,13 +52,19 @@ def test_too_little_memory(given, max_batch, prefixes, free, words):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
+def test_prefixes_on_the_host_take_memory_of_a_cpu():
+    assert plan_memory(SIZES, 1390, host_prefixes=100) == (1390, 2, 40)
+    with pytest.raises(UserError, match=r"prefixes on the host \(300 bytes\).*--prefix-host-mem"):
+        plan_memory(SIZES, 1390, host_prefixes=300)
+
+
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14", "balance-stream"])
 @pytest.mark.parametrize("spare", [0, 10])
 def test_an_engine_keeps_to_its_plan(policy, spare):
     """spare: prefixes."""
     model = plain(policy)
     each = sizes(model, None, 16)
-    memory = each.weights + each.prefill + 3 * each.sequence + spare * each.prefix
+    memory = each.weights + each.prefills + 3 * each.sequence + spare * each.prefix
     plan = plan_memory(each, memory, 3)
     assert plan.prefixes == spare * each.prefix
     gc.collect()
@@ -64,6 +73,6 @@ def test_an_engine_keeps_to_its_plan(policy, spare):
     engine = Engine(model, plan.max_batch, chunk=16, prefix_cache=config)
     assert sum(engine.bytes.values()) == memory
     held = sum(array.nbytes for array in jax.live_arrays()) - before
-    assert held == memory - each.weights - each.prefill
+    assert held == memory - each.weights - each.prefills
     if spare:
         assert engine.metrics()["snapshot_slots"] == spare

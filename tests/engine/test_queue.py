@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv.engine import Engine, Request
 from jaxkv.engine.handle import RequestHandle
 from jaxkv.engine.queue import RequestQueue
-from tests.engine.plain import Recorder, ask, plain
+from tests.engine.plain import Recorder, ask, finish, plain
 
 
 def waiting(owner: str | None, size: int = 1) -> RequestHandle:
@@ -71,6 +71,32 @@ def test_a_full_queue_counts_the_requests_of_all_owners():
     # The next to be taken is of a, then of b: with one free entry, a and b have 20 tokens each.
     assert not queue.is_full(10, 2) and queue.is_full(1, 1)
     assert queue.is_full(31, 2)
+
+
+def test_a_blocked_owner_is_passed_over_and_keeps_its_turn():
+    queue = RequestQueue(100, 1000)
+    for owner in ("a", "b", "b"):
+        queue.put(waiting(owner))
+    assert queue.take(["a"]).request.owner == "b"
+    assert queue.take(["a", "b"]) is None and len(queue) == queue.tokens == 2
+    assert [queue.take().request.owner for _ in range(2)] == ["a", "b"] and queue.take() is None
+
+
+def test_one_owner_cannot_hold_every_decode_slot():
+    engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=2)
+    greedy = [Recorder() for _ in range(4)]
+    for seed, listener in enumerate(greedy):
+        engine.submit(Request((1, 2, 3), 200, owner="greedy", seed=seed), listener)
+    for _ in range(20):
+        engine.step()
+    assert engine.running == 2 and engine.waiting == 2
+    late = Recorder()
+    engine.submit(Request((3, 2, 1), 5, owner="other"), late)
+    for _ in range(20):
+        engine.step()
+    assert late.outcome.reason == "length" and not any(one.outcomes for one in greedy)
+    finish(engine)
+    assert [len(one.tokens) for one in greedy] == [200] * 4
 
 
 def test_one_owner_cannot_delay_another_in_the_engine():

@@ -38,6 +38,13 @@ def test_the_fields_of_a_loaded_model(tiny, tiny_folder):
     assert tiny.policies("0=full;1=window") == (jaxkv.Full(), jaxkv.Window())
 
 
+def test_the_fingerprint_tells_weights_and_sinks_apart(tiny, tiny_folder):
+    assert models.load(tiny_folder).fingerprint() == tiny.fingerprint()
+    other = replace(tiny, weights={**tiny.weights, "norm": tiny.weights["norm"] + 1})
+    sinks = replace(tiny, tokenizer=replace(tiny.tokenizer, front=(5, 0), sinks=(5,)))
+    assert len({llm.fingerprint() for llm in (tiny, other, sinks)}) == 3
+
+
 def test_the_nnx_module_has_the_weights_of_the_model(tiny):
     """`decoder` is an nnx module over the same weights, for users with their own decode loop."""
     from flax import nnx

@@ -65,6 +65,22 @@ def test_variables_that_the_template_does_not_read(variables, words):
         assert answer.status == 400 and words in answer.error["message"]
 
 
+@pytest.mark.parametrize("template, mood, words", [
+    ("{{ 1 / mood }}", 0, "ZeroDivisionError"),
+    ("{{ 2.0 ** mood }}", 10**5, "OverflowError"),
+    ("{{ mood.format() }}", "{a}", "KeyError"),
+    ("{{ mood.format() }}", "{}", "IndexError"),
+    ("{{ mood | dictsort }}", 1, "AttributeError"),
+    ("{% macro f(n) %}{{ f(n + mood) }}{% endmacro %}{{ f(0) }}", 1, "RecursionError"),
+    ("{{ raise_exception(mood) }}", "two\nlines " * 100, "two lines two"),
+])  # fmt: skip
+def test_a_template_that_fails_is_one_error_of_the_client(template, mood, words):
+    with serving(FakeEngine(), language(template)) as served:
+        answer = served.chat("x", chat_template_kwargs={"mood": mood})
+        assert answer.status == 400
+        assert f"refuses this conversation: {words}" in answer.error["message"]
+
+
 @pytest.mark.parametrize("fields", [
     {"messages": TALK}, {"messages": [{"role": "system", "content": "x"}]},
     {"chat_template_kwargs": {"x": 1}},

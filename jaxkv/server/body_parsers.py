@@ -12,7 +12,7 @@ T = TypeVar("T")
 SHORT = 2**16  # bytes: tokenizing so many takes less than a tenth of a second
 
 
-class Readers:
+class BodyParsers:
     """Two threads, because each may use a hundred times the memory of its body.
 
     One takes bodies up to SHORT, the other takes the rest, so long bodies do not delay short ones.
@@ -20,14 +20,14 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        self._short, self._long = Lane("jaxkv-read-short"), Lane("jaxkv-read-long")
+        self._short, self._long = FairThread("jaxkv-parse-short"), FairThread("jaxkv-parse-long")
 
-    async def run(self, owner: bytes, size: int, read: Callable[..., T], *arguments: object) -> T:
-        """`read(*arguments)` in a thread. owner: identifies the API key. size: of the body."""
-        return await (self._short if size <= SHORT else self._long).run(owner, read, *arguments)
+    async def run(self, owner: bytes, size: int, parse: Callable[..., T], *arguments: object) -> T:
+        """`parse(*arguments)` in a thread. owner: identifies the API key. size: of the body."""
+        return await (self._short if size <= SHORT else self._long).run(owner, parse, *arguments)
 
 
-class Lane:
+class FairThread:
     """One thread, in which owners take turns."""
 
     def __init__(self, name: str) -> None:
@@ -35,16 +35,17 @@ class Lane:
         self._busy = False
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}  # owners in order of turns
 
-    async def run(self, owner: bytes, read: Callable[..., T], *arguments: object) -> T:
-        """`read(*arguments)` in the thread, when it is this owner's turn."""
-        await self._turn(owner)
+    async def run(self, owner: bytes, parse: Callable[..., T], *arguments: object) -> T:
+        """`parse(*arguments)` in the thread, when it is this owner's turn."""
+        await self._wait(owner)
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, read, *arguments)
+            return await loop.run_in_executor(self._thread, parse, *arguments)
         finally:
             self._next()
 
-    async def _turn(self, owner: bytes) -> None:
+    async def _wait(self, owner: bytes) -> None:
+        """Wait until the thread is free for this owner."""
         if not self._busy:
             self._busy = True
             return
