@@ -155,7 +155,7 @@ def without_weights(
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
     if weights not in (None, INT8):
         raise UserError(f"weights must be {INT8}, got {weights!r}; leave it out for {dtype}")
     if weights is not None and mesh is not None:

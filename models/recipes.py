@@ -142,7 +142,7 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     Raises UserError for an unknown preset, field or value.
     """
     if preset not in PRESETS:
-        raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
     recipe = _with_settings(PRESETS[preset], settings)
     if recipe.train != "all" or recipe.window:
         raise UserError(
@@ -203,7 +203,8 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         field, equals, value = setting.partition("=")
         if not equals or field not in kinds:
             raise UserError(
-                f"a setting must be field=value with a field of {', '.join(kinds)}, got {setting!r}"
+                f"a setting must be field=value with a field of {', '.join(kinds)}, got "
+                f"{setting!r}; choose one of these fields"
             )
         chosen[field] = _value(field, kinds[field], value)
     recipe = dataclasses.replace(recipe, **chosen)

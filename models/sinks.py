@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_TOKENS
+from jaxkv.models.hf.weights import read, read_header
 from jaxkv.models.published import Published
 from jaxkv.models.tokenizer import END_TEXT, Tokenizer
 
@@ -36,6 +35,8 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
 
     fingerprint: of the model that they were trained with (`Published.fingerprint`).
     """
+    from safetensors.numpy import save  # of the extra `train`, as all that trains
+
     found = {name: np.asarray(weights[name], np.float32) for name in weights if name == SINK_TOKENS}
     logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
     if logits:
@@ -53,8 +54,12 @@ def with_sinks(
     constant wins over a file of that name.
     Raises UserError for a file of another model and a token that the tokenizer lacks.
     """
-    kind, _, token = str(chosen).partition(":")
+    kind, colon, token = str(chosen).partition(":")
     if kind == CONSTANT and not isinstance(chosen, Path):
+        if colon and not token:
+            raise UserError(
+                f"constant: needs a token after it; write {CONSTANT}:TOKEN or {CONSTANT}"
+            )
         return published.config, with_constant(tokenizer, token), {}
     return _learned(Path(chosen), published, tokenizer)
 
@@ -97,11 +102,8 @@ def _learned(
     shapes = {SINK_TOKENS: (len(found.get(SINK_TOKENS, ())), config.width),
               LOGITS: (config.layers, config.heads)}  # fmt: skip
     for name, value in found.items():
-        if name not in shapes or value.shape != shapes[name] or value.dtype != np.float32:
-            raise UserError(
-                f"{path} has {name} {list(value.shape)} in {value.dtype}, not sinks in float32; "
-                f"{remedy}"
-            )
+        if name not in shapes or value.shape != shapes[name]:
+            raise UserError(f"{path} has {name} {list(value.shape)}, which is no sink; {remedy}")
     more: dict[str, np.ndarray] = {}
     if SINK_TOKENS in found:
         more[SINK_TOKENS] = found[SINK_TOKENS]
@@ -116,15 +118,18 @@ def _learned(
 def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
     """The tensors of a file of sinks, and the fingerprint of their model."""
     try:
-        raw = path.read_bytes()
+        tensors = read_header(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            about = json.loads(file.read(length)).get("__metadata__") or {}
     except OSError as error:
         raise UserError(f"cannot read the sinks {path}: {error.strerror}; {remedy}") from None
-    try:
-        found = load(raw)
-        length = int.from_bytes(raw[:8], "little")
-        about = json.loads(raw[8 : 8 + length]).get("__metadata__") or {}
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is no file of sinks: {error}; {remedy}") from None
-    if FORMAT not in about or not found:
+    except UserError:
+        raise UserError(f"{path} is no file of sinks; {remedy}") from None
+    if FORMAT not in about or not tensors:
         raise UserError(f"{path} is no file of sinks of the format {FORMAT!r}; {remedy}")
+    for name, tensor in tensors.items():
+        if tensor.type != "F32":
+            raise UserError(f"{path} has {name} in {tensor.type}, not sinks in F32; {remedy}")
+    found = {name: read(tensor, np.dtype("f4")) for name, tensor in tensors.items()}
     return found, about[FORMAT]

