@@ -234,3 +234,8 @@ def test_the_default_model_is_the_shipped_one(run):
         models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
     assert found["sampling"]["temperature"] == 0.8
+
+
+def test_a_constant_sink_without_a_token(run, model):
+    ran = run("generate", "Hi", "--model", model, "--sinks", "constant:")
+    assert ran.code == 2 and "constant: needs a token after it" in ran.err
