@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out must be a file that ends in .html, got {args.out!r}; rename it")
-    check_folder(out.parent, [out.name])
+    check_folder(str(out.parent), [out.name])
     llm, load = flags.open_model(args, args.policy)
     from jaxkv.models import view
     from jaxkv.models.score import encode
