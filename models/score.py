@@ -91,9 +91,8 @@ def check_scorable(policies: Sequence[Policy]) -> None:
 def _losses_by_chunk(
     llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
 ) -> Iterator[Float[np.ndarray, " T"]]:
-    static = Static(llm.config, stream.policies, llm.mesh)
     for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
-        yield np.asarray(losses_of_chunk(static, llm.weights, x, targets))[:size]
+        yield np.asarray(losses_of_chunk(stream.static, llm.weights, x, targets))[:size]
 
 
 def hidden_by_chunk(
@@ -103,7 +102,6 @@ def hidden_by_chunk(
 
     Chunks are padded at their end; the third item is the number of tokens that are not padding.
     """
-    static = Static(llm.config, stream.policies, llm.mesh)
     for begin in range(0, len(ids) - 1, chunk):
         size = min(chunk, len(ids) - 1 - begin)
         width = bucket(size, chunk)
@@ -114,7 +112,7 @@ def hidden_by_chunk(
         position, valid = stream.decoding.position, np.arange(width)[None, :] < size
         positions = positions_of(position, valid)
         x, states = run_layers(
-            static, llm.weights, fed[0], positions, valid, stream.decoding.states
+            stream.static, llm.weights, fed[0], positions, valid, stream.decoding.states
         )
         position = position + np.uint32(size)
         stream.decoding = stream.decoding._replace(states=states, position=position)

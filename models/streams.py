@@ -59,12 +59,11 @@ class Stream:
         start: int = 0,
     ):
         self.llm = llm
-        self.policies = llm.policies(policy)
+        self.static = Static(llm.config, llm.policies(policy), llm.mesh)
         self.lengths = np.full(batch, 0)  # tokens of each sequence, for policies that grow
         self.prefill_finished = False
         self.prompt_lengths = self.lengths
         self.limit = 1
-        self.static = Static(llm.config, self.policies, llm.mesh)
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
@@ -85,6 +84,11 @@ class Stream:
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
         self.decoding = self._begin(seeds, start)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of each layer."""
+        return self.static.policies
 
     def _begin(self, seeds: Sequence[int], start: int) -> Decoding:
         llm, batch, vocab = self.llm, self._batch, self.llm.config.vocab
@@ -251,15 +255,8 @@ class Stream:
         self, decoding: Decoding, sampling: Sampling, eos: tuple[int, ...], limit: int
     ) -> tuple:
         """The arguments of `decode_block`."""
-        return (
-            self.static,
-            sampling.filters,
-            eos,
-            self.llm.weights,
-            decoding,
-            sampling.knobs,
-            np.int32(limit),
-        )
+        weights, knobs = self.llm.weights, sampling.knobs
+        return self.static, sampling.filters, eos, weights, decoding, knobs, np.int32(limit)
 
     def decode(
         self, sampling: Sampling, limit: int, eos: tuple[int, ...]

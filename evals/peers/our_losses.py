@@ -61,7 +61,7 @@ def losses_of(
     cached = [np.isfinite(base.cached(llm.spec, state).log_weight) for state in states]
     counts = [one.sum(axis=2).mean() for one in cached]
     stream = copy.copy(read)
-    stream.policies = (PromptEnds(0, size),) * len(states)
+    stream.static = read.static._replace(policies=(PromptEnds(0, size),) * len(states))
     stream.prefill_finished = True
     # Scoring takes its states, and other policies need the prompt.
     padded = jax.tree.map(jnp.copy, tuple(pad(one, size, len(answer)) for one in states))
