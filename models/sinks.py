@@ -9,7 +9,6 @@ texts. A learned sink is a vector in place of an embedding, or a logit per head 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_TOKENS
-from jaxkv.models.hf.weights import read, read_header
+from jaxkv.models.hf.weights import read, read_header, read_metadata
 from jaxkv.models.published import Published
 from jaxkv.models.tokenizer import END_TEXT, Tokenizer
 
@@ -118,10 +117,7 @@ def _learned(
 def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
     """The tensors of a file of sinks, and the fingerprint of their model."""
     try:
-        tensors = read_header(path)
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            about = json.loads(file.read(length)).get("__metadata__") or {}
+        tensors, about = read_header(path), read_metadata(path)
     except OSError as error:
         raise UserError(f"cannot read the sinks {path}: {error.strerror}; {remedy}") from None
     except UserError:

@@ -65,8 +65,13 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file; raises where header and file size disagree."""
+def read_metadata(file: Path) -> dict[str, str]:
+    """What one safetensors file says about itself; empty if nothing."""
+    return _header(file)[0].get("__metadata__") or {}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of one safetensors file, and where its tensors begin."""
     size = file.stat().st_size
     if size == 0:
         raise _corrupt(file, "it is empty")
@@ -79,26 +84,38 @@ def read_header(file: Path) -> dict[str, Tensor]:
             raise _corrupt(file, f"its header needs {length} bytes, the file has {size}")
         try:
             header = json.loads(stream.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {
-                name: Tensor(
-                    file=file,
-                    name=name,
-                    type=entry["dtype"],
-                    shape=tuple(map(int, entry["shape"])),
-                    start=8 + length + entry["data_offsets"][0],
-                    bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-                )
-                for name, entry in entries.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise _corrupt(file, "its header is not valid") from None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not valid")
+    return header, 8 + length
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file; raises where header and file size disagree."""
+    size = file.stat().st_size
+    header, begin = _header(file)
+    try:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {
+            name: Tensor(
+                file=file,
+                name=name,
+                type=entry["dtype"],
+                shape=tuple(map(int, entry["shape"])),
+                start=begin + entry["data_offsets"][0],
+                bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise _corrupt(file, "its header is not valid") from None
     end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
     if end != size and tensors:
         raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
     for t in tensors.values():
         known = DTYPES.get(t.type)
-        if t.start < 8 + length or (known and t.bytes != prod(t.shape) * known.itemsize):
+        if t.start < begin or (known and t.bytes != prod(t.shape) * known.itemsize):
             raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
     return tensors
 
