@@ -7,12 +7,11 @@ first token, as Gu et al. (2024, arXiv 2410.10781) do for models of 60 million w
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.training.sink_tables import logged
+from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
 def main() -> None:
@@ -34,8 +33,8 @@ def main() -> None:
 
 def curve(folder: Path) -> dict[str, Any]:
     """A run's loss and attention on the first token, by million tokens of training."""
-    about = json.loads((folder / "run.json").read_text("utf-8"))
-    recipe, looks = about["recipe"], [x for x in logged(folder) if "valid_loss" in x]
+    about, looks = settings(folder), evaluations(folder)
+    recipe = about["recipe"]
     million = recipe["rows"] * recipe["context"] / 1e6
     return {
         "recipe": recipe,

@@ -52,7 +52,7 @@ def main() -> None:
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
-    runs = [json.loads((folder / "run.json").read_text("utf-8")) for folder in given.runs]
+    runs = list(map(settings, given.runs))
     names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
     check(names, runs)
     first = models.load(given.runs[0] / "hf")
@@ -94,7 +94,7 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
     """The settings of a run, and its loss curve (Figure 6)."""
     log = logged(folder)
-    looks = [x for x in log if "valid_loss" in x]
+    looks = evaluations(folder)
     recipe = run["recipe"]
     return {
         "recipe": recipe,
@@ -107,6 +107,16 @@ def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
         "valid_loss": looks[-1]["valid_loss"],
         "curve": [[x["step"], x["valid_loss"], x["first_token"], x["sink_heads"]] for x in looks],
     }
+
+
+def settings(run: Path) -> dict[str, Any]:
+    """The recipe, data and dtype of a run."""
+    return json.loads((run / "run.json").read_text("utf-8"))
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log with its loss on the validation split."""
+    return [line for line in logged(run) if "valid_loss" in line]
 
 
 def logged(run: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import ask_for_texts
-from jaxkv.evals.training.sink_tables import SINKS, line, logged
+from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
+from jaxkv.models.data import sha256_of
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
 from jaxkv.models.sinks import FILE
@@ -48,13 +47,15 @@ def main() -> None:
     plain = models.load(given.model, "float32")  # on a GPU the default is bfloat16
     record = Record(given.name, [*plain.files, *given.texts], quick=given.quick)
     stretches = cut(plain, given.texts, given.starts, given.tokens)
-    sizes = [(s, w) for w in given.windows for s in given.sinks]
-    parts = Parts(record, (2 + len(runs)) * len(sizes) * len(stretches))
+    counts = {name: given.sinks for name in ("constant", *runs)}
+    counts[BASE] = sorted({FOUR, *given.sinks})  # all are compared with four
+    cases = len(given.windows) * sum(map(len, counts.values()))
+    parts = Parts(record, cases * len(stretches))
     losses: dict[str, dict[str, Any]] = {}
     for name in [BASE, "constant", *runs]:
         llm, hash_ = variant(name, plain, given, runs), hash_of(runs.get(name))
         losses[name] = {}
-        for s, w in sizes:
+        for s, w in [(s, w) for w in given.windows for s in counts[name]]:
             key = f"{plain.name}, {name} {hash_}, {s}+{w - s}"
             losses[name][f"{s}+{w - s}"] = {
                 at: parts.part(
@@ -108,20 +109,15 @@ def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, st
 
 def hash_of(run: str | None) -> str:
     """A hash of what a run exported; empty for a variant without a run."""
-    if not run:
-        return ""
-    found = hashlib.sha256()
-    for file in (*Path(run).glob(FILE), *Path(run).glob("hf/*.safetensors")):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:12]
+    files = (*Path(run).glob(FILE), *Path(run).glob("hf/*.safetensors")) if run else ()
+    return " ".join(sha256_of(file)[:12] for file in files)
 
 
 def described(run: Path) -> dict[str, Any]:
     """The recipe of a run, its losses by step, and the bytes of its file of sinks."""
-    log, file = logged(run), run / FILE
-    looks = [line for line in log if "valid_loss" in line]
+    log, looks, file = logged(run), evaluations(run), run / FILE
     return {
-        "recipe": json.loads((run / "run.json").read_text("utf-8"))["recipe"],
+        "recipe": settings(run)["recipe"],
         "device": looks[-1]["device"],
         "seconds": log[-1]["seconds"],
         "loss": [[line["step"], line["loss"]] for line in log],
@@ -144,7 +140,7 @@ def tables(losses: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, sizes in losses.items():
         found[name] = {}
         for size, by_stretch in sizes.items():
-            base = losses[BASE].get(four(size), by_stretch)
+            base = losses[BASE][four(size)]
             both = [np.concatenate(list(part.values())) for part in (by_stretch, base)]
             each = {at: loss.mean() - base[at].mean() for at, loss in by_stretch.items()}
             found[name][size] = line(*both) | {"over_base_by_stretch": each}
@@ -162,8 +158,8 @@ def bars(losses: dict[str, dict[str, Any]], windows: Sequence[int]) -> list[dict
     found = []
     for window in windows:
         size = f"1+{window - 1}"
-        mine, base = losses["constant"].get(size), losses[BASE].get(four(size))
-        if mine is None or base is None:
+        mine, base = losses["constant"].get(size), losses[BASE][four(size)]
+        if mine is None:  # --sinks without 1
             continue
         worst = max(mine[at].mean() - base[at].mean() for at in mine)
         found.append({"bar": f"one constant sink in a cache of {window}, worst stretch",
