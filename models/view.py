@@ -32,7 +32,8 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.score import losses_of_chunk
 from jaxkv.models.streams import Stream
 from jaxkv.models.tokenizer import Pieces
-from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig.index import IndexState
+from jaxkv.policies.sparse_attention.base import SparseState
 from jaxkv.state import memory
 from jaxkv.typing import Array, Float, Float32, UInt8
 
@@ -252,7 +253,7 @@ def _rounded(losses: Float[np.ndarray, " T"]) -> list[float | None]:
 
 def _selects(policy: Policy) -> bool:
     """Whether it caches every token and attends to a selection, which no page shows."""
-    return isinstance(policy, MagicPIG) or hasattr(policy, "select")
+    return isinstance(policy.leaves, IndexState | SparseState)
 
 
 def _packed(array: UInt8[np.ndarray, "..."]) -> str:

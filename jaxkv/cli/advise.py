@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import finite, print_json, read_text, write
+from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import show_progress
-from jaxkv.cli.report import check_plot, describe
+from jaxkv.cli.report import check_plot, describe, write_report
 
 MAX_TOKENS = 4_000  # at most; a shorter trained context, where full attention fails, is the limit
 FILES = ("advise.json", "advise.png")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text", metavar="FILE", required=True,
-        help="UTF-8 text of the kind that the cache is for; - reads standard input",
-    )  # fmt: skip
+    flags.add_text(parser, "UTF-8 text of the kind that the cache is for")
     parser.add_argument(
         "--budget", type=flags.memory, metavar="BYTES",
         help="cache bytes per sequence, such as 8MiB (default: those of a streaming cache of 256 "
@@ -86,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
             f"caches of {show(budget)} per sequence"
         )
         picture = advise_report.draw(results, caption)
-        file = json.dumps(finite(report), indent=1) + "\n"
-        write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
+        write_report(out, FILES, report, picture)
     if pressed.is_set():
         timed = all(row["milliseconds_per_token"] for row in results["policies"])
         times = "" if timed and measured else ", times per token are not"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 from functools import partial
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import finite, print_json, read_text, write
+from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
-from jaxkv.cli.perplexity import add_text, say_interrupted
+from jaxkv.cli.perplexity import add_scoring, say_interrupted
 from jaxkv.cli.progress import show_progress
-from jaxkv.cli.report import check_plot, describe
+from jaxkv.cli.report import check_plot, describe, write_report
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50
@@ -20,7 +19,7 @@ FILES = ("compare.json", "compare.png")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_text(parser, MAX_TOKENS, BLOCKS)
+    add_scoring(parser, MAX_TOKENS, BLOCKS)
     parser.add_argument(
         "--policy", action="append", metavar="P",
         help="policy to compare; may be repeated. recompute:window=W recomputes the last W "
@@ -68,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         source = f"{about['model']} on {about['text']}"
         caption = f"{source}: {len(tokens):,} tokens, mean loss of {block} consecutive tokens"
         picture = compare.draw(results, llm.config.context, caption)
-        file = json.dumps(finite(report), indent=1) + "\n"
-        write(out, dict(zip(FILES, (file.encode(), picture), strict=True)))
+        write_report(out, FILES, report, picture)
     if pressed.is_set():
         last, score = list(scores.items())[-1]
         say_interrupted(last, len(score.losses), total, len(chosen) - len(scores))

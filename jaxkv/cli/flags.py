@@ -131,13 +131,19 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def add_policy(parser: argparse.ArgumentParser) -> None:
+def add_policy(parser: argparse.ArgumentParser, default: str = DEFAULT_POLICY) -> None:
     parser.add_argument(
         "--policy",
         action=Once,
-        default=DEFAULT_POLICY,
+        default=default,
         help="cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one "
-        f"(default {DEFAULT_POLICY})",
+        f"(default {default})",
+    )
+
+
+def add_text(parser: argparse.ArgumentParser, kind: str = "UTF-8 text") -> None:
+    parser.add_argument(
+        "--text", metavar="FILE", required=True, help=f"{kind}; - reads standard input"
     )
 
 

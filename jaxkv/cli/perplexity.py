@@ -15,20 +15,18 @@ BLOCKS = 20  # default number of blocks with a mean loss each
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_text(parser)
+    add_scoring(parser)
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_model(parser)
 
 
-def add_text(
+def add_scoring(
     parser: argparse.ArgumentParser, max_tokens: int | None = None, blocks: int = BLOCKS
 ) -> None:
     """The flags of a text to score."""
     default = "the whole file" if max_tokens is None else max_tokens
-    parser.add_argument(
-        "--text", metavar="FILE", required=True, help="UTF-8 text; - reads standard input"
-    )
+    flags.add_text(parser)
     parser.add_argument(
         "--max-tokens", type=flags.whole(2), default=max_tokens, metavar="N",
         help=f"score only the first N tokens, including a BOS (default: {default})",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.cli.files import check_folder
+from jaxkv.cli.files import check_folder, finite, write
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,3 +40,9 @@ def check_plot(path: str, files: Sequence[str]) -> Path:
             "leave --out out"
         )
     return check_folder(path, files)
+
+
+def write_report(out: Path, files: Sequence[str], report: dict[str, Any], picture: bytes) -> None:
+    """Write a report and its picture into a folder, under the two names in `files`."""
+    text = json.dumps(finite(report), indent=1) + "\n"
+    write(out, dict(zip(files, (text.encode(), picture), strict=True)))

@@ -20,13 +20,8 @@ OUT = "view.html"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text", metavar="FILE", required=True, help="UTF-8 text; - reads standard input"
-    )
-    parser.add_argument(
-        "--policy", action=flags.Once, default=POLICY,
-        help=f"cache policy; `jaxkv policies` lists all (default {POLICY})",
-    )  # fmt: skip
+    flags.add_text(parser)
+    flags.add_policy(parser, POLICY)
     parser.add_argument(
         "--max-tokens", type=flags.whole(2), default=TOKENS, metavar="N",
         help=f"show only the first N tokens, 2000 at most (default {TOKENS})",
