@@ -43,12 +43,14 @@ class Shares:
         """The owners, the first to lose an entry first. sizes: their numbers of entries."""
         if len(self._used) > 2 * len(sizes) + 64:
             self._used = {owner: at for owner, at in self._used.items() if owner in sizes}
+        if len(sizes) == 1:
+            return list(sizes)
         since, used = monotonic() - IDLE, self._used
-
-        def rank(owner: Owner) -> tuple[bool, int, bool]:
-            return used.get(owner, since) <= since, sizes[owner], owner == wanting
-
-        return sorted(sizes, key=rank, reverse=True)
+        return sorted(
+            sizes,
+            key=lambda owner: (used.get(owner, since) <= since, sizes[owner], owner == wanting),
+            reverse=True,
+        )
 
 
 class FairOrder:
