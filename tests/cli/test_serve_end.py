@@ -66,7 +66,7 @@ def launch(model: str, *words: str, before=()) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("seconds", [0.1, seldom(0.5), 1.5, seldom(3.0)])
+@pytest.mark.parametrize("seconds", [0.1, seldom(0.5), 1.5, seldom(2.0)])
 def test_sigterm_while_loading_and_compiling(model, seconds):
     with launch(model) as process:
         time.sleep(seconds)
@@ -101,8 +101,10 @@ def test_sigterm_as_the_first_process(model, seconds):
         time.sleep(seconds)
         os.kill(first, signal.SIGTERM)
         process.wait(10)
-        assert process.stderr.read() == ""
+        printed = process.stderr.read()
     assert process.returncode == 143
+    assert "Traceback" not in printed
+    assert seconds or printed == ""  # later, it may be ready
 
 
 def test_a_second_server_on_a_port_is_refused_before_it_loads(model):
