@@ -130,7 +130,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     base = sparse.losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "behind_a_prompt": sparse.excess_loss(
+        name: {"policy": setting, "after_prompt": sparse.excess_loss(
             base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
             base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
@@ -140,8 +140,8 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, each in endless.items():
-        rows[name]["without_end"] = sparse.excess_loss(each, endless["streaming"])
-        rows[name]["without_end"]["loss"] = float(each.mean())
+        rows[name]["endless"] = sparse.excess_loss(each, endless["streaming"])
+        rows[name]["endless"]["loss"] = float(each.mean())
     after_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
     for name in rows:
@@ -233,9 +233,11 @@ def attended(stream: models.Stream) -> dict[str, float]:
         )  # fmt: skip
         counts = SINKS + WINDOW - 1 + between * np.asarray(read)
     else:
-        kept = [policy.cached(llm.spec, state) for policy, state in
+        cached = [policy.cached(llm.spec, state) for policy, state in
                 zip(stream.policies, stream.decoding.states, strict=True)]  # fmt: skip
-        counts = np.stack([np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in kept])
+        counts = np.stack(
+            [np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in cached]
+        )
     return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}
 
 

@@ -30,7 +30,7 @@ MODELS = {
     "Code-Llama-13b-16K": Sizes(40, 40, 40, 128, 5120, 13824),
     "Code-Llama-34b-16K": Sizes(48, 64, 8, 128, 8192, 22016),
 }
-# Model, K, L, thousands of tokens: KB of projectors, GiB of tables, % of computation, as printed.
+# Model, K, L, thousands of tokens: KB of projectors, GiB of tables, % of computation, as published.
 TABLE_7 = {
     ("Llama-3.1-8B-Instruct", 10, 150, 96): (384, 14, 3.8),
     ("Llama-3.1-8B-Instruct", 11, 300, 96): (825, 28, 8.5),
@@ -67,7 +67,7 @@ def table_8() -> list[dict[str, float]]:
     """By K and L: the published share, that of equation 21, and that of isotropic keys."""
     return [
         {
-            "K": bits, "L": tables, "printed": share / 100,
+            "K": bits, "L": tables, "published": share / 100,
             "equation 21": orthogonal(bits, tables), "isotropic": isotropic(bits, tables, DIMS),
         }
         for bits, shares in TABLE_8.items()

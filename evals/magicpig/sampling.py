@@ -213,7 +213,7 @@ def tables(seeds: list[int]) -> dict[str, Any]:
     """The published tables by formula, and shares that are counted on random keys."""
     seven = [
         {"model": model, "K": K, "L": L, "thousand_tokens": n,
-         "printed": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
+         "published": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
                              strict=True)), **table_7(model, K, L, n)}
         for (model, K, L, n), row in TABLE_7.items()
     ]  # fmt: skip

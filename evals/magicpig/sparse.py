@@ -159,21 +159,22 @@ def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, An
     for text in texts:
         first = text is texts[0]
         wanted = given.shares if first else middle(given.shares)
-        kept = compressed(text.prompt) if first else {}
-        found[text.llm.name] = of_text(text, wanted, kept, given.seeds)
+        evicting = compressed(text.prompt) if first else {}
+        found[text.llm.name] = of_text(text, wanted, evicting, given.seeds)
     return found
 
 
 def of_text(
-    text: Text, wanted: Sequence[float], kept: dict[str, Policy], seeds: int
+    text: Text, wanted: Sequence[float], evicting: dict[str, Policy], seeds: int
 ) -> dict[str, Any]:
-    """Every method at the wanted shares; kept: evicting policies."""
+    """Every method at the wanted shares; evicting: evicting policies."""
     llm, size = text.llm, len(text.stretches[0])
     base = losses(text, Full(max=size), 1, "full")
     found: dict[str, Any] = {
         "prompt": text.prompt, "scored": size - text.prompt - 1,
         "sinks": SINKS, "window": WINDOW, "stretches": len(text.stretches), "seeds": seeds,
-        "full": {"loss": float(base.mean()), "each": base[0].tolist()}, "shares": {}, "held": {},
+        "full": {"loss": float(base.mean()), "each": base[0].tolist()},
+        "shares": {}, "evicting": {},
     }  # fmt: skip
 
     def line(chosen: Policy, name: str, drawing: bool) -> dict[str, Any]:
@@ -191,8 +192,8 @@ def of_text(
             | {"share_read": matched_budgets.read(llm, one, each, text.prompt)}
             for name, one in chosen.items()
         }
-    for name, one in kept.items():
-        found["held"][name] = line(one, name, not isinstance(one, SnapKV)) | {
+    for name, one in evicting.items():
+        found["evicting"][name] = line(one, name, not isinstance(one, SnapKV)) | {
             "state_bytes": prefilled_bytes(one, llm.spec, llm.config.layers, text.prompt)
         }
     return found
@@ -295,7 +296,7 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     return {"question": QUESTION, "shares": found}
 
 
-def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
+def bytes_by_method(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
     """Bytes of the state after prefill, by method."""
     text = texts[0]
     own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, tail=1)
@@ -341,7 +342,7 @@ def recalled(_: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Sequence[Text], argparse.Namespace], dict[str, Any]]] = {
     "perplexity": perplexity,
     "protocol": protocol,
-    "bytes": held,
+    "bytes": bytes_by_method,
     "recall": recalled,
     "tokens": lambda _, given: sparse_tokens.tokens(given),
 }

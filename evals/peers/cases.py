@@ -74,14 +74,14 @@ class PromptEnds(Policy):
         return base.finish_prefill(spec, state, Ends(self.sinks, self.window), choose)
 
 
-def kept(prompt: int, ratio: float) -> int:
-    """The tokens that kvpress keeps of a prompt, per KV head."""
+def budget(prompt: int, ratio: float) -> int:
+    """The number of tokens that kvpress caches of a prompt, per KV head."""
     return max(1, int(prompt * (1 - ratio)))
 
 
 def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple[Policy, ...]]:
     """The policies of one ratio, by case; a tuple has one per layer."""
-    capacity, start = kept(prompt, ratio), {"start": prompt}
+    capacity, start = budget(prompt, ratio), {"start": prompt}
     snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"} | start
     found: dict[str, Policy | tuple[Policy, ...]] = {
         "snapkv": SnapKV(capacity, **snap),
@@ -98,7 +98,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
 
 
 def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
-    """The tokens that kvpress's PyramidKV keeps in each layer.
+    """The number of tokens that kvpress's PyramidKV caches in each layer.
 
     The first layer has at most the prompt without the window. Where the last layer would get less
     than a window, all layers have the same budget.

@@ -115,8 +115,8 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
     states = jax.eval_shape(
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )
-    kept = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
-    return batch.nbytes(kept.records), batch.nbytes(kept.pages)
+    stored = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
+    return batch.nbytes(stored.records), batch.nbytes(stored.pages)
 
 
 if __name__ == "__main__":

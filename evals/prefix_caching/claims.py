@@ -72,7 +72,7 @@ def faster(r: Results) -> Finding:
     return (
         f"jaxkv's engine, the default model, {last['slots']} slots, prompts of 15 tokens in blocks "
         f"of {last['chunk']}; answers per second at p = 1: {spread(each['none'])} without and "
-        f"{spread(each['kept'])} with prefix caching; ratio: {listed(times, spread)}"
+        f"{spread(each['cached'])} with prefix caching; ratio: {listed(times, spread)}"
     ), grade(all(felt), felt[max(range(len(felt)), key=lambda n: float(list(shares)[n]))])
 
 
@@ -116,7 +116,8 @@ def through_the_engine(r: Results) -> Finding:
             shown.append(
                 f"{name}, {policy.split(':')[0]}: {found['hit_rate_tokens']:.0%} of the tokens "
                 f"cached, {spread(times)} times the answers per second, median time to first token "
-                f"{first['none']['median']:.3f} s without and {first['kept']['median']:.3f} s with"
+                f"{first['none']['median']:.3f} s without and "
+                f"{first['cached']['median']:.3f} s with"
             )
     return (
         f"the default model, lengths divided by 8 except for sessions; {joined(shown)}"

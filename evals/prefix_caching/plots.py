@@ -51,7 +51,7 @@ def items(axes: Any, results: dict[str, Any]) -> None:
     shares = results["report"]["shares"]
     at = [100 * float(p) for p in shares]
     for name, label, colour in (("none", "no prefix caching", COLOURS["full"]),
-                                ("kept", "prefix caching", COLOURS["streaming"])):  # fmt: skip
+                                ("cached", "prefix caching", COLOURS["streaming"])):  # fmt: skip
         found = {end: np.array([one["items_per_second"][name][end] for one in shares.values()])
                  for end in ("median", "min", "max")}  # fmt: skip
         axes.plot(at, found["median"], "o-", markersize=3, color=colour, label=label)

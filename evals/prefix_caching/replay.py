@@ -233,18 +233,16 @@ def record(given: argparse.Namespace) -> None:
     for slots, (_, least, most) in report.TEN_SEEDS.items():
         mean = results["report"]["ten_seeds"][slots]["mean"]
         off = max(least - mean, mean - most, 0)
-        results["bars"].append(
-            bar(f"report, {slots} slots: distance of the mean from reference seeds", off, "<=", 0)
-        )
+        beyond = "distance of the mean from the range of ten reference seeds"
+        results["bars"].append(bar(f"report, {slots} concurrent requests: {beyond}", off, "<=", 0))
     for capacity, wanted in traces.MOONCAKE.items():
         found = traces.replay(trace, capacity)
         rates = found.rates()
         del rates["microseconds_per_block"]  # speed has its own rounds
         results["mooncake"][named(capacity)] = rates | {"reference": wanted}
         off = abs(rates["hit_rate_blocks"] - wanted)
-        results["bars"].append(
-            bar(f"Mooncake, {named(capacity)} blocks: error against reference", off, "<=", 0.0005)
-        )
+        name = f"Mooncake, {named(capacity)} blocks: error against the reference"
+        results["bars"].append(bar(name, off, "<=", 0.0005))
     for where, wanted in traces.SNAPSHOTS.items():
         shares = [traces.replay_snapshots(trace, where, slots) for slots in traces.SLOTS]
         results["snapshots"][where] = {
@@ -252,7 +250,9 @@ def record(given: argparse.Namespace) -> None:
             for slots, share, reference in zip(traces.SLOTS, shares, wanted, strict=True)
         }
         off = max(abs(share - reference) for share, reference in zip(shares, wanted, strict=True))
-        results["bars"].append(bar(f"snapshots, {where}: error against reference", off, "<=", 0.01))
+        results["bars"].append(
+            bar(f"snapshots, {where}: error against the reference", off, "<=", 0.01)
+        )
     results["speed"] = speed(trace)
     for keys in ("ids", "tokens"):
         slowest = min(results["speed"][keys].values(), key=lambda each: each["median"])

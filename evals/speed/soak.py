@@ -206,7 +206,7 @@ async def rest(port: int, pid: int) -> dict[str, float]:
         "files": len(os.listdir(f"/proc/{pid}/fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
         "prefixes": figures["jaxkv:prefix_snapshot_slots_used"],
-        "held": figures["jaxkv:prefix_snapshot_slots_held"],
+        "prefixes_in_use": figures["jaxkv:prefix_snapshot_slots_held"],
         "compilations": figures["jaxkv:compilations_total"],
     }
 
@@ -230,7 +230,7 @@ def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
             "<=", 0),
         bar(f"memory at the end over memory after {2 * REST:,} requests, {policy}",
             last["resident"] / first["resident"], "<=", GROWTH),
-        bar(f"prefixes in use while no request runs, {policy}", last["held"], "<=", 0),
+        bar(f"prefixes in use while no request runs, {policy}", last["prefixes_in_use"], "<=", 0),
         bar(f"programs compiled during serving, {policy}",
             last["compilations"] - first["compilations"], "<=", 0),
     ]  # fmt: skip

@@ -46,7 +46,7 @@ def main() -> None:
         prog="python -m jaxkv.evals.training.backcopy", description=__doc__
     )
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    ask.add_argument("--arms", nargs="+", default=VARIANTS, choices=VARIANTS)
+    ask.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
     ask.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
     ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
@@ -60,7 +60,7 @@ def main() -> None:
         tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, given.tokens).tolist()
         variants: dict[str, Any] = {}
-        for variant in given.arms:
+        for variant in given.variants:
             found = [
                 run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
                 for seed in given.seeds
@@ -74,7 +74,7 @@ def main() -> None:
     results = {
         "recipe": dataclasses.asdict(PRESETS["backcopy"]),
         "floor": chain.floor(chain.letters(10**6, 99)),
-        "arms": variants,
+        "variants": variants,
         "tries": tries,
     }
     record.finish(results)

@@ -181,7 +181,7 @@ def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     assert found["layers"] == 1 and found["times_faster"]["n"] == 2
     assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
     # Queries span more dimensions than keys.
-    assert isotropic(10, 150, 64) < found["share_met"]["mean"] < isotropic(10, 150, 8)
+    assert isotropic(10, 150, 64) < found["share_attended"]["mean"] < isotropic(10, 150, 8)
 
 
 @pytest.mark.parametrize(

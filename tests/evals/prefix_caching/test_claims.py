@@ -32,7 +32,7 @@ def prompts(short, greedy):
 
 def items(*times):
     one = {"slots": 16, "chunk": 8, "items_per_second": dict.fromkeys(
-        ("none", "kept"), three(40.0, middle="median"))}  # fmt: skip
+        ("none", "cached"), three(40.0, middle="median"))}  # fmt: skip
     shares = {f"{0.5 * (n + 1):g}": one | {"times_faster": time} for n, time in enumerate(times)}
     return {"report": {"shares": shares}}
 
@@ -55,7 +55,7 @@ def agents(*shares, memory=10):
 
 def loads(*least):
     """The minimal speed-up of each load."""
-    first = {"none": {"median": 0.2}, "kept": {"median": 0.1}}
+    first = {"none": {"median": 0.2}, "cached": {"median": 0.1}}
     return {
         name: {"streaming:x=1": {
             "times_faster": three(1.5, least, 2.0, "median"), "hit_rate_tokens": 0.5,

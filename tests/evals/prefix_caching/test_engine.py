@@ -131,10 +131,10 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
 @pytest.mark.parametrize(
     "wrong, changed, missed",
     [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
-     (0, {"compilations": 8}, 1), (0, {"held": 1}, 1), (0, {"resident": 80}, 0)],
+     (0, {"compilations": 8}, 1), (0, {"prefixes_in_use": 1}, 1), (0, {"resident": 80}, 0)],
 )  # fmt: skip
 def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
-    rest = {"resident": 100, "files": 8, "compilations": 7, "held": 0}
+    rest = {"resident": 100, "files": 8, "compilations": 7, "prefixes_in_use": 0}
     found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
     assert sum(not line["met"] for line in soak.bars("full", found)) == missed
 
