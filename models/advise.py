@@ -291,7 +291,7 @@ def rank(
         bins = [(start, end, (distances >= start) & (distances < end)) for start, end in ends]
         rows.append({
             "policy": one.policy,
-            "spelled": format_policy(llm.policies(one.policy)),
+            "policy_string": format_policy(llm.policies(one.policy)),
             "loss": float(mine.mean()),
             "perplexity": float(np.exp(mine.mean())),
             "over_full": over.get("full"),

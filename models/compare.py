@@ -68,7 +68,7 @@ def result(
     is_recompute = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "spelled": policy if is_recompute else format_policy(llm.policies(own or policy)),
+        "policy_string": policy if is_recompute else format_policy(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
         "predictions": len(found.losses),
