@@ -19,7 +19,7 @@ from jaxkv.state import memory
 
 BUDGET = 256  # cached tokens of the default policies
 # Shows progress while a policy runs: takes its name, yields a function of the tokens done.
-Watch = Callable[[str], AbstractContextManager[Callable[[int], None]]]
+WatchPolicy = Callable[[str], AbstractContextManager[Callable[[int], None]]]
 
 
 def defaults(context: int) -> list[str]:
@@ -34,7 +34,7 @@ def compare(
     policies: Sequence[str],
     chunk: int | None,
     seed: int,
-    watch: Watch,
+    watch: WatchPolicy,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """The score of every policy; raises UserError before the first run if any cannot run.

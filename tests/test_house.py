@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -177,6 +178,30 @@ def test_files_and_functions_are_short():
                 if count > limit:
                     long.append(f"{path}:{node.lineno} {node.name}: {count} lines, limit {limit}")
     assert not long, "\n".join(long)
+
+
+def public_types(text):
+    """Name and definition of each class, and of each alias of types at the top of a module."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, f"class at line {node.lineno}"
+    for node in tree.body:
+        name_ = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if re.fullmatch(r"[A-Z]+[a-z]\w*", name_):
+            yield name_, ast.unparse(node.value)
+
+
+def test_no_two_public_types_share_a_name():
+    """An alias may be repeated where it means the same, as `Array` does."""
+    found = defaultdict(dict)  # name -> definition -> path
+    for path, text in python_files().items():
+        if not path.startswith("tests/"):
+            for name_, definition in public_types(text):
+                at = f"{path} {definition}" if definition.startswith("class") else definition
+                found[name_][at] = path
+    twice = {n: sorted(at.values()) for n, at in found.items() if len(at) > 1 and n[0] != "_"}
+    assert not twice
 
 
 def test_no_file_is_large_or_names_a_local_path():

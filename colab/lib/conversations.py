@@ -25,7 +25,7 @@ from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import COLOURS
 from jaxkv.models.serving import make_engine
-from jaxkv.prefix import Chain, root_hash
+from jaxkv.prefix import BlockHasher, root_hash
 from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
@@ -126,7 +126,10 @@ def max_length(said: Turns) -> int:
 
 def block_hashes(ids: Sequence[int], block: int = 16) -> list[str]:
     """The first digits of the hash of each block of a prompt."""
-    return [hash.hex()[:6] for hash in Chain(block).hash_prompt(ids, root_hash(model="any")).hashes]
+    return [
+        hash.hex()[:6]
+        for hash in BlockHasher(block).hash_prompt(ids, root_hash(model="any")).hashes
+    ]
 
 
 def measure_hit_rates(

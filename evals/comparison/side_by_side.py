@@ -28,7 +28,7 @@ from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets, sparse
-from jaxkv.evals.magicpig.sparse import Text
+from jaxkv.evals.magicpig.sparse import ScoredText
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
@@ -125,7 +125,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     stretches = [
         [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
     ]
-    text = Text(llm, [PASSAGE], stretches, [], prompt)
+    text = ScoredText(llm, [PASSAGE], stretches, [], prompt)
     short = settings(SHORT)
     base = sparse.losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
@@ -182,7 +182,7 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
     return np.stack(sparse.with_progress(map(one, range(seeds)), seeds, f"{name}, endless text"))
 
 
-def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(text: ScoredText, setting: str) -> dict[str, dict[str, float]]:
     """The number of attended tokens after the first stretch's prompt, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))

@@ -195,7 +195,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     }
 
 
-def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
+def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.SampledPlaces) -> dict[str, int]:
     """Bytes that one token reads, by array: the sum over query heads, planes once."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]

@@ -133,7 +133,7 @@ def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
 
 def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
     """The report's generator: prompts of 15 tokens, which fill one block of 8."""
-    setting, rng = report.Setting(p=share, requests=count), np.random.default_rng(0)
+    setting, rng = report.ReplaySetting(p=share, requests=count), np.random.default_rng(0)
     prompts = report.draw_prompts(setting, rng, (FIRST_ID, llm.config.vocab))
     new = rng.integers(setting.outputs[0], setting.outputs[1] + 1, count).tolist()
     each = enumerate(zip(prompts, new, strict=True))

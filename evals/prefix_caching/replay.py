@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching import report, traces
-from jaxkv.prefix import Chain
+from jaxkv.prefix import BlockHasher
 from jaxkv.prefix.block_hash import root_hash
 from jaxkv.prefix.blocks import MODES
 from jaxkv.prefix.eviction import ORDERS
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     )
     options = ask.add_argument_group("of the report")
     for name, about in OF_REPORT.items():
-        default = getattr(report.Setting, name, 0)
+        default = getattr(report.ReplaySetting, name, 0)
         help = f"{about} (default: {default})"
         if name == "greedy":
             options.add_argument(f"--{name}", action="store_true", help=about)
@@ -116,11 +116,11 @@ def check(given: argparse.Namespace) -> None:
         refuse(f"prompts may have {MOST} tokens together, got {size}; give fewer or shorter ones")
 
 
-def setting_of(given: argparse.Namespace) -> report.Setting:
+def setting_of(given: argparse.Namespace) -> report.ReplaySetting:
     """The report's experiment as requested."""
-    names = {field.name for field in fields(report.Setting)}
+    names = {field.name for field in fields(report.ReplaySetting)}
     given_fields = {name: value for name, value in vars(given).items() if name in names}
-    return report.Setting(**{k: v for k, v in given_fields.items() if v is not None})
+    return report.ReplaySetting(**{k: v for k, v in given_fields.items() if v is not None})
 
 
 def refuse(message: str) -> NoReturn:
@@ -157,7 +157,7 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     setting, seed = setting_of(given), given.seed or 0
     counts, seconds = report.simulate(setting, seed)
     found = counts.lookups
-    rates = traces.Found(
+    rates = traces.ReplayResult(
         found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
         found.requests_hit, counts.evictions, found.missed, seconds,
     ).rates()  # fmt: skip
@@ -264,7 +264,7 @@ def record(given: argparse.Namespace) -> None:
 
 def measure_report() -> dict[str, Any]:
     """The report's experiment, in every setting of the reference."""
-    base, one = report.Setting(), report.ONE_PROMPT
+    base, one = report.ReplaySetting(), report.ONE_PROMPT
     measure, found = report.measure, {}
     found["ten_seeds"] = {
         slots: measure(replace(one, slots=slots), 10)
@@ -318,7 +318,7 @@ def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
         return found.blocks / found.seconds
 
     prompt, name = list(range(4096)), root_hash()
-    read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
+    read = {how: BlockHasher(BLOCK, how) for how in ("chained", "direct")}
     hashing = time_rounds(
         {
             how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))

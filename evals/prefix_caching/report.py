@@ -50,7 +50,7 @@ IDENTICAL = {  # hits in percent with one prompt for all, by slots
 
 
 @dataclass(frozen=True)
-class Setting:
+class ReplaySetting:
     """The settings of the experiment.
 
     mode, block, capacity, order, hashing, cap: of the pool. slots: concurrent requests. p:
@@ -80,10 +80,10 @@ class Running:
     left: int  # tokens to generate
 
 
-ONE_PROMPT = Setting(frequent=1)
+ONE_PROMPT = ReplaySetting(frequent=1)
 
 
-def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
+def simulate(setting: ReplaySetting, seed: int) -> tuple[Counts, float]:
     """The counts of the index after one run, and the seconds of its look-ups."""
     rng = np.random.default_rng(seed)
     prompts = draw_prompts(setting, rng)
@@ -120,7 +120,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
 
 
 def draw_prompts(
-    setting: Setting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
+    setting: ReplaySetting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
 ) -> list[list[int]]:
     """All prompts in order. ids: the first token id, and the one after the last."""
     shape = (setting.frequent, setting.length)
@@ -132,19 +132,19 @@ def draw_prompts(
 
 
 @cache
-def hits(setting: Setting, seed: int) -> float:
+def hits(setting: ReplaySetting, seed: int) -> float:
     """Hit rate in percent of the looked-up blocks."""
     found = simulate(setting, seed)[0].lookups
     return 100 * found.blocks_hit / found.blocks
 
 
-def measure(setting: Setting, seeds: int = 3) -> dict[str, float]:
+def measure(setting: ReplaySetting, seeds: int = 3) -> dict[str, float]:
     """Hit rate in percent: mean, minimum and maximum of some seeds."""
     found = [hits(setting, seed) for seed in range(seeds)]
     return {"mean": float(np.mean(found)), "min": min(found), "max": max(found), "n": seeds}
 
 
-def closed_form(slots: int, setting: Setting = ONE_PROMPT) -> float:
+def closed_form(slots: int, setting: ReplaySetting = ONE_PROMPT) -> float:
     """Hit rate in percent if prompts shorter than a block match only those of the same step."""
     load = slots / np.mean(setting.outputs)
     alone = (1 - math.exp(-load)) / load

@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     requests: list[RecordedRequest]
 
 
-class Found(NamedTuple):
+class ReplayResult(NamedTuple):
     """Counts of hits, blocks and requests; seconds: spent in the index."""
 
     blocks: int
@@ -185,7 +185,7 @@ def replay(
     order: str = "lru",
     cap: bool = False,
     prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
-) -> Found:
+) -> ReplayResult:
     """The hits of an index with this capacity in blocks (None: unlimited).
 
     block: keys per block. prepare: applied to each request before its look-up, not timed.
@@ -201,7 +201,7 @@ def replay(
         seconds += perf_counter() - begun
         hit_tokens += min(lease.cached * one.piece, one.tokens)
     found = pool.counts.lookups
-    return Found(
+    return ReplayResult(
         found.blocks, found.blocks_hit, sum(one.tokens for one in trace.requests), hit_tokens,
         found.requests, found.requests_hit, pool.counts.evictions,
         {reason: count for reason, count in found.missed.items() if count}, seconds,

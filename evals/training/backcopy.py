@@ -56,7 +56,7 @@ def main() -> None:
     record = Record("backcopy", [], given.seeds, quick=given.quick)
     with tempfile.TemporaryDirectory() as scratch:
         runs = given.runs or Path(scratch)
-        chain = Chain(0)
+        chain = LetterChain(0)
         tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, given.tokens).tolist()
         variants: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class LetterChain:
     """The distribution of the stream: successors of each letter, and the triggers."""
 
     seed: int
@@ -115,7 +115,7 @@ class Chain:
         return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
 
 
-def write(chain: Chain, folder: Path) -> data.Tokens:
+def write(chain: LetterChain, folder: Path) -> data.DataFolder:
     """The stream as a data folder; an existing folder is reused."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")
@@ -140,7 +140,12 @@ def recipe_of(variant: str, seed: int) -> Recipe:
 
 
 def run(
-    recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
+    recipe: Recipe,
+    chain: LetterChain,
+    tokens: data.DataFolder,
+    ids: Sequence[int],
+    out: Path,
+    name: str = "",
 ) -> dict[str, Any]:
     """Train one model and score the held-out letters."""
     llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
@@ -165,7 +170,7 @@ def run(
     }
 
 
-def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
+def dormant(llm: Llm, chain: LetterChain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
     """Mean attention of each idle letter to the first token, in the layer with the largest mean."""
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
     seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State
 from jaxkv.rotary import Alibi, Rotary, rotary
 from jaxkv.state import batch
+from jaxkv.state.batch import Shaped
 from jaxkv.typing import Bool, Float
 
 BATCH = 4
@@ -25,7 +26,6 @@ MAX_BYTES = 1 << 28  # of the states of one run
 QUICK = {"xla_backend_optimization_level": 0}
 COMPILED = Counter()  # (policy, spec) -> how many programs of `update` were traced
 DType = str | np.dtype
-Shaped = Any  # an array, or its shape
 Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check passes
 # The number of a query's token -> the numbers of the tokens that are cached when it attends.
 CachedTokens = Callable[[int], Sequence[int]]

@@ -21,7 +21,7 @@ from jaxkv import xla_cpu
 from jaxkv.attention import merge, slot_attention
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
-from jaxkv.cache.per_head import Evicted, Sample
+from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Spec
@@ -37,7 +37,7 @@ class TreeState(NamedTuple):
     ring, folded after 2^31 of them (FOLD_AT in tree.py). rng: seeds of the draws."""
 
     recent: Ring
-    sample: Sample
+    sample: SampledTokens
     num_evicted: UInt32[Array, " B"]
     rng: UInt32[Array, "B K 2"]
 
@@ -244,7 +244,9 @@ def _attend_halves(
     ]  # fmt: skip
 
 
-def _rotated_to_slots(settings: TreeSettings, spec: Spec, sample: Sample) -> tuple[Rows, Rows]:
+def _rotated_to_slots(
+    settings: TreeSettings, spec: Spec, sample: SampledTokens
+) -> tuple[Rows, Rows]:
     """Keys, rotated to their slot within a half if positions are cache-relative, and values."""
     if settings.cache == "float" or not settings.cache_relative:
         return sample.k, sample.v

@@ -67,7 +67,7 @@ Select = Callable[[Candidates], Array]
 
 def check(sinks: int, window: int, start: int) -> None:
     """Raise UserError for impossible sinks, window or first slots."""
-    prompt_compression.check(prompt_compression.Ends(sinks, window), start, (4, 64))
+    prompt_compression.check(prompt_compression.ExactEnds(sinks, window), start, (4, 64))
 
 
 def check_share(name: str, value: float, example: float = 0.1) -> None:

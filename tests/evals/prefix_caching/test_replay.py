@@ -16,7 +16,7 @@ from jaxkv.evals.prefix_caching import plots, replay, report, traces
 from jaxkv.evals.prefix_caching.report import (
     ONE_PROMPT,
     TEN_SEEDS,
-    Setting,
+    ReplaySetting,
     closed_form,
     hits,
     measure,
@@ -84,7 +84,7 @@ def test_blocks_of_one_token_find_the_whole_prompt():
 def test_figure_1_matches_the_reference(mode, block, slots):
     curve = report.CURVES[mode, block, slots]
     for p, wanted in list(zip(report.SHARES, curve, strict=True))[3::6]:
-        found = measure(Setting(mode=mode, block=block, slots=slots, p=p))["mean"]
+        found = measure(ReplaySetting(mode=mode, block=block, slots=slots, p=p))["mean"]
         # Means of three runs; at high hit rates the drawn share p varies as much.
         assert abs(found - wanted) < (2.5 if wanted > 5 else 0.8)
 
@@ -93,7 +93,7 @@ def test_figure_1_matches_the_reference(mode, block, slots):
 @pytest.mark.parametrize("mode, block", report.POOLS)
 def test_pool_sizes_match_the_reference(mode, block):
     row = report.POOLS[mode, block]
-    base = Setting(mode=mode, block=block, p=0.5)
+    base = ReplaySetting(mode=mode, block=block, p=0.5)
     found = [measure(replace(base, capacity=capacity))["mean"] for capacity in row]
     assert found == sorted(found)
     assert np.abs(np.subtract(found, list(row.values()))).max() < 3
@@ -301,8 +301,8 @@ def test_the_record_has_every_measurement(trace, monkeypatch, tmp_path, capsys):
                 "prefix_snapshots": ("prefix_replay", plots.snapshots)}  # fmt: skip
     monkeypatch.setattr(figures, "FIGURES", pictures)
     small = {"requests": 20, "outputs": (1, 3)}
-    monkeypatch.setattr(report, "ONE_PROMPT", Setting(frequent=1, **small))
-    monkeypatch.setattr(report, "Setting", lambda **about: Setting(**about, **small))
+    monkeypatch.setattr(report, "ONE_PROMPT", ReplaySetting(frequent=1, **small))
+    monkeypatch.setattr(report, "ReplaySetting", lambda **about: ReplaySetting(**about, **small))
     monkeypatch.setattr("sys.argv", ["x", "--record", "--trace", str(trace)])
     replay.main()
     assert "wrote" in capsys.readouterr().out
