@@ -43,7 +43,7 @@ TERMS = {
     r"rivals?": "baseline",
     r"arms?": "variants",
     r"without end|fixed memory": "unbounded generation in constant memory",
-    r"anew|afresh|befalls?|lest|memoi[sz]ed": "again, happens to, so that not, cached",
+    r"anew|afresh|befalls?|lest": "again, happens to, so that not",
     r"caches? that forgets?|what it is worth|memor(y|ies) that (grows?|forgets?)": "evicting cache",
 }
 

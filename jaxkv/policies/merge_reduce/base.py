@@ -28,13 +28,13 @@ from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
-from jaxkv.policies.merge_reduce.tree import FOLD_AT, Reducer, absorb, fill_level_0
+from jaxkv.policies.merge_reduce.tree import HALVE_COUNT_AT, Reducer, absorb, fill_level_0
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class TreeState(NamedTuple):
     """recent: sinks and ring. sample: the levels of the tree. num_evicted: tokens that left the
-    ring, folded after 2^31 of them (FOLD_AT in tree.py). rng: seeds of the draws."""
+    ring; the count is halved when it reaches HALVE_COUNT_AT. rng: seeds of the draws."""
 
     recent: Ring
     sample: SampledTokens
@@ -161,7 +161,7 @@ def last_writes(settings: TreeSettings, tokens: int) -> tuple[int, ...]:
     """After how many tokens of a sequence each level but the first was last written."""
     before = settings.sinks + settings.window
     num_evicted = tokens - before
-    if num_evicted >= FOLD_AT:  # after folding it no longer determines the last write
+    if num_evicted >= HALVE_COUNT_AT:  # once halved, it no longer determines the last write
         return (tokens,) * (settings.size.levels - 1)
     written = occupancy.last_writes(settings.size, max(0, num_evicted))
     return tuple(last and last + before for last in written)

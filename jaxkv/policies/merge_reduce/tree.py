@@ -39,7 +39,7 @@ from jaxkv.typing import Array, Bool, Int32
 Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
 # `num_evicted`, the number of tokens so far, is halved when it reaches this, so it never wraps. The
 # weight of every stored token is halved with it, so text before that point counts less.
-FOLD_AT = np.uint32(2**31)
+HALVE_COUNT_AT = np.uint32(2**31)
 
 
 class Reducer(NamedTuple):
@@ -58,7 +58,7 @@ class Reducer(NamedTuple):
     cache: Cache = "float"
 
     @property
-    def by_slot(self) -> bool:
+    def stored_at_slot(self) -> bool:
         """Whether keys are stored rotated to their slot within a half."""
         return self.cache_relative and self.cache == "float"
 
@@ -80,7 +80,7 @@ def _absorb_one(
     slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
     picked = token_of_slot(size, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
     takes = valid[:, None] & jnp.any(picked, axis=2)
-    if reducer.by_slot:  # the KV heads of a sequence evict the same token
+    if reducer.stored_at_slot:  # the KV heads of a sequence evict the same token
         rotated = reducer.spec.encoding.rerotate(
             token.k.transpose(0, 2, 1, 3),
             slot[:, None] % np.uint32(size.half) - token.positions[:, 0],
@@ -192,7 +192,7 @@ def _fill_level_0(
     takes = wanted < (left - done).astype(jnp.uint32)[:, None, None]
     number = jnp.where(takes, wanted.astype(jnp.int32) + done[:, None, None], 0)
     new = pick(tokens, jax.vmap(lambda tokens, at: tokens[at])(order, number))
-    if reducer.by_slot:
+    if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.size.half)
         new = new._replace(k=rerotate(reducer.spec, new.k, slot - new.positions))
     return _write(sample, new, 0, takes)
@@ -253,7 +253,7 @@ def _reduce(
 
     # A loop that mostly runs zero times: a branch per level would copy the sample and compile more.
     _, sample = jax.lax.while_loop(more, one, (jnp.zeros((), jnp.uint32), sample))
-    return sample, jnp.where(after == FOLD_AT, after // np.uint32(2), after)
+    return sample, jnp.where(after == HALVE_COUNT_AT, after // np.uint32(2), after)
 
 
 def _first_slot_of_level(reducer: Reducer, level: Array) -> Int32[Array, ""]:
@@ -275,13 +275,13 @@ def _halve_level(
     keys, values = rows.dequantise(both.k), rows.dequantise(both.v)
     if reducer.cache_relative:  # at consecutive positions
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
-        rotated_to = place % np.uint32(half) if reducer.by_slot else both.positions
+        rotated_to = place % np.uint32(half) if reducer.stored_at_slot else both.positions
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
     draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
     chosen = reducer.halve(keys, values, draws)
     stays = pick(both, chosen)
-    if reducer.by_slot:
+    if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
         was = chosen.astype(jnp.uint32) % np.uint32(half)
         stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - was))

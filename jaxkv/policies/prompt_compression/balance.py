@@ -94,7 +94,7 @@ class Balance(Policy):
 
     @property
     def min_prompt(self) -> int:
-        return self._ends.most + 1
+        return self._ends.max_tokens + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
         return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)

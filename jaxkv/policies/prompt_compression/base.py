@@ -66,8 +66,8 @@ class ExactEnds(NamedTuple):
     multiple: int = 1
 
     @property
-    def most(self) -> int:
-        """Tokens that stay, at most."""
+    def max_tokens(self) -> int:
+        """The largest number of tokens that stay exact."""
         return self.sinks + self.window + self.multiple - 1
 
 
@@ -96,11 +96,11 @@ def check(ends: ExactEnds, start: int, example: tuple[int, int] = (32, 32)) -> N
         )
 
 
-def check_capacity(capacity: int, least: int, start: int) -> None:
-    """Raise UserError for a capacity below `least` tokens, or impossible first slots."""
-    if not (least <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
+def check_capacity(capacity: int, minimum: int, start: int) -> None:
+    """Raise UserError for a capacity below `minimum` tokens, or impossible first slots."""
+    if not (minimum <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
         raise UserError(
-            f"capacity must be from {least} and start from 1, both {MAX_SLOTS} at most, got "
+            f"capacity must be from {minimum} and start from 1, both {MAX_SLOTS} at most, got "
             f"{capacity} and {start}; try capacity=1024,start=512"
         )
 
@@ -158,7 +158,7 @@ def prefill_finished(state: CompressedState) -> bool:
 
 def reserve(spec: Spec, state: CompressedState, tokens: int, ends: ExactEnds) -> CompressedState:
     """Room for `tokens`; after prefill for that many generated tokens."""
-    tokens += ends.most if prefill_finished(state) else 0
+    tokens += ends.max_tokens if prefill_finished(state) else 0
     return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
 
 
@@ -223,7 +223,7 @@ def finish_prefill(
         chosen = resize(state.sample, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
     # One slot at least, because an empty cache cannot grow by doubling.
-    slot = jnp.arange(min(max(ends.most, 1), size))[None]
+    slot = jnp.arange(min(max(ends.max_tokens, 1), size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
     take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)  # noqa: E731

@@ -184,10 +184,10 @@ def largest(
     """The `count` largest, of equals the first, or all where there are fewer."""
     score = jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf)
     slots = score.shape[-1]
-    least = jnp.clip(slots - count, 0, slots - 1)
-    least = jnp.broadcast_to(least, (*score.shape[:-1], 1))
-    least = jnp.take_along_axis(jnp.sort(score, axis=-1), least, axis=-1)
-    above, equal = score > least, (score == least) & among
+    minimum = jnp.clip(slots - count, 0, slots - 1)
+    minimum = jnp.broadcast_to(minimum, (*score.shape[:-1], 1))
+    minimum = jnp.take_along_axis(jnp.sort(score, axis=-1), minimum, axis=-1)
+    above, equal = score > minimum, (score == minimum) & among
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
 

@@ -164,12 +164,12 @@ def test_a_stream_continues_when_its_count_is_halved():
         return absorb(reducer, *state, seeds, Evicted(SampledTokens(*token), at, at >= 0))
 
     given = new[:, :, :tokens], new[:, :, :tokens], positions
-    num_evicted = jnp.asarray([tree.FOLD_AT - np.uint32(3)], jnp.uint32)
+    num_evicted = jnp.asarray([tree.HALVE_COUNT_AT - np.uint32(3)], jnp.uint32)
     begin = SampledTokens(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
     whole, each = absorb_chunk(begin, *given), begin
     for number in range(tokens):
         each = absorb_chunk(each, *(leaf[:, :, number : number + 1] for leaf in given))
-    assert int(whole[1][0]) == int(each[1][0]) == int(tree.FOLD_AT) // 2 + 5
+    assert int(whole[1][0]) == int(each[1][0]) == int(tree.HALVE_COUNT_AT) // 2 + 5
     for a, b in zip(whole[0], each[0], strict=True):
         np.testing.assert_array_equal(a, b)
 
