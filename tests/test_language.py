@@ -45,6 +45,7 @@ TERMS = {
     r"without end|fixed memory": "unbounded generation in constant memory",
     r"anew|afresh|befalls?|lest": "again, happens to, so that not",
     r"caches? that forgets?|what it is worth|memor(y|ies) that (grows?|forgets?)": "evicting cache",
+    r"(decode|decoding|engine|snapshot|prefix|host) slots?": "batch entry, prefix entry",
 }
 
 

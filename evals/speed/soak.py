@@ -205,8 +205,8 @@ async def rest(port: int, pid: int) -> dict[str, float]:
         "resident": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024,
         "files": len(os.listdir(f"/proc/{pid}/fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
-        "prefixes": figures["jaxkv:prefix_snapshot_slots_used"],
-        "prefixes_in_use": figures["jaxkv:prefix_snapshot_slots_held"],
+        "prefixes": figures["jaxkv:prefix_entries_stored"],
+        "prefixes_in_use": figures["jaxkv:prefix_entries_in_use"],
         "compilations": figures["jaxkv:compilations_total"],
     }
 

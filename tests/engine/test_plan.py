@@ -75,4 +75,4 @@ def test_an_engine_keeps_to_its_plan(policy, spare):
     held = sum(array.nbytes for array in jax.live_arrays()) - before
     assert held == memory - each.weights - each.prefills
     if spare:
-        assert engine.metrics()["snapshot_slots"] == spare
+        assert engine.metrics()["prefix_entries"] == spare

@@ -184,9 +184,9 @@ def largest(
     """The `count` largest, of equals the first, or all where there are fewer."""
     score = jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf)
     slots = score.shape[-1]
-    minimum = jnp.clip(slots - count, 0, slots - 1)
-    minimum = jnp.broadcast_to(minimum, (*score.shape[:-1], 1))
-    minimum = jnp.take_along_axis(jnp.sort(score, axis=-1), minimum, axis=-1)
+    rank = jnp.clip(slots - count, 0, slots - 1)
+    rank = jnp.broadcast_to(rank, (*score.shape[:-1], 1))
+    minimum = jnp.take_along_axis(jnp.sort(score, axis=-1), rank, axis=-1)
     above, equal = score > minimum, (score == minimum) & among
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
