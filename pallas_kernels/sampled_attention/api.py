@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.pallas_kernels import host_memory, triton
 from jaxkv.pallas_kernels.sampled_attention import dense, reference
@@ -24,7 +25,6 @@ from jaxkv.pallas_kernels.sampled_attention.reference import (
     Weight,
 )
 
-Array = jax.Array
 AttentionKernel = Literal["xla", "dense", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 
 

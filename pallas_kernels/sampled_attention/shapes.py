@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Weight
 
-Array = jax.Array
 SAMPLED = 0.02  # the fraction of keys in a sample, in MagicPIG at K = 10, L = 150
 
 

@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxkv.pallas_kernels import triton
 from jaxkv.pallas_kernels.sign_walk import reference
 from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
-Array = jax.Array
 WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 
 
