@@ -141,7 +141,7 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
 
 
 def run(
-    llm: Llm, load: Load, policy: str, slots: int, num_blocks: int, count: int, title: str
+    llm: Llm, load: Load, policy: str, max_batch: int, num_blocks: int, count: int, title: str
 ) -> dict[str, Any]:
     """Items per second and seconds to the first token, with and without this many cached prefixes.
 
@@ -149,7 +149,7 @@ def run(
     """
     longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
     engines = {
-        name: make_engine(llm, policy, max_batch=slots, max_len=longest, chunk=load.chunk,
+        name: make_engine(llm, policy, max_batch=max_batch, max_len=longest, chunk=load.chunk,
                         queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
         for name, prefixes in (("none", None), ("cached", PrefixConfig(num_blocks=num_blocks)))
     }  # fmt: skip
@@ -167,7 +167,7 @@ def run(
     if [one.tokens for one in answers["cached"]] != [one.tokens for one in answers["none"]]:
         raise RuntimeError(f"{title}: prefix caching changes answers")
     return summary(load, answers, seconds, engines["cached"]) | {
-        "policy": policy, "slots": slots, "prefixes": num_blocks,
+        "policy": policy, "max_batch": max_batch, "prefixes": num_blocks,
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ BLOCK = 16  # default tokens per block
 MOST = 10**7  # limit for the tokens of all prompts of the report's experiment
 OF_REPORT = {
     "p": "chance of a frequent prompt", "frequent": "prompts; 1: all are the same",
-    "slots": "requests that run at once", "length": "tokens of a prompt",
+    "concurrent": "requests that run at once", "length": "tokens of a prompt",
     "requests": "that come one after another", "greedy": "equal prompts, equal answers",
     "seed": "of all that is drawn",
 }  # fmt: skip
@@ -164,9 +164,10 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     return rates | {
         "trace": "report", "timed": "looking prompts up, not the tokens written",
         "mode": setting.mode, "block": setting.block, "capacity": named(given.capacity),
-        "order": setting.order, "cap": setting.cap, "slots": setting.slots, "p": setting.p,
-        "frequent": setting.frequent, "length": setting.length, "greedy": setting.greedy,
-        "seed": seed, "requests": found.requests, "blocks": found.blocks,
+        "order": setting.order, "cap": setting.cap,
+        "concurrent": setting.concurrent, "p": setting.p, "frequent": setting.frequent,
+        "length": setting.length, "greedy": setting.greedy, "seed": seed,
+        "requests": found.requests, "blocks": found.blocks,
         "tokens": found.tokens, "missed_tokens": found.missed,
     }  # fmt: skip
 
@@ -230,11 +231,13 @@ def record(given: argparse.Namespace) -> None:
         "snapshots": {},
         "bars": [],
     }
-    for slots, (_, least, most) in report.TEN_SEEDS.items():
-        mean = results["report"]["ten_seeds"][slots]["mean"]
+    for concurrent, (_, least, most) in report.TEN_SEEDS.items():
+        mean = results["report"]["ten_seeds"][concurrent]["mean"]
         off = max(least - mean, mean - most, 0)
         beyond = "distance of the mean from the range of ten reference seeds"
-        results["bars"].append(bar(f"report, {slots} concurrent requests: {beyond}", off, "<=", 0))
+        results["bars"].append(
+            bar(f"report, {concurrent} concurrent requests: {beyond}", off, "<=", 0)
+        )
     for capacity, wanted in traces.MOONCAKE.items():
         found = traces.replay(trace, capacity)
         rates = found.rates()
@@ -244,10 +247,10 @@ def record(given: argparse.Namespace) -> None:
         name = f"Mooncake, {named(capacity)} blocks: error against the reference"
         results["bars"].append(bar(name, off, "<=", 0.0005))
     for where, wanted in traces.SNAPSHOTS.items():
-        shares = [traces.replay_snapshots(trace, where, slots) for slots in traces.SLOTS]
+        shares = [traces.replay_snapshots(trace, where, entries) for entries in traces.ENTRIES]
         results["snapshots"][where] = {
-            named(slots): {"share": share, "reference": reference}
-            for slots, share, reference in zip(traces.SLOTS, shares, wanted, strict=True)
+            named(entries): {"share": share, "reference": reference}
+            for entries, share, reference in zip(traces.ENTRIES, shares, wanted, strict=True)
         }
         off = max(abs(share - reference) for share, reference in zip(shares, wanted, strict=True))
         results["bars"].append(
@@ -267,25 +270,25 @@ def measure_report() -> dict[str, Any]:
     base, one = report.ReplaySetting(), report.ONE_PROMPT
     measure, found = report.measure, {}
     found["ten_seeds"] = {
-        slots: measure(replace(one, slots=slots), 10)
-        | {"closed_form": report.closed_form(slots), "reference": reference}
-        for slots, reference in report.TEN_SEEDS.items()
+        concurrent: measure(replace(one, concurrent=concurrent), 10)
+        | {"closed_form": report.closed_form(concurrent), "reference": reference}
+        for concurrent, reference in report.TEN_SEEDS.items()
     }
     found["identical"] = {
         f"{mode}, block {block}": {
-            slots: measure(replace(one, mode=mode, block=block, slots=slots))
+            concurrent: measure(replace(one, mode=mode, block=block, concurrent=concurrent))
             | {"reference": reference}
-            for slots, reference in row.items()
+            for concurrent, reference in row.items()
         }
         for (mode, block), row in report.IDENTICAL.items()
     }
     found["curves"] = {
-        f"{mode}, block {block}, {slots} slots": {
-            p: measure(replace(base, mode=mode, block=block, slots=slots, p=p))
+        f"{mode}, block {block}, {concurrent} at a time": {
+            p: measure(replace(base, mode=mode, block=block, concurrent=concurrent, p=p))
             | {"reference": reference}
             for p, reference in zip(report.SHARES, row, strict=True)
         }
-        for (mode, block, slots), row in report.CURVES.items()
+        for (mode, block, concurrent), row in report.CURVES.items()
     }
     found["pools"] = {
         f"{mode}, block {block}": {
@@ -301,7 +304,8 @@ def measure_report() -> dict[str, Any]:
     }  # fmt: skip
     found["greedy"] = measure(replace(one, greedy=True))
     found["equal_outputs"] = {
-        slots: measure(replace(one, slots=slots, outputs=(112, 112))) for slots in (4, 16, 64)
+        concurrent: measure(replace(one, concurrent=concurrent, outputs=(112, 112)))
+        for concurrent in (4, 16, 64)
     }
     return found
 

@@ -1,9 +1,9 @@
 """Throughput of the engine, time to first token with prefix hits, and the cost of misses.
 
 The default model and books; compared variants alternate in one process. `throughput`: answers per
-second with 64 concurrent requests, and one at a time with models.generate, with an engine of one
-slot and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens and of a
-cached one. `cost`: new prompts only, with and without prefix caching.
+second with 64 concurrent requests, and one at a time with models.generate, with an engine of
+max_batch=1 and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens
+and of a cached one. `cost`: new prompts only, with and without prefix caching.
 """
 
 from __future__ import annotations

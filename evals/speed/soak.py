@@ -2,8 +2,8 @@
 
 Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
 come in any order, streamed or whole; some clients disconnect before or during the answer. Memory
-and open files are those of the server's process, counted while it is idle; slots and prefixes are
-those that the server reports.
+and open files are those of the server's process, counted while it is idle; cache usage and prefixes
+are those that the server reports.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def prompts(short, greedy):
 
 
 def items(*times):
-    one = {"slots": 16, "chunk": 8, "items_per_second": dict.fromkeys(
+    one = {"max_batch": 16, "chunk": 8, "items_per_second": dict.fromkeys(
         ("none", "cached"), three(40.0, middle="median"))}  # fmt: skip
     shares = {f"{0.5 * (n + 1):g}": one | {"times_faster": time} for n, time in enumerate(times)}
     return {"report": {"shares": shares}}
@@ -43,10 +43,10 @@ def hashing(chained, direct):
 
 
 def agents(*shares, memory=10):
-    """By policy, the saved share of what full saves, at the larger of two numbers of slots."""
+    """By policy, the saved share of what full saves, at the larger of two numbers of entries."""
     point = {"distinct": memory // 2, "bytes": memory, "saved": 5, "of_full": 0.1}
     found = {
-        f"policy{n}:x=1": {"slots": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
+        f"policy{n}:x=1": {"entries": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
         for n, share in enumerate(shares)
     }
     return {"turns": 5, "tokens": 200, "chunk": 8, "policies": found,

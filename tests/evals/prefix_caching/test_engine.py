@@ -105,9 +105,9 @@ def test_saved_tokens_of_agents_are_their_repeated_prefixes(llm):
         saved += min(max(alike, default=0), len(turn) - 1) // agents.CHUNK * agents.CHUNK
     assert found["full"]["saved"] == saved > 0
     for policy in found["policies"].values():
-        shares = [point["of_full"] for point in policy["slots"].values()]
+        shares = [point["of_full"] for point in policy["entries"].values()]
         assert all(0 < share <= 1 for share in shares)
-        assert all(point["distinct"] <= point["bytes"] for point in policy["slots"].values())
+        assert all(point["distinct"] <= point["bytes"] for point in policy["entries"].values())
 
 
 def test_the_soak_client_reads_streamed_and_whole_answers():
