@@ -47,7 +47,8 @@ The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on 
 14 `finish_prefill` treats the sequences of a batch independently.
 15 A plain-numpy oracle agrees at one to three times the capacity.
 16 `update` has finite gradients in q, k and v; the choice of tokens and rows in int8 have none.
-17 Rows in int8 are within half a scale of their tokens' keys and values, however often they moved.
+17 A key or value that is stored in int8 differs from the exact one by at most half of its row's
+   scale, also after the row was moved to other slots.
 """
 
 from __future__ import annotations

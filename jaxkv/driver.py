@@ -71,7 +71,7 @@ def check(
         if array.dtype != kind:
             raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
     remedy = f"begin with policy.init(spec, batch={batch}, rng=...)"
-    of_state = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
+    state_sizes = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
     wanted, got = type(policy.leaves).__name__, type(state).__name__
     if type(state) is not type(policy.leaves):
         raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
@@ -82,8 +82,8 @@ def check(
         )
     for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):
         for size, letter in zip(array.shape, leaf.letters, strict=True):
-            if array.size and size != of_state.get(letter, size):
+            if array.size and size != state_sizes.get(letter, size):
                 raise UserError(
-                    f"a state of this spec and batch has {letter}={of_state[letter]}, got "
+                    f"a state of this spec and batch has {letter}={state_sizes[letter]}, got "
                     f"{letter}={size}; {remedy}"
                 )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxkv.pallas_kernels import host_memory
-
-Array = jax.Array
 
 # Sampled slots that `sampled_attention` gathers at a time.
 # Measured on a CPU: 192 to 640 are equally fast, 128 is slower. The figures were not recorded.

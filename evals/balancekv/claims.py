@@ -160,7 +160,7 @@ BALANCE.append(
        "PyramidKV and uniform sampling", "not claimed")  # fmt: skip
 def in_small(r: Results) -> Finding:
     """Policies that compress a prompt, and streaming."""
-    right = answers(r, (*r["thinned"], "streaming"), lambda distance: distance >= 16)
+    right = answers(r, (*r["compressed"], "streaming"), lambda distance: distance >= 16)
     others = [mean(right[n]) for n in ("uniform", "snapkv", "pyramidkv", "streaming")]
     ours = mean(right["balance"])
     return (

@@ -22,7 +22,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
         "stream_losses": "Loss of samples of the past, over streaming",
         "sampled": "A weighted sample costs loss; an unweighted one little",
         "recall": "Bounded caches: which facts are still known",
-        "recall_thinned": "Compressed prompts: which facts are still known",
+        "recall_compressed": "Compressed prompts: which facts are still known",
     },
     "Prompt compression": {
         "peers": "jaxkv and kvpress give the same loss",

@@ -106,8 +106,8 @@ def predicted() -> str:
     for name, row in rows().items():
         first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
         grows = f"{first:.0f}" if round(first) == round(last) else f"{first:.0f} to {last:.0f}"
-        after_prompt = "0" if name == "full" else over(row["behind_a_prompt"])
-        endless = "0" if name == "streaming" else over(row.get("without_end"))
+        after_prompt = "0" if name == "full" else over(row["after_prompt"])
+        endless = "0" if name == "streaming" else over(row.get("endless"))
         lines.append(f"| `{name}` | {grows} | {after_prompt} | {endless} |")
     return "\n".join(lines) + "\n"
 

@@ -39,7 +39,7 @@ Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of
 
 
 @dataclass(frozen=True)
-class Ends(Policy):
+class EndsOnly(Policy):
     """Attend to the first and the newest tokens of a prompt, and to none between."""
 
     sinks: int = 4
@@ -84,7 +84,7 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
     }
 
 
-class Angles(NamedTuple):
+class CosineHistogram(NamedTuple):
     """A histogram of the cosines of queries and the centred keys between the ends."""
 
     cosine: np.ndarray
@@ -95,7 +95,9 @@ class Angles(NamedTuple):
         return float(np.sum(self.share * u(self.cosine, bits, tables)))
 
 
-def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int) -> Angles:
+def angles(
+    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int
+) -> CosineHistogram:
     """Cosines of all queries after the prompt with the keys between its ends, in all layers."""
     edges, found = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
     for seen in each:
@@ -109,10 +111,10 @@ def angles(spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: in
                 between = k[sinks : number - window + 1]
                 cosine = np.einsum("kgh,skh->kgs", q[number], between).clip(-1, 1)
                 found += np.histogram(cosine, edges)[0] / cosine.size
-    return Angles((edges[1:] + edges[:-1]) / 2, found / found.sum())
+    return CosineHistogram((edges[1:] + edges[:-1]) / 2, found / found.sum())
 
 
-def tables(found: Angles, share: float) -> tuple[int, int]:
+def tables(found: CosineHistogram, share: float) -> tuple[int, int]:
     """K, and the L whose expected share is nearest to `share`.
 
     In Table 8 one bit less selects 2.5 times as many keys, so K is 10 at 2 %, 9 at 5 %, 7 at 20 %.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxkv import models
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
-from jaxkv.evals.magicpig.sparse import SHARES, Text, of_text
+from jaxkv.evals.magicpig.sparse import SHARES, ScoredText, of_text
 
 PROMPT, SCORED = 2_048, 256  # tokens
 
@@ -30,7 +30,7 @@ def main() -> None:
     if short:
         ask.error(f"--texts must have {2 * size} tokens, {', '.join(short)} has fewer; give others")
     stretches, after = ([ids[at : at + size] for ids in read.values()] for at in (0, size))
-    text = Text(llm, given.texts, stretches, after, given.prompt)
+    text = ScoredText(llm, given.texts, stretches, after, given.prompt)
     record = Record(
         "sparse_135m", [*llm.files, *given.texts], list(range(given.seeds)), given.quick
     )

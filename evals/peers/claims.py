@@ -62,15 +62,15 @@ def others(r: Results) -> Finding:
 
 @claim("peers", "Our `pyramidkv` differs from kvpress's only in its budgets", "our bar")
 def pyramidkv(r: Results) -> Finding:
-    kept = ", ".join(
-        f"{row['kept']['ours']:.0f} and {row['kept']['theirs']:.0f}"
+    cached = ", ".join(
+        f"{row['cached']['ours']:.0f} and {row['cached']['theirs']:.0f}"
         for at in r["prompts"].values()
         for row in at["cases"]["pyramidkv"].values()
     )
     text = joined(listed(r, name) for name in ("pyramidkv", BUDGETS))
     return (
-        f"{text}; mean tokens per layer with our budgets and with kvpress's: {kept}. kvpress caps "
-        "the first layer at the prompt without the window, and where the last layer would get "
+        f"{text}; mean tokens per layer with our budgets and with kvpress's: {cached}. kvpress "
+        "caps the first layer at the prompt without the window, and where the last layer would get "
         "less than a window it gives all layers the same budget, as snapkv"
     ), grade(same(r, BUDGETS))
 

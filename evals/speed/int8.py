@@ -44,9 +44,9 @@ def main() -> None:
     found["bars"] = [
         bar("bytes of weights in int8 over float32",
             found["bytes"]["int8"] / found["bytes"]["float32"], "<=", 0.26),
-        bar("loss of int8 weights over float32, nats per token, in size",
+        bar("loss of int8 weights over float32, nats per token, absolute",
             abs(found["difference"]), "<=", 0.01),
-        bar("decoding with int8 weights over float32, batch 1: tokens a second",
+        bar("decoding with int8 weights over float32, batch 1: tokens per second",
             found["faster"]["batch 1"], ">=", 1.5),
     ]  # fmt: skip
     record.finish(found)

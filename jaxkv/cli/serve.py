@@ -282,7 +282,7 @@ def make(
     prefixes: PrefixConfig | None,
     has_keys: bool = False,
 ) -> Engine:
-    """The engine, compiled and ready. has_keys: no API key can take every decode slot."""
+    """The engine, compiled and ready. has_keys: no API key can take every batch entry."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):

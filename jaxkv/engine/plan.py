@@ -30,7 +30,7 @@ class ServingMemory(NamedTuple):
     prefixes: int
 
 
-class Sizes(NamedTuple):
+class EngineBytes(NamedTuple):
     """Bytes of the weights, all prefills, one sequence of the decode batch, and one prefix."""
 
     weights: int
@@ -39,18 +39,18 @@ class Sizes(NamedTuple):
     prefix: int
 
 
-def sizes(model: Model, max_len: int | None, chunk: int) -> Sizes:
+def sizes(model: Model, max_len: int | None, chunk: int) -> EngineBytes:
     """The sizes of a model's arrays; shapes of weights suffice."""
     max_len = resolve_max_len(model.policies, max_len)
     state = jax.eval_shape(lambda: init_prefill(model, max_len, jax.numpy.uint32(0)))
     batch = jax.eval_shape(lambda: empty_batch(model, 1, max_len))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
     prefix = pool.bytes_per_prefix(layout, model.policies, state.states)
-    return Sizes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
+    return EngineBytes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
 
 
 def plan_memory(
-    sizes: Sizes,
+    sizes: EngineBytes,
     given: int | None = None,
     max_batch: int | None = None,
     prefixes: int | None = None,
@@ -97,7 +97,9 @@ def plan_memory(
     return ServingMemory(limit, batch, left if left >= sizes.prefix else 0)
 
 
-def _parts(sizes: Sizes, batch: int | None, prefixes: int | None, host_prefixes: int) -> list[str]:
+def _parts(
+    sizes: EngineBytes, batch: int | None, prefixes: int | None, host_prefixes: int
+) -> list[str]:
     """What memory must hold, each part with its bytes."""
     show, count = memory.show, batch or 1
     parts = [

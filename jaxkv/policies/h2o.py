@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.attention import blend, scores
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.chunked_scan import chunked_scan
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -24,7 +24,7 @@ class H2OState(NamedTuple):
     """sample: the cached tokens, in no order. score: the attention that each has received, summed
     over the query heads of its KV head. count: filled slots."""
 
-    sample: Sample
+    sample: SampledTokens
     score: Float32[Array, "B K S"]
     count: Int32[Array, " B"]
 
@@ -112,7 +112,7 @@ class H2O(Policy):
         filled = jnp.arange(self.slots)[None, None] < state.count[:, None, None]
         return jnp.broadcast_to(filled, state.score.shape)
 
-    def _newest(self, tokens: Sample, newest: Array) -> Bool[Array, "B K S"]:
+    def _newest(self, tokens: SampledTokens, newest: Array) -> Bool[Array, "B K S"]:
         """The `window` newest tokens, the last of them at position `newest`."""
         return newest[:, None, None] - tokens.positions < np.uint32(self.window)
 
@@ -124,12 +124,12 @@ class H2O(Policy):
         return bias if penalty is None else bias + penalty
 
 
-def _tokens(spec: Spec, chunk: Chunk, like: Sample) -> Sample:
+def _tokens(spec: Spec, chunk: Chunk, like: SampledTokens) -> SampledTokens:
     """A chunk as slots of a sample."""
     keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.broadcast_to(chunk.positions[:, None], keys.shape[:3])
-    return Sample(rows.store(keys, like.k), rows.store(values, like.v), positions)
+    return SampledTokens(rows.store(keys, like.k), rows.store(values, like.v), positions)
 
 
 def _attention_received(

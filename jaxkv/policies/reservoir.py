@@ -15,7 +15,7 @@ from jaxkv import xla_cpu
 from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.chunked_scan import chunked_scan
-from jaxkv.cache.per_head import Evicted, Sample
+from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
@@ -31,7 +31,7 @@ class ReservoirState(NamedTuple):
     """recent: sinks and ring. num_evicted: tokens that left the ring. rng: seeds of the draws."""
 
     recent: Ring
-    sample: Sample
+    sample: SampledTokens
     num_evicted: Int32[Array, " B"]
     rng: UInt32[Array, "B K 2"]
 
@@ -154,7 +154,7 @@ class Reservoir(Policy):
         return merge(recent, sample), after
 
     def _attend_cache_relative(
-        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: Sample,
+        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: SampledTokens,
         stored: Int32[Array, "B K T S"], num_evicted: Int32[Array, "B T"],
         weight: Float32[Array, "B T"],
     ) -> Partial:  # fmt: skip
@@ -255,12 +255,14 @@ class Reservoir(Policy):
         return jnp.moveaxis(sources, 0, 2), num_evicted.T
 
     def _at_cache_positions(
-        self, spec: Spec, sample: Sample, num_evicted: Int32[Array, "B 1"]
-    ) -> Sample:
+        self, spec: Spec, sample: SampledTokens, num_evicted: Int32[Array, "B 1"]
+    ) -> SampledTokens:
         """A sample rotated from the text positions of its tokens to positions in the cache."""
         ranks = self.sinks + per_head.ranks(sample, self._filled(num_evicted)[:, 0])
         ranks = ranks.astype(jnp.uint32)
-        return Sample(per_head.rerotate(spec, sample.k, ranks - sample.positions), sample.v, ranks)
+        return SampledTokens(
+            per_head.rerotate(spec, sample.k, ranks - sample.positions), sample.v, ranks
+        )
 
     def _filled(self, num_evicted: Int32[Array, "B T"]) -> Bool[Array, "B 1 T S"]:
         """The sample slots that are filled once `num_evicted` tokens have left the window."""

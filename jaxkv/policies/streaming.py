@@ -26,8 +26,8 @@ class Streaming(Policy):
     positions: with `cache`, a token's position is its index within the cache (section 3.2), so no
     distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
     some other implementations. The published code attends before it evicts, so its queries see one
-    more key. cache: `int8` stores keys and values in int8, with a scale for each token and KV head,
-    and sinks in full precision.
+    more key: a published cache of 4+252 equals `sinks=4,window=253` here. cache: `int8` stores keys
+    and values in int8, with a scale for each token and KV head, and sinks in full precision.
     """
 
     sinks: int = 4

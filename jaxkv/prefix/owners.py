@@ -22,7 +22,7 @@ class Owned(Protocol):
     refs: int
 
 
-Item = TypeVar("Item", bound=Owned)
+OwnedItem = TypeVar("OwnedItem", bound=Owned)
 
 
 class Shares:
@@ -110,28 +110,28 @@ class FairOrder:
         return chain.from_iterable(self._orders.values())
 
 
-class FairLRU(Generic[Item]):
+class FairLRU(Generic[OwnedItem]):
     """Items by owner, least recently used first. Items in use stay."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._items: dict[Owner, OrderedDict[Item, None]] = {}
+        self._items: dict[Owner, OrderedDict[OwnedItem, None]] = {}
 
-    def add(self, item: Item) -> None:
+    def add(self, item: OwnedItem) -> None:
         """Insert an item as the most recently used of its owner."""
         self._items.setdefault(item.owner, OrderedDict())[item] = None
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: OwnedItem) -> None:
         """Mark an item as the most recently used of its owner."""
         self._items[item.owner].move_to_end(item)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: OwnedItem) -> None:
         own = self._items[item.owner]
         del own[item]
         if not own:
             del self._items[item.owner]
 
-    def oldest(self, wanting: Owner) -> Item | None:
+    def oldest(self, wanting: Owner) -> OwnedItem | None:
         """The item that loses its entry to an owner; None if all are in use."""
         sizes = {owner: len(own) for owner, own in self._items.items()}
         for owner in self._shares.order(sizes, wanting):
@@ -140,8 +140,8 @@ class FairLRU(Generic[Item]):
                 return found
         return None
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: OwnedItem) -> bool:
         return item in self._items.get(item.owner, ())
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[OwnedItem]:
         return chain.from_iterable(self._items.values())

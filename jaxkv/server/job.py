@@ -292,7 +292,7 @@ def _max_new_tokens(
         raise Fault(400, message, "context_length_exceeded", param)
     if requested is None:
         return int(min(left, format.default_tokens))
-    # A longer answer would keep its decode slot from other clients for hours.
+    # A longer answer would keep its batch entry from other clients for hours.
     if left == math.inf and requested > MAX_TOKENS:
         message = f"{name} may be at most {MAX_TOKENS} on this server, got {requested}"
         raise Fault(400, f"{message}; continue the text in another request", param=name)

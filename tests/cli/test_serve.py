@@ -239,7 +239,7 @@ def test_a_prefix_is_reused(client):
     metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
     hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
     assert float(hits[1]) >= 32
-    assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", metrics, re.M)
+    assert re.search(r"^jaxkv:prefix_entries_in_use 0.0$", metrics, re.M)
 
 
 def test_echoed_scores_equal_those_of_the_model(client, model):
@@ -299,7 +299,7 @@ def running_requests(client) -> float:
 
 
 def test_clients_that_leave_after_a_pipelined_request(process, client):
-    """They free all slots of their API key, although their answers have no end."""
+    """They free all batch entries of their API key, although their answers have no end."""
     body = json.dumps(
         {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
     ).encode()

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from jaxkv.engine import Engine, PrefixConfig
-from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, Sizes, plan_memory, sizes
+from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, EngineBytes, plan_memory, sizes
 from jaxkv.errors import UserError
 from tests.engine.plain import plain
 
-SIZES = Sizes(weights=1000, prefills=50, sequence=100, prefix=40)
+SIZES = EngineBytes(weights=1000, prefills=50, sequence=100, prefix=40)
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_an_engine_keeps_to_its_plan(policy, spare):
     held = sum(array.nbytes for array in jax.live_arrays()) - before
     assert held == memory - each.weights - each.prefills
     if spare:
-        assert engine.metrics()["snapshot_slots"] == spare
+        assert engine.metrics()["prefix_entries"] == spare

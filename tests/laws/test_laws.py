@@ -73,7 +73,8 @@ def test_law(case, law):
 
 @some(lambda case: True)
 def test_law_6_sharded_is_unsharded(case):
-    mesh, state, new = mesh_of("data=2,model=2"), subject(case).half(), subject(case).next(1)
+    mesh, one = mesh_of("data=2,model=2"), subject(case)
+    state, new = one.after_prompt(), one.next(1)
     one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
     partial, after = subject(case).step(state, new)
     sharded = jax.jit(one_shard, compiler_options=QUICK)(state, *new)

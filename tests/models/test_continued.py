@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(folder, tmp_path_factory) -> data.Tokens:
+def texts(folder, tmp_path_factory) -> data.DataFolder:
     """A data folder with the tokenizer of that model."""
     found = sorted(write_texts(tmp_path_factory.mktemp("texts")).glob("*.txt"))
     out = tmp_path_factory.mktemp("tokens") / "tokens"

@@ -430,7 +430,7 @@ def test_an_exception_in_the_server_gives_500(served, monkeypatch, caplog):
     monkeypatch.setattr(type(served.engine), "submit", fail)
     refused(served.complete("|x"), 500, ["the server failed"], "server_error")
     monkeypatch.undo()
-    monkeypatch.setattr("jaxkv.server.choices.Reader.read", fail)
+    monkeypatch.setattr("jaxkv.server.choices.AnswerReader.read", fail)
     refused(served.complete("|x"), 500, ["the server failed"], "server_error")
     assert "the server failed" in served.complete("|x", stream=True).raw.decode()
     assert caplog.text.count("RuntimeError: a bug") >= 3

@@ -187,7 +187,7 @@ def compare(
     return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
-class Found(NamedTuple):
+class SampledPlaces(NamedTuple):
     """places: of a sample; the first `count` are valid. total: how many there were to sample."""
 
     places: Int32[Array, "... M"]
@@ -195,7 +195,7 @@ class Found(NamedTuple):
     total: Int32[Array, "..."]
 
 
-def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> Found:
+def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> SampledPlaces:
     """The places whose bits are set: all of them, or a systematic sample of `most`.
 
     draw: in [0, 1). Where there are `total` > `most`, each is drawn with probability most / total,
@@ -230,7 +230,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
 
     nothing = jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32)
     places, _ = jax.lax.fori_loop(0, -(-count // width), some, nothing)
-    return Found(places[:most], count, total)
+    return SampledPlaces(places[:most], count, total)
 
 
 def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:

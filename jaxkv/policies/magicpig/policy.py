@@ -20,7 +20,7 @@ from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
-from jaxkv.policies.magicpig.hash_tables import Found
+from jaxkv.policies.magicpig.hash_tables import SampledPlaces
 from jaxkv.policies.magicpig.index import IndexSettings, IndexState
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.state import memory
@@ -282,7 +282,7 @@ def find(
     q: Float[Array, "B N H"],
     numbers: Int32[Array, " B"],
     positions: UInt32[Array, " B"],
-) -> Found:
+) -> SampledPlaces:
     """The places of the keys that one rotated query per head agrees with often enough.
 
     At most `budget` places; of more than that, a systematic sample. Places of `indexed` come first,
@@ -305,7 +305,7 @@ def find(
     nth = positions[:, None, None] * np.uint32(group) + nth
     draws = per_head.uniforms(nth * per_head.GOLDEN, state.rng)  # far from the planes' draws
 
-    def one(head: Array, code: Array, draw: Array) -> Found:
+    def one(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group
         in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
         if not settings.hash_generated:

@@ -21,23 +21,23 @@ from jaxkv import xla_cpu
 from jaxkv.attention import merge, slot_attention
 from jaxkv.cache import per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
-from jaxkv.cache.per_head import Evicted, Sample
+from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
-from jaxkv.policies.merge_reduce.tree import FOLD_AT, Reducer, absorb, fill_level_0
+from jaxkv.policies.merge_reduce.tree import HALVE_COUNT_AT, Reducer, absorb, fill_level_0
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class TreeState(NamedTuple):
     """recent: sinks and ring. sample: the levels of the tree. num_evicted: tokens that left the
-    ring, folded after 2^31 of them (FOLD_AT in tree.py). rng: seeds of the draws."""
+    ring; the count is halved when it reaches HALVE_COUNT_AT. rng: seeds of the draws."""
 
     recent: Ring
-    sample: Sample
+    sample: SampledTokens
     num_evicted: UInt32[Array, " B"]
     rng: UInt32[Array, "B K 2"]
 
@@ -161,7 +161,7 @@ def last_writes(settings: TreeSettings, tokens: int) -> tuple[int, ...]:
     """After how many tokens of a sequence each level but the first was last written."""
     before = settings.sinks + settings.window
     num_evicted = tokens - before
-    if num_evicted >= FOLD_AT:  # after folding it no longer determines the last write
+    if num_evicted >= HALVE_COUNT_AT:  # once halved, it no longer determines the last write
         return (tokens,) * (settings.size.levels - 1)
     written = occupancy.last_writes(settings.size, max(0, num_evicted))
     return tuple(last and last + before for last in written)
@@ -244,7 +244,9 @@ def _attend_halves(
     ]  # fmt: skip
 
 
-def _rotated_to_slots(settings: TreeSettings, spec: Spec, sample: Sample) -> tuple[Rows, Rows]:
+def _rotated_to_slots(
+    settings: TreeSettings, spec: Spec, sample: SampledTokens
+) -> tuple[Rows, Rows]:
     """Keys, rotated to their slot within a half if positions are cache-relative, and values."""
     if settings.cache == "float" or not settings.cache_relative:
         return sample.k, sample.v

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import ring, rows
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -80,8 +80,8 @@ class ExpectedAttention(Policy):
         return ExpectedState(prompt, Leaf("B K M G H"), Leaf("B K D G H"))
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(self.sinks, 0)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, 0)
 
     @property
     def min_prompt(self) -> int:
@@ -145,7 +145,9 @@ class ExpectedAttention(Policy):
         # A choice has no gradient.
         frozen = jax.lax.stop_gradient(state)
 
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             score = self._score(spec, frozen, jax.lax.stop_gradient(tokens), count)
             return base.keep_best(tokens, count, score, self.capacity - self.sinks)
 
@@ -153,7 +155,7 @@ class ExpectedAttention(Policy):
         return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
 
     def _score(
-        self, spec: Spec, state: ExpectedState, tokens: Sample, count: Int32[Array, " B"]
+        self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Int32[Array, " B"]
     ) -> Float32[Array, "B K S"]:
         """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
         written = state.prompt.dense.count[:, None]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import rows
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float, Float32
 
-ENDS = Ends(0, 0)
+ENDS = ExactEnds(0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class KeyDiff(Policy):
         return base.nbytes(spec, self.start, tokens, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
             # A choice has no gradient.
             keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))

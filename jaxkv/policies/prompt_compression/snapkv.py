@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32
 
 
@@ -60,8 +60,8 @@ class SnapKV(Policy):
             raise UserError(f"pool must be max or mean, got {self.pool!r}")
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(0, self.window)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(0, self.window)
 
     @property
     def leaves(self) -> CompressedState:
@@ -86,7 +86,9 @@ class SnapKV(Policy):
         # A choice has no gradient.
         attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
 
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]
             there = jnp.arange(size)[None, None] < count[:, None, None]
             score = jnp.where(there[:, :, None], attention[..., :size], 0)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32
 
 
@@ -51,8 +51,8 @@ class Uniform(Policy):
         base.check_cache(self.cache, self.sinks, self.start)
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(self.sinks, self.window, 1 << self.rounds)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
     @property
     def leaves(self) -> CompressedState:
@@ -60,7 +60,7 @@ class Uniform(Policy):
 
     @property
     def min_prompt(self) -> int:
-        return self._ends.most + 1
+        return self._ends.max_tokens + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
         return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
@@ -74,7 +74,9 @@ class Uniform(Policy):
         return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]
             place = jnp.arange(size, dtype=jnp.uint32)[None, None]
             draws = per_head.draws(place, state.rng)

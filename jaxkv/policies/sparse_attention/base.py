@@ -67,7 +67,7 @@ Select = Callable[[Candidates], Array]
 
 def check(sinks: int, window: int, start: int) -> None:
     """Raise UserError for impossible sinks, window or first slots."""
-    prompt_compression.check(prompt_compression.Ends(sinks, window), start, (4, 64))
+    prompt_compression.check(prompt_compression.ExactEnds(sinks, window), start, (4, 64))
 
 
 def check_share(name: str, value: float, example: float = 0.1) -> None:
@@ -184,10 +184,10 @@ def largest(
     """The `count` largest, of equals the first, or all where there are fewer."""
     score = jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf)
     slots = score.shape[-1]
-    least = jnp.clip(slots - count, 0, slots - 1)
-    least = jnp.broadcast_to(least, (*score.shape[:-1], 1))
-    least = jnp.take_along_axis(jnp.sort(score, axis=-1), least, axis=-1)
-    above, equal = score > least, (score == least) & among
+    rank = jnp.clip(slots - count, 0, slots - 1)
+    rank = jnp.broadcast_to(rank, (*score.shape[:-1], 1))
+    minimum = jnp.take_along_axis(jnp.sort(score, axis=-1), rank, axis=-1)
+    above, equal = score > minimum, (score == minimum) & among
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
 

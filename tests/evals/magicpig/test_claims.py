@@ -73,8 +73,8 @@ def test_speed(times, verdict):
     sizes = {
         str(tokens): {
             "times_faster": {"median": ratio, "min": 1.0, "max": 4.0},
-            "share_read": 0.1, "share_met": 0.02, "seconds_to_make_tables": {"median": 1.0},
-            "seconds_to_make_them_anew": {"median": 0.5},
+            "share_read": 0.1, "share_attended": 0.02, "seconds_to_make_tables": {"median": 1.0},
+            "seconds_to_rebuild_tables": {"median": 0.5},
         }
         for tokens, ratio in zip((131072, 32768), times, strict=True)
     }  # fmt: skip
@@ -142,7 +142,7 @@ def test_tokens(times, verdict):
         spread = {"median": faster, "min": faster, "max": faster}
         return {
             "layers": 1, "of": 12, "tokens_per_second": {"full": spread}, "times_faster": spread,
-            "share_met": {"mean": 0.02}, "seconds_to_seal": 3.0,
+            "share_attended": {"mean": 0.02}, "seconds_to_index": 3.0,
         }  # fmt: skip
 
     record = {"tokens": {str(i + 1): found(x) for i, x in enumerate(times)}}

@@ -40,7 +40,7 @@ def answers(*models, near=1.0):
         for seed, far in enumerate(models)
     }  # fmt: skip
     return {"slots": 128, "left": 141, "context": 512, "seeds": found,
-            "thinned": ["balance", "uniform", "snapkv", "pyramidkv"]}  # fmt: skip
+            "compressed": ["balance", "uniform", "snapkv", "pyramidkv"]}  # fmt: skip
 
 
 def memory(*shares, listing=0.5, streaming=0.1):
