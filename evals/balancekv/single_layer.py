@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
-from jaxkv.models.decoder import Decoder
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.llm import Llm
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policy_spec import parse_policy
@@ -104,18 +105,6 @@ def main() -> None:
 
 def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """q, k, v [T,*,H] of every layer, before rotation."""
-
-    def watch(policy, spec, state, q, k, v, *rest):
-        out, state = step(policy, spec, state[0], q, k, v, *rest)
-        return out, (state, q[0], k[0], v[0])
-
-    @partial(jax.jit, static_argnums=0)
-    def read(config, weights, tokens, first, states):
-        positions = (first + jnp.arange(tokens.shape[1], dtype=jnp.uint32))[None]
-        decoder = Decoder(config, weights, run=watch)
-        valid = jnp.ones(tokens.shape, bool)
-        return decoder(tokens, positions, valid, policies, states)[1]
-
     # Beyond the trained context, full attention fails; a streaming cache does not.
     half = llm.config.context // 2
     policies = llm.policies(
@@ -123,17 +112,35 @@ def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, 
         if len(ids) <= llm.config.context
         else f"streaming:sinks=4,window={half - 4}"
     )
-    states = [(p.init(llm.spec, 1, jax.random.key(0)),) for p in policies]
-    states = [(policies[0].reserve(llm.spec, state, len(ids)),) for (state,) in states]
+    states = [p.init(llm.spec, 1, jax.random.key(0)) for p in policies]
+    states = [policies[0].reserve(llm.spec, state, len(ids)) for state in states]
     parts = []
     for first in range(0, len(ids), CHUNK):
         tokens = jnp.asarray([ids[first : first + CHUNK]], jnp.int32)
-        states = read(llm.config, llm.weights, tokens, jnp.uint32(first), states)
-        parts.append([[np.asarray(a) for a in state[1:]] for state in states])
+        found = _captured(llm.config, policies, llm.weights, tokens, jnp.uint32(first), states)
+        states, seen = zip(*((state, seen) for state, *seen in found), strict=True)
+        parts.append([[np.asarray(a) for a in layer] for layer in seen])
     return [
         tuple(np.concatenate([part[layer][i] for part in parts]) for i in range(3))
         for layer in range(llm.config.layers)
     ]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _captured(
+    config: Config, policies: tuple[Policy, ...], weights: Weights, tokens: jax.Array,
+    first: jax.Array, states: Sequence[State],
+) -> Sequence[tuple[State, jax.Array, jax.Array, jax.Array]]:  # fmt: skip
+    """The state of every layer after the tokens, and their q, k, v [T,*,H]."""
+
+    def watch(policy, spec, state, q, k, v, *rest):
+        out, state = step(policy, spec, state[0], q, k, v, *rest)
+        return out, (state, q[0], k[0], v[0])
+
+    positions = (first + jnp.arange(tokens.shape[1], dtype=jnp.uint32))[None]
+    decoder = Decoder(config, weights, run=watch)
+    valid = jnp.ones(tokens.shape, bool)
+    return decoder(tokens, positions, valid, policies, [(state,) for state in states])[1]
 
 
 def errors(

@@ -12,6 +12,7 @@ from jaxkv.contract import Policy
 from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
@@ -141,4 +142,5 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
-TABLES |= {"llama_cpp": rates_table.table, "pictures": gallery.page}
+TABLES |= {"llama_cpp": rates_table.table, "sparse_135m": sparse_report.table}
+TABLES |= {"pictures": gallery.page}

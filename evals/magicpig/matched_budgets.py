@@ -2,8 +2,8 @@
 
 The share is of the keys between the first tokens and the newest, which all methods read. Most take
 it as a setting. MagicPIG's share follows from K, L and the angles between queries and keys: K is
-that of its Table 8, and L is computed from the angles on one text. On another text the share is
-then measured.
+that of its Table 8, and L is computed from the angles on one text. Top-p's share follows from its
+mass, which is chosen on one text too. On another text the share is then measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
 from jaxkv.evals.magicpig.inclusion import u
 from jaxkv.models.llm import Llm
-from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, VAttention
+from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, TopP, VAttention
 from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.magicpig.lsh import MOST_TABLES
@@ -67,8 +67,10 @@ class EndsOnly(Policy):
 DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a stream
 
 
-def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> dict[str, Policy]:
-    """Every method at one share; tables: K and L."""
+def methods(
+    share: float, tables: tuple[int, int], sinks: int, window: int, mass: float | None = None
+) -> dict[str, Policy]:
+    """Every method at one share; tables: K and L. mass: of top-p, which is left out without it."""
     ends = {"sinks": sinks, "window": window}
     best = share / 2
     # With these bounds no query draws more than the set share.
@@ -76,6 +78,7 @@ def methods(share: float, tables: tuple[int, int], sinks: int, window: int) -> d
     return {
         "magicpig": MagicPIG(*tables, **ends, tail=ROOM),
         "topk": TopK(share, **ends),
+        **({} if mass is None else {"topp": TopP(mass, **ends)}),
         "oracle": Oracle(share, **ends),
         "quest": Quest(share, page=PAGE, fewest=1, **ends),
         "vattention": VAttention(best, (share - best) / (1 - best), **fixed, **ends),
@@ -95,10 +98,48 @@ class CosineHistogram(NamedTuple):
         return float(np.sum(self.share * u(self.cosine, bits, tables)))
 
 
+class Masses(NamedTuple):
+    """The mean share of the keys between the ends that reaches a mass of their weight."""
+
+    mass: np.ndarray
+    share: np.ndarray
+
+    def reaching(self, share: float) -> float:
+        """The mass that needs this share on average, to four digits."""
+        return round(float(np.interp(share, self.share, self.mass)), 4)
+
+
+def masses(
+    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
+) -> Masses:
+    """Top-p's share by mass, over queries after the prompt, heads and layers.
+
+    every: only every so-many-th query.
+    """
+    grid, found = np.linspace(0, 1, _BINS + 1)[1:-1], []
+    for seen in each:
+        for q, k, _ in seen:
+            at = jnp.arange(len(q), dtype=jnp.uint32)[None]
+            q, k = (np.asarray(spec.encoding.rotate(jnp.asarray(a)[None], at))[0] for a in (q, k))
+            q = q.reshape(len(q), spec.kv_heads, -1, spec.head_dim)
+            for number in range(prompt, len(q), every):
+                between = k[sinks : number - window + 1]
+                logits = np.einsum("kgh,skh->kgs", q[number], between) * spec.scale
+                weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+                weights = -np.sort(-weights.reshape(-1, len(between)).astype(np.float64))
+                held = weights.cumsum(axis=-1) / weights.sum(axis=-1, keepdims=True)
+                found.append(np.mean([1 + np.searchsorted(one, grid) for one in held], axis=0)
+                             / len(between))  # fmt: skip
+    return Masses(grid, np.mean(found, axis=0))
+
+
 def angles(
-    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int
+    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
 ) -> CosineHistogram:
-    """Cosines of all queries after the prompt with the keys between its ends, in all layers."""
+    """Cosines of queries after the prompt with the keys between its ends, in all layers.
+
+    every: only every so-many-th query.
+    """
     edges, found = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
     for seen in each:
         for q, k, _ in seen:
@@ -107,7 +148,7 @@ def angles(
             k = k - k[sinks : prompt - window].mean(axis=0)
             q, k = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
             q = q.reshape(len(q), spec.kv_heads, -1, spec.head_dim)
-            for number in range(prompt, len(q)):
+            for number in range(prompt, len(q), every):
                 between = k[sinks : number - window + 1]
                 cosine = np.einsum("kgh,skh->kgs", q[number], between).clip(-1, 1)
                 found += np.histogram(cosine, edges)[0] / cosine.size
@@ -157,7 +198,15 @@ def _read(
     state = chosen.init(spec, 1, jax.random.key(seed))
     state = chosen.update(spec, chosen.reserve(spec, state, prompt), before)[1]
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), len(q) - prompt)
-    if last > prompt:
+    return share_after(chosen, spec, state, middle, asking, last)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def share_after(
+    chosen: Policy, spec: Spec, state: Any, middle: Chunk, asking: Chunk, last: int | Array
+) -> Float32[Array, ""]:
+    """`attended_share` of a state that first takes in the tokens of `middle`, if there are any."""
+    if middle.q.shape[1]:
         state = chosen.update(spec, state, middle)[1]
     return attended_share(chosen, spec, state, asking, last)
 

@@ -1,40 +1,313 @@
 """Losses of sparse attention after prompts of a real model, at equal shares of the keys.
 
-The beginning of each text is a prompt, which is read exactly. The tokens after it are scored by
-teacher forcing; their queries attend to both ends of the prompt and to a share of the keys between.
-K and L of MagicPIG are chosen on the tokens of the same texts after those.
+The beginning of each text is a prompt. Full attention reads it once, and every method takes its
+queries, keys and values from there, because all of them attend exactly until the end of prefill.
+The tokens after it are scored by teacher forcing; their queries attend to both ends of the prompt
+and to a share of the keys between. K and L of MagicPIG and the mass of top-p are chosen on the
+tokens of the same texts after those. Parts are kept under out/, so that an interrupted run
+continues.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxkv import models
-from jaxkv.evals.lib.record import Record
+from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
-from jaxkv.evals.magicpig.sparse import SHARES, ScoredText, of_text
+from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.magicpig.matched_budgets import (
+    ASKED,
+    DRAWING,
+    CosineHistogram,
+    EndsOnly,
+    Masses,
+    Seen,
+)
+from jaxkv.evals.magicpig.sparse import ANGLES, SHARES, SINKS, WINDOW, excess_loss
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.device import cores
+from jaxkv.models.divergence import divergence
+from jaxkv.models.llm import Llm
+from jaxkv.models.score import gather, hidden_by_chunk
+from jaxkv.policies import Full, MagicPIG
+from jaxkv.policy_spec import format_policy
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 PROMPT, SCORED = 2_048, 256  # tokens
+EVERY = 16  # of the queries by which K, L and the mass are chosen
+TIMED = 4  # tokens of a text that are read one by one, for the time
+COLUMNS = ("loss", "kl", "agreement", "read", "bytes", "seconds")  # of a method, by text
 
 
 def main() -> None:
     ask = ask_for_texts("jaxkv.evals.magicpig.sparse_losses", __doc__)
     ask.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    ask.add_argument("--scored", type=int, default=SCORED, help="tokens after the prompt")
     ask.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     ask.add_argument("--seeds", type=int, default=1, help="of methods that draw")
     given = ask.parse_args()
     if len(given.texts) < 2:
-        ask.error("--texts must name at least 2 files, got 1; intervals are over texts")
+        ask.error(f"--texts must name at least 2 files, got {len(given.texts)}; intervals are over "
+                  "texts")  # fmt: skip
+    if not all(0 < share <= 1 for share in given.shares):
+        ask.error(f"--shares must be above 0 and at most 1, got {given.shares}; try 0.05")
+    for name, least in (("prompt", SINKS + WINDOW + 1), ("scored", ASKED + 1), ("seeds", 1)):
+        if getattr(given, name) < least:
+            ask.error(f"--{name} must be at least {least}, got {getattr(given, name)}; give more")
     llm = models.load(given.model, "float32")
-    size = given.prompt + SCORED + 1
+    size = given.prompt + given.scored + 1
     read = {path: tokens_of(llm, path, 2 * size)[0] for path in given.texts}
     short = [path.stem for path, ids in read.items() if len(ids) < 2 * size]
     if short:
         ask.error(f"--texts must have {2 * size} tokens, {', '.join(short)} has fewer; give others")
-    stretches, after = ([ids[at : at + size] for ids in read.values()] for at in (0, size))
-    text = ScoredText(llm, given.texts, stretches, after, given.prompt)
+    texts = [RecordedText(llm, ids[:size], given.prompt) for ids in read.values()]
+    after = [RecordedText(llm, ids[size:], given.prompt) for ids in read.values()]
     record = Record(
         "sparse_135m", [*llm.files, *given.texts], list(range(given.seeds)), given.quick
     )
-    record.finish({"perplexity": {llm.name: of_text(text, given.shares, {}, given.seeds)}})
+    found = MethodLosses(llm, texts, after[:ANGLES], given.seeds, record).all(given.shares)
+    record.finish({"texts": [path.stem for path in given.texts], "perplexity": {llm.name: found}})
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedText:
+    """The beginning of one text: a prompt, and tokens after it of which all but the last are fed.
+
+    tokens: of both. prompt: tokens of the prompt.
+    """
+
+    llm: Llm
+    tokens: Sequence[int]
+    prompt: int
+
+    @cached_property
+    def seen(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Queries, keys and values [T,*,H] of every layer under full attention."""
+        (found,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
+        return found
+
+    def chunk(self, layer: int, part: slice) -> Chunk:
+        """A part of what one layer attended with."""
+        positions = np.arange(len(self.tokens) - 1, dtype=np.uint32)
+        every = *self.seen[layer], positions, np.ones(len(positions), bool)
+        return Chunk(*(jnp.asarray(a[None, part]) for a in every))
+
+    def after_prompt(self, policy: Policy, seed: int) -> models.Stream:
+        """A stream that has taken the prompt in, prefill finished."""
+        stream = models.Stream(self.llm, policy, seed=seed)
+        stream.reserve(self.prompt)
+        spec, given = self.llm.spec, slice(self.prompt)
+        states = tuple(
+            absorb(one, spec, state, self.chunk(layer, given))
+            for layer, (one, state) in enumerate(
+                zip(stream.policies, stream.decoding.states, strict=True)
+            )
+        )
+        position = jnp.full(1, self.prompt, jnp.uint32)
+        stream.decoding = stream.decoding._replace(states=states, position=position)
+        stream.finish_prefill()
+        return stream
+
+    def after(self, stream: models.Stream) -> Float[Array, "D 1 T"]:
+        """The last layer's output for the tokens after the prompt, which the stream reads."""
+        rest = self.tokens[self.prompt :]
+        ((found, _, _),) = hidden_by_chunk(self.llm, stream, np.asarray(rest, np.int32), len(rest))
+        return found[:, :, : len(rest) - 1]
+
+    @cached_property
+    def full(self) -> Float[Array, "D 1 T"]:
+        """`after` under full attention."""
+        size = len(self.tokens)
+        return self.after(self.after_prompt(Full(max=size, start=size), 0))
+
+    def measured(self, policy: Policy, seed: int) -> tuple[float, ...]:
+        """The first five COLUMNS under a policy; exits where a loss is not finite."""
+        stream = self.after_prompt(policy, seed)
+        read = 1.0 if isinstance(policy, Full) else self.share_read(stream)
+        targets = jnp.asarray([self.tokens[self.prompt + 1 :]], jnp.int32)
+        other = self.after(stream)
+        found = compared(self.llm.config, self.llm.weights, self.full, other, targets)
+        loss, kl, agreement = (np.asarray(a, np.float64).mean() for a in found)
+        if not np.isfinite([loss, kl]).all():
+            raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
+        return loss, kl, agreement, read, stream.state_bytes
+
+    def share_read(self, stream: models.Stream) -> float:
+        """The share of the keys between the ends that the last queries attend to, over layers."""
+        last = len(self.tokens) - 1 - ASKED
+        middle, asking = slice(self.prompt, last), slice(last, None)
+        states = enumerate(zip(stream.policies, self.with_room(stream), strict=True))
+        return float(np.mean([
+            matched_budgets.share_after(
+                policy, self.llm.spec, state, self.chunk(layer, middle), self.chunk(layer, asking),
+                last,
+            )
+            for layer, (policy, state) in states
+        ]))  # fmt: skip
+
+    def with_room(self, stream: models.Stream) -> tuple[State, ...]:
+        """The states of the stream, with room for the tokens after the prompt."""
+        lengths = stream.lengths
+        stream.reserve(len(self.tokens) - 1 - self.prompt)
+        stream.lengths = lengths  # room alone reads no token
+        return stream.decoding.states
+
+    def seconds(self, policy: Policy, seed: int) -> float:
+        """Seconds per token, one token at a time, compilation apart."""
+        stream = self.after_prompt(policy, seed)
+        some = self.tokens[self.prompt : self.prompt + TIMED + 1]
+        self.with_room(stream)
+        return gather(models.losses(self.llm, some, chunk=1, stream=stream))[1] / TIMED
+
+
+class MethodLosses:
+    """The losses of all methods on some texts."""
+
+    def __init__(
+        self,
+        llm: Llm,
+        texts: Sequence[RecordedText],
+        between: Sequence[RecordedText],
+        seeds: int,
+        record: Record,
+    ):
+        """between: of other tokens, on which K, L and the mass are chosen."""
+        self.llm, self.texts, self.between, self.seeds, self.record = (
+            llm, texts, between, seeds, record,
+        )  # fmt: skip
+        self.size = len(texts[0].tokens)
+
+    def all(self, shares: Sequence[float]) -> dict[str, Any]:
+        """By share and method, the loss minus that of full attention, and what it costs."""
+        prompt, scored = self.texts[0].prompt, self.size - self.texts[0].prompt - 1
+        drawn = len(DRAWING) * self.seeds
+        methods = len(matched_budgets.methods(0.1, (4, 4), SINKS, WINDOW, 0.5))
+        self.parts = Parts(self.record, 4 + len(shares) * (methods - len(DRAWING) + drawn))
+        base = self.of(Full(max=self.size), False)
+        full = columns(base)
+        found: dict[str, Any] = {
+            "prompt": prompt, "scored": scored, "sinks": SINKS, "window": WINDOW,
+            "stretches": len(self.texts), "seeds": self.seeds, "timed": TIMED,
+            "full": {"loss": full["loss"].mean(), "each": full["loss"][0].tolist()} | cost(full),
+            "ends alone": self.line(EndsOnly(sinks=SINKS, window=WINDOW), False, base),
+            "shares": {},
+        }  # fmt: skip
+        angles, masses = self.angles(), self.masses()
+        for share in shares:
+            tables, mass = matched_budgets.tables(angles, share), masses.reaching(share)
+            chosen = matched_budgets.methods(share, tables, SINKS, WINDOW, mass)
+            found["shares"][f"{share:g}"] = {
+                name: self.line(one, name in DRAWING, base) for name, one in chosen.items()
+            }
+            jax.clear_caches()  # a process can map only this many compiled programs
+        return found | {"commits_of_parts": self.parts.commits}
+
+    def line(self, policy: Policy, drawing: bool, base: np.ndarray) -> dict[str, Any]:
+        """The entry of one method in the record."""
+        found = columns(self.of(policy, drawing))
+        return {
+            "policy": format_policy(policy),
+            "over_full": excess_loss(found["loss"], columns(base)["loss"]),
+            "kl": excess_loss(found["kl"], np.zeros_like(found["kl"])),
+            "agreement": found["agreement"].mean(),
+            "share_read": {"mean": found["read"].mean(), "each": found["read"].mean(0).tolist()},
+        } | cost(found)
+
+    def of(self, policy: Policy, drawing: bool) -> np.ndarray:
+        """The COLUMNS of a method [seeds,texts,C]."""
+        return np.stack([
+            self.part(
+                f"{format_policy(policy)}, seed {seed}", self.texts,
+                partial(self.measured, self.roomy(policy), seed),
+            )
+            for seed in range(self.seeds if drawing else 1)
+        ])  # fmt: skip
+
+    def roomy(self, policy: Policy) -> Policy:
+        """The policy with slots for the whole text at once, so that none are empty."""
+        prompt = self.texts[0].prompt
+        if isinstance(policy, MagicPIG):
+            return replace(policy, start=prompt, tail=self.size - prompt)
+        return replace(policy, start=self.size)
+
+    def measured(self, policy: Policy, seed: int) -> np.ndarray:
+        """The COLUMNS of each text [texts,C]; the texts have seeds of their own."""
+        seeds = [seed + self.seeds * number for number in range(len(self.texts))]
+        one = lambda text, seed: text.measured(policy, seed)  # noqa: E731
+        found = [one(self.texts[0], seeds[0])]  # compiles
+        with ThreadPoolExecutor(cores()) as pool:
+            found += pool.map(one, self.texts[1:], seeds[1:])
+        times = [text.seconds(policy, seed) for text, seed in zip(self.texts, seeds, strict=True)]
+        return np.column_stack([found, times])
+
+    def angles(self) -> CosineHistogram:
+        """Those by which K and L are chosen."""
+        found = self.part("angles", self.between, lambda: np.stack(
+            matched_budgets.angles(self.llm.spec, *self.seen_between(), SINKS, WINDOW, EVERY)
+        ))  # fmt: skip
+        return CosineHistogram(*found)
+
+    def masses(self) -> Masses:
+        """Those by which the mass of top-p is chosen."""
+        found = self.part("masses", self.between, lambda: np.stack(
+            matched_budgets.masses(self.llm.spec, *self.seen_between(), SINKS, WINDOW, EVERY)
+        ))  # fmt: skip
+        return Masses(*found)
+
+    def seen_between(self) -> tuple[list[Seen], int]:
+        return [text.seen for text in self.between], self.between[0].prompt
+
+    def part(
+        self, name: str, texts: Sequence[RecordedText], compute: Callable[[], np.ndarray]
+    ) -> Any:
+        """A part, named by what it depends on."""
+        every = np.concatenate([np.asarray(text.tokens, np.int32) for text in texts])
+        prompt, hash_ = texts[0].prompt, zlib.crc32(every.tobytes())
+        return self.parts.part(f"{self.llm.name}, prompt {prompt}, {hash_:x}, {name}", compute)
+
+
+def columns(found: np.ndarray) -> dict[str, np.ndarray]:
+    """The values of each of the COLUMNS, by seed and text."""
+    return dict(zip(COLUMNS, np.moveaxis(found, -1, 0), strict=True))
+
+
+def cost(found: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Bytes of the caches with all tokens, and seconds per token."""
+    return {"state_bytes": found["bytes"].mean(), "seconds": spread(found["seconds"].ravel())}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def absorb(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> State:
+    """The state of one layer after a recorded chunk; nothing computes its attention."""
+    return policy.update(spec, state, chunk)[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def compared(
+    config: Config, weights: Weights, full: Float[Array, "D 1 T"], other: Float[Array, "D 1 T"],
+    targets: Int32[Array, "1 T"],
+) -> tuple[Float32[Array, " T"], Float32[Array, "1 T"], Bool[Array, "1 T"]]:  # fmt: skip
+    """Losses of the targets, KL from full attention in nats, and whether top tokens are equal.
+
+    full, other: outputs of the last layer under full attention and under a policy.
+    """
+    decoder = Decoder(config, weights)
+    exact, found = (decoder.logits(decoder.normed(x)) for x in (full, other))
+    picked = jnp.take_along_axis(found, targets[None], axis=0)[0]
+    return (jax.nn.logsumexp(found, axis=0) - picked, *divergence(exact, found))
 
 
 if __name__ == "__main__":

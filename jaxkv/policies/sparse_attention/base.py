@@ -182,14 +182,30 @@ def largest(
     count: Int32[Array, "#B #K #G #T 1"],
 ) -> Bool[Array, "B K G T S"]:
     """The `count` largest, of equals the first, or all where there are fewer."""
-    score = jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf)
-    slots = score.shape[-1]
-    rank = jnp.clip(slots - count, 0, slots - 1)
-    rank = jnp.broadcast_to(rank, (*score.shape[:-1], 1))
-    minimum = jnp.take_along_axis(jnp.sort(score, axis=-1), rank, axis=-1)
-    above, equal = score > minimum, (score == minimum) & among
+    order = _order(jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf))
+    threshold = _nth_largest(order, count)
+    above, equal = order > threshold, (order == threshold) & among
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
+
+
+def _order(score: Float32[Array, "... S"]) -> UInt32[Array, "... S"]:
+    """Integers in the order of the numbers; both zeros are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, np.float32(0), score), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
+
+
+def _nth_largest(
+    order: UInt32[Array, "... S"], count: Int32[Array, "... 1"]
+) -> UInt32[Array, "... 1"]:
+    """The largest number that at least `count` of S reach, bit by bit: a sort costs more."""
+
+    def one(place: Array, least: Array) -> Array:
+        more = least | (np.uint32(1 << 31) >> place.astype(jnp.uint32))
+        reach = jnp.sum(order >= more, axis=-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(reach >= count, more, least)
+
+    return jax.lax.fori_loop(0, 32, one, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
 
 
 def unweighted(selected: Bool[Array, "B K G T S"]) -> Float32[Array, "B K G T S"]:

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib import parts
+from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig import (
+    claims,
     matched_budgets,
+    report,
     sparse,
     sparse_losses,
     sparse_recall,
@@ -20,7 +24,7 @@ from jaxkv.evals.magicpig import (
 from jaxkv.evals.magicpig.inclusion import isotropic
 from jaxkv.evals.magicpig.matched_budgets import EndsOnly
 from jaxkv.evals.magicpig.sparse import ScoredText
-from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK
+from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK, TopP
 
 CONTEXT, SINKS, WINDOW = 96, 4, 8
 ENDS = {"sinks": SINKS, "window": WINDOW}
@@ -197,3 +201,51 @@ def test_losses_need_texts_of_some_length(texts, reported, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         sparse_losses.main()
     assert end.value.code == 2 and reported in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def read(text):
+    """The stretches as texts with a prompt."""
+    return [sparse_losses.RecordedText(text.llm, tokens, text.prompt) for tokens in text.stretches]
+
+
+@pytest.mark.slow
+def test_a_recorded_prompt_gives_the_losses_of_a_prompt_that_is_read(text, read):
+    for chosen in matched_budgets.methods(0.2, (4, 12), SINKS, WINDOW, 0.5).values():
+        (loss, kl, agreement, share, _), seed = read[1].measured(chosen, 3), 3
+        assert loss == pytest.approx(sparse.after_prompt(text, chosen, 1, seed), rel=1e-4), chosen
+        assert kl > 0 and 0 < agreement <= 1 and 0 < share < 0.6, chosen
+    loss, kl, agreement, share, _ = read[1].measured(FULL, 0)
+    assert (kl, agreement, share) == (pytest.approx(0, abs=1e-6), 1, 1)
+
+
+@pytest.mark.slow
+def test_the_mass_of_top_p_reads_the_requested_share(text, seen):
+    last = CONTEXT - matched_budgets.ASKED  # the queries on which shares are measured
+    found = matched_budgets.masses(text.llm.spec, seen, last, SINKS, WINDOW)
+    for share in (0.1, 0.3):
+        chosen = TopP(found.reaching(share), **ENDS)
+        read = matched_budgets.read(text.llm, chosen, seen, text.prompt)["mean"]
+        assert read == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_of_losses_continues(llm, text, read, monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "TRIALS", tmp_path)
+    between = [sparse_losses.RecordedText(llm, tokens, text.prompt) for tokens in text.between]
+    record = Record("sparse_135m", quick=True)
+    run = lambda: sparse_losses.MethodLosses(llm, read, between, 2, record).all([0.3])  # noqa: E731
+    found = run()
+    monkeypatch.setattr(sparse_losses.RecordedText, "after_prompt", None)
+    assert run() == found
+    lines = found["shares"]["0.3"]
+    assert list(lines) == list(matched_budgets.methods(0.3, (4, 4), SINKS, WINDOW, 0.5))
+    for name, line in lines.items():
+        assert line["share_read"]["mean"] == pytest.approx(0.3, abs=0.15), name
+        assert line["seconds"]["n"] == (6 if name in matched_budgets.DRAWING else 3)
+        assert line["over_full"]["mean"] < found["ends alone"]["over_full"]["mean"] + 0.1, name
+    verdicts = {"perplexity": {"ours": found}}
+    assert "topp" in claims.less_than_others(verdicts)[0]
+    assert claims.little_is_lost(verdicts)[0]
+    table = report.rows(verdicts["perplexity"]).splitlines()
+    assert len(table) == 6 + len(lines) and {row.count("|") for row in table[2:]} == {9}
