@@ -26,6 +26,7 @@ import pytest
 from jaxkv import models
 from jaxkv.cli import serve
 from tests.cli.test_bad_input import refused
+from tests.seldom import seldom
 from tests.server.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,9 @@ def test_too_little_memory_says_how_much_is_needed(run, words, expected):
     refused(run("serve", "--port", "0", *words), *expected)
 
 
-@pytest.mark.parametrize("words", [(), ("--memory", "48MiB"), ("--prefix-memory", "0")])
+@pytest.mark.parametrize(
+    "words", [(), seldom(("--memory", "48MiB")), seldom(("--prefix-memory", "0"))]
+)
 def test_memory_at_the_start_is_that_of_the_plan(words):
     """Within 10 %, for the default model, in the arrays that JAX has on the device."""
     parser = argparse.ArgumentParser()

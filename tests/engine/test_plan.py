@@ -11,6 +11,7 @@ from jaxkv.engine import Engine, PrefixConfig
 from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, EngineBytes, plan_memory, sizes
 from jaxkv.errors import UserError
 from tests.engine.plain import plain
+from tests.seldom import seldom
 
 SIZES = EngineBytes(weights=1000, prefills=50, sequence=100, prefix=40)
 
@@ -58,7 +59,9 @@ def test_prefixes_on_the_host_take_memory_of_a_cpu():
         plan_memory(SIZES, 1390, host_prefixes=300)
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14", "balance-stream"])
+@pytest.mark.parametrize(
+    "policy", ["full", "streaming:sinks=2,window=14", seldom("balance-stream")]
+)
 @pytest.mark.parametrize("spare", [0, 10])
 def test_an_engine_keeps_to_its_plan(policy, spare):
     """spare: prefixes."""
