@@ -118,7 +118,7 @@ context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times the length of a sample")
 named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
-runtime.ScrollingText(
+runtime.TextBox(
     sink_variants.loss_table({name: loss for one in named for name, loss in one.items()})
 )
 

@@ -91,7 +91,7 @@ served = {
     )
     for policy, entries in ENTRIES.items()
 }  # fmt: skip
-runtime.ScrollingText(conversations.reuse_table(served))
+runtime.TextBox(conversations.reuse_table(served))
 
 # %% tags=["picture"]
 caption = (
@@ -150,7 +150,7 @@ recorded = conversations.serve_both(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
     PrefixConfig(num_blocks=runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
-runtime.ScrollingText(conversations.reuse_table({POLICY: recorded}))
+runtime.TextBox(conversations.reuse_table({POLICY: recorded}))
 
 # %%
 caption = f"from a free slot to the first token, one dot per request; {runtime.device()}"

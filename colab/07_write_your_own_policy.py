@@ -115,7 +115,7 @@ def cached_tokens(n):
 
 capacity = small.near * small.stride  # up to here, no token is evicted
 laws = check_laws(small, capacity, cached_tokens)
-runtime.ScrollingText(table(laws))
+runtime.TextBox(table(laws))
 
 # %% [markdown]
 # In your own tests, call `check_policy(small)`, which raises an error if a law is broken. The laws
@@ -133,7 +133,7 @@ class Twice(Strided):
 
 
 broken = check_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
-runtime.ScrollingText(table(broken))
+runtime.TextBox(table(broken))
 
 # %% [markdown]
 # ## Comparison with other policies
@@ -160,7 +160,7 @@ scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.n
 results = [compare.result(llm, name, scores[name], 500) for name in POLICIES]
 results.append(compare.result(llm, "strided", models.score(llm, ids, own), 500, own))
 print(f"{own} caches tokens from up to {own.stride * own.far} positions back")
-runtime.ScrollingText(compare.table(results))
+runtime.TextBox(compare.table(results))
 
 # %% tags=["picture"]
 caption = "The Hound of the Baskervilles, mean of 500 tokens per point; full: see the table"
