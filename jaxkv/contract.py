@@ -53,7 +53,7 @@ The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -61,24 +61,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.errors import UserError
+from jaxkv.old_contract import refuse_old_members
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 State = Any  # a NamedTuple of arrays, possibly nested; every array begins with B
-# Old members of the contract and what replaces them, for a policy written before the change.
-RENAMED = {
-    "attend": "update",
-    "extend": "update",
-    "decode": "update",
-    "take": "update",
-    "kept": "cached",
-    "axes": "leaves",
-    "formula": "bytes_per_sequence",
-    "seal": "finish_prefill",
-    "of_layer": "for_layer",
-    "reach": "max_lookback",
-    "least": "min_prompt",
-}
 
 
 @dataclass(frozen=True)
@@ -187,9 +174,7 @@ class Policy:
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        old = [name for name in RENAMED if name in vars(cls)]
-        if old and cls.update is Policy.update:
-            raise UserError(f"{cls.__name__} has members of an older contract: {_replace(old)}")
+        refuse_old_members(cls)
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""
@@ -223,36 +208,6 @@ class Policy:
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
         return self
-
-
-def check_is_policy(policy: object) -> None:
-    """Raise UserError for what is no policy, or one of the contract with `attend` and `extend`."""
-    old = [name for name in ("attend", "extend", "kept", "axes", "formula") if name in dir(policy)]
-    if isinstance(policy, Policy):
-        return
-    if old and not isinstance(policy, type):
-        raise UserError(
-            f"{type(policy).__name__} follows an older contract: subclass jaxkv.Policy and "
-            f"{_replace(old)}"
-        )
-    if "update" in dir(policy) and not isinstance(policy, type):
-        raise UserError(
-            f"a policy is a frozen dataclass that subclasses jaxkv.Policy, got {policy!r}; write "
-            f"class {type(policy).__name__}(jaxkv.Policy)"
-        )
-    raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
-
-
-def _replace(old: Sequence[str]) -> str:
-    """What to write in place of old members, to complete a message."""
-    by_new: dict[str, list[str]] = {}
-    for name in old:
-        by_new.setdefault(RENAMED[name], []).append(name)
-    return ", ".join(
-        f"replace {' and '.join(names)} by "
-        + ("one update(spec, state, chunk) -> (Partial, state)" if new == "update" else new)
-        for new, names in by_new.items()
-    )
 
 
 def check_prefill(finished: bool) -> None:

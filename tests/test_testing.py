@@ -240,6 +240,7 @@ def test_a_policy_may_attend_before_it_evicts(size, holds):
     assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
 
 
+@dataclasses.dataclass(frozen=True)
 class Old:
     """A policy of the contract before `update`."""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxkv.contract import Policy, check_is_policy
+from jaxkv.arguments import check_is_policy
+from jaxkv.contract import Policy
 from jaxkv.testing.laws import LAWS, Law
 from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find_capacity
 

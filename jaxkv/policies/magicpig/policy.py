@@ -163,7 +163,7 @@ class MagicPIG(Policy):
     ) -> tuple[Partial, IndexState]:
         numbers = index.token_numbers(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         whole = merge(seen, local_attention(spec, chunk))
         return dense.refuse_overfull(whole, after.dense), after
@@ -175,10 +175,10 @@ class MagicPIG(Policy):
         numbers = index.token_numbers(state, chunk.valid)
         state = index.append(spec, state, chunk, self.settings)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         return dense.refuse_overfull(seen, state.dense), state
 
-    def attend(
+    def attend_after_prefill(
         self, spec: Spec, state: IndexState, q: Float[Array, "B T N H"],
         numbers: Int32[Array, "B T"], positions: UInt32[Array, "B T"],
     ) -> Partial:  # fmt: skip
