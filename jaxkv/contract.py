@@ -29,14 +29,15 @@ Randomness lives in the state. A draw is a function of the sequence's seed and o
 position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
 on devices.
 
-The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on every policy here.
+The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12 and 13, which have
+functions of their own, `check_unbiased` and `check_protected`. tests/laws checks every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.
  3 The sequences of a batch are independent.
  4 Below capacity the output is full attention.
  5 The state and the output do not depend on chunking.
- 6 A step sharded over KV heads equals the unsharded step.
+ 6 The KV heads are independent, so a step can be sharded over them.
  7 Taking, putting, saving and moving sequences to the host is exact.
  8 Equal settings compile once, for any number of tokens.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.

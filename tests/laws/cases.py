@@ -82,6 +82,11 @@ class Case(NamedTuple):
         return getattr(self.policy, "cache", "float") == "int8"
 
     @property
+    def window(self) -> int:
+        """How many newest tokens are never evicted."""
+        return getattr(self.policy, "window", 0)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return self.chunks or (1, 3, 7, self.capacity, 2 * self.capacity + 1)
 
