@@ -167,11 +167,20 @@ class Policy:
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
     prompt that `finish_prefill` compresses or indexes; None if it does nothing. grows: whether the
     cache grows with the tokens, so that the caller must `reserve`.
+
+    For `jaxkv policies` and docs/policies.md: summary: what is cached. source: the paper. use_for,
+    avoid_for: uses for which the policy is a good or a bad choice. bytes_formula: what
+    `bytes_per_sequence` computes, in the letters of docs/policies.md.
     """
 
     max_lookback: int | float = math.inf
     min_prompt: int | None = None
     grows: ClassVar[bool] = False
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    use_for: ClassVar[str] = ""
+    avoid_for: ClassVar[str] = ""
+    bytes_formula: ClassVar[str] = ""
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)

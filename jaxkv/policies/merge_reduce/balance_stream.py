@@ -51,6 +51,11 @@ class BalanceStream(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    use_for: ClassVar[str] = "endless text, with a sample that preserves attention"
+    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
+    bytes_formula: ClassVar[str] = (
+        "(sinks + window) * t + K * (levels + 1) * block // 2 * u + 8 * K + 8"
+    )
 
     def __post_init__(self) -> None:
         import_pallas()
@@ -96,6 +101,4 @@ class BalanceStream(Policy):
         return base.cached(self._settings, state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4)
-        + K * (levels + 1) * block // 2 * (2 * H * itemsize + 4) + 8 * K + 8"""
         return base.nbytes(self._settings, spec)

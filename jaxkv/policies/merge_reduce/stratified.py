@@ -39,6 +39,9 @@ class Stratified(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
+    use_for: ClassVar[str] = "endless text, with a sample spread evenly over it"
+    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
+    bytes_formula: ClassVar[str] = "(sinks + window) * t + K * sample * u + 8 * K + 8"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
@@ -74,6 +77,4 @@ class Stratified(Policy):
         return base.cached(self._settings, state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)
-        + 8 * K + 8"""
         return base.nbytes(self._settings, spec)

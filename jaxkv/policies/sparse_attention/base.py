@@ -80,6 +80,8 @@ class SparsePolicy(Policy):
     leaves: ClassVar[SparseState] = LEAVES
     grows: ClassVar[bool] = True
     min_prompt: ClassVar[int] = 0
+    avoid_for: ClassVar[str] = "speed or memory: it reads every key"
+    bytes_formula: ClassVar[str] = "start * t + 4 + 8 * K, doubling as tokens come"
 
     def __post_init__(self) -> None:
         dense.check(self.sinks, self.window, self.start, "sinks=4,window=64,start=512")
@@ -101,7 +103,6 @@ class SparsePolicy(Policy):
         return ring.cached(state.dense)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling as tokens come"""
         slots = dense.slots_for(tokens, self.start, dense.MAX_SLOTS)
         return ring.nbytes(spec, slots) + 8 * spec.kv_heads
 

@@ -36,6 +36,7 @@ class TopP(SparsePolicy):
         "every token; a query attends to sinks, window and the keys that reach a mass"
     )
     source: ClassVar[str] = "top-p as in vAttention, arXiv 2510.05688"
+    use_for: ClassVar[str] = "an oracle baseline: attention to the keys that reach a mass"
 
     def __post_init__(self) -> None:
         base.check_share("mass", self.mass, 0.9)
