@@ -95,11 +95,12 @@ def update(
 ) -> tuple[Partial, TreeState]:
     """At most a block of tokens at a time, during which the levels change once at most."""
 
-    def one(state: TreeState, piece: Chunk) -> tuple[Partial, TreeState]:
-        some = _update_block if piece.valid.shape[1] > 1 else _update_one
-        return some(settings, spec, state, piece)
+    def update_piece(state: TreeState, piece: Chunk) -> tuple[Partial, TreeState]:
+        if piece.valid.shape[1] == 1:
+            return _update_one(settings, spec, state, piece)
+        return _update_block(settings, spec, state, piece)
 
-    return chunked_scan(one, state, chunk, settings.size.block)
+    return chunked_scan(update_piece, state, chunk, settings.size.block)
 
 
 def _update_one(
@@ -164,7 +165,7 @@ def last_writes(settings: TreeSettings, tokens: int) -> tuple[int, ...]:
     if num_evicted >= FOLD_AT:  # after folding it no longer determines the last write
         return (tokens,) * (settings.size.levels - 1)
     written = occupancy.last_writes(settings.size, max(0, num_evicted))
-    return tuple(last and last + before for last in written)
+    return tuple(last + before if last else 0 for last in written)
 
 
 def _num_sampled(settings: TreeSettings, num_evicted: UInt32[Array, "B T"]) -> Int32[Array, "B T"]:
