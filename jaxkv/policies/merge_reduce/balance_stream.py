@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
-
-from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving
-from jaxkv.policies.merge_reduce import base
-from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.base import TreePolicy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
-class BalanceStream(Policy):
+class BalanceStream(TreePolicy):
     """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of the others.
 
     If a self-balancing walk halves a block, attention to the block stays almost unchanged. The
@@ -59,9 +54,7 @@ class BalanceStream(Policy):
 
     def __post_init__(self) -> None:
         import_pallas()
-        ring.check(self.sinks, self.window, self.positions)
-        per_head.check_exponent(self.exponent, self.weighted)
-        rows.check(self.cache)
+        super().__post_init__()
         if self.levels < 1:
             raise UserError(f"levels must be at least 1, got {self.levels}; try levels=2")
         if self.block < 2 or self.block & (self.block - 1):
@@ -71,34 +64,12 @@ class BalanceStream(Policy):
                 f"block x 2^levels must be {2**24} at most, got block={self.block} and "
                 f"levels={self.levels}; try block=64,levels=2"
             )
-        _ = self._settings
+        _ = self.halving  # checks its settings
 
     @property
-    def _settings(self) -> TreeSettings:
-        halving = Halving(self.mode, self.temperature, self.c)
-        size = TreeSize(self.levels, self.block)
-        cache_relative = self.positions == "cache"
-        exponent = self.exponent if self.weighted else 0.0
-        return TreeSettings(
-            self.sinks, self.window, size, halving, exponent, cache_relative, self.cache
-        )
+    def size(self) -> TreeSize:
+        return TreeSize(self.levels, self.block)
 
     @property
-    def max_lookback(self) -> int | float:
-        return base.max_lookback(self._settings)
-
-    @property
-    def leaves(self) -> TreeState:
-        return base.leaves(self._settings)
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
-        return base.init(self._settings, spec, batch, rng)
-
-    def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
-        return base.update(self._settings, spec, state, chunk)
-
-    def cached(self, spec: Spec, state: TreeState) -> Cached:
-        return base.cached(self._settings, state)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(self._settings, spec)
+    def halving(self) -> Halving:
+        return Halving(self.mode, self.temperature, self.c)
