@@ -277,10 +277,10 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 # %% [markdown]
 # ## Next steps
 #
-# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`
-# and `source` for `jaxkv policies`. Add one line to `jaxkv/policies/__init__.py`, so that
-# `--policy strided:near=16` finds the policy, and one line each to `tests/laws/cases.py` and
-# `evals/lib/policy_tables.py`. The tests then check all laws, also in other dtypes, with other
+# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`,
+# `source`, `use_for`, `avoid_for` and `bytes_formula` for `jaxkv policies` and docs/policies.md. Add
+# one line to `jaxkv/policies/__init__.py`, so that `--policy strided:near=16` finds the policy, and
+# one line to `tests/laws/cases.py`. The tests then check all laws, also in other dtypes, with other
 # position encodings and sharded over several devices. A policy that scores tokens by attention does
 # so inside `update`. A growing policy overrides `reserve`. A policy that compresses a finished prompt
 # overrides `finish_prefill`.

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import Decoding
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, ROOM, Stream
+from jaxkv.models.streams import ROOM, Stream
 from jaxkv.models.text import (
     OutputText,
     sampling_for,
@@ -42,7 +43,7 @@ class Conversation:
     def __init__(
         self,
         llm: Llm,
-        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
         system: str | None = None,
         seed: int = 0,
     ):

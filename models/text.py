@@ -13,12 +13,13 @@ from numbers import Real
 import jax
 import numpy as np
 
+from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, Stream
+from jaxkv.models.streams import Stream
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.policy_spec import format_policy, max_lookback
 from jaxkv.sampling import Sampling
@@ -124,7 +125,7 @@ class OutputText:
 def generate(
     llm: Llm,
     prompt: Prompt | Sequence[Prompt],
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     max_new_tokens: int = 256,
     *,
     sampling: Sampling | None = None,
@@ -160,7 +161,7 @@ def generate(
 def stream(
     llm: Llm,
     prompt: Prompt,
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     max_new_tokens: int | None = None,
     *,
     sampling: Sampling | None = None,
@@ -232,7 +233,7 @@ class Generation:
         self,
         llm: Llm,
         prompts: Sequence[Sequence[int]],
-        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
         max_new_tokens: int | None = 256,
         sampling: Sampling | None = None,
         knobs: Mapping[str, float] | None = None,

@@ -33,7 +33,7 @@ from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies import POLICIES, MagicPIG
-from jaxkv.policies.sparse_attention.base import Selector
+from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Array, Float
 
 SINKS, WINDOW, LEFT = 4, 61, 63  # ends of a prompt; tokens cached or attended between them
@@ -222,7 +222,7 @@ def attended(stream: models.Stream) -> dict[str, float]:
     Cached tokens are counted by layer and KV head; selected keys are averaged per layer.
     """
     llm, lengths = stream.llm, stream.lengths
-    if isinstance(stream.policies[0], Selector | MagicPIG):
+    if isinstance(stream.policies[0], SparsePolicy | MagicPIG):
         stream.reserve(1)
         stream.lengths = lengths
         between = int(lengths[0]) + 1 - SINKS - WINDOW

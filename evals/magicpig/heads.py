@@ -116,7 +116,7 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: CapturedLayer, seed: jax.Array
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
     state = index.append(spec, state, after, chosen.settings)
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
-    out = chosen.attend(spec, state, q, numbers, after.positions).out
+    out = chosen.attend_after_prefill(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     attended = jax.lax.map(
         lambda one: magicpig.find(state, chosen.settings, chosen.budget, *one).count, tuple(each)

@@ -161,7 +161,9 @@ def where(tokens: int) -> tuple[jax.Array, jax.Array]:
 def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     """The policy's attention for one token, without writing it to the cache."""
     number, position = where(tokens)
-    return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
+    return POLICY.attend_after_prefill(
+        SPEC, state, q[:, None], number[:, None], position[:, None]
+    ).out[:, 0]
 
 
 def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:

@@ -113,7 +113,7 @@ def error_of_tables(
     state = chosen.reserve(SPEC, chosen.init(SPEC, 1, jax.random.key(seed)), count)
     state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
-    out = chosen.attend(SPEC, state, q[:, None], number, last).out
+    out = chosen.attend_after_prefill(SPEC, state, q[:, None], number, last).out
     selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = queries(drawing.logits, seed)
     exact = attend(of, sparse_attention.unweighted(of.selectable), v).out

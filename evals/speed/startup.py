@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv import models
+from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 from jaxkv.models import smollm2
@@ -32,7 +32,6 @@ from jaxkv.models.decoding import compiled_decode_block, prefill_programs
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.llm import Llm, without_weights
 from jaxkv.models.published import open_published
-from jaxkv.models.streams import DEFAULT_POLICY
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -40,7 +39,7 @@ ENGINE = f"""
 import sys
 from jaxkv import models
 from jaxkv.models.serving import make_engine
-make_engine(models.load("{smollm2.NAME}"), "{DEFAULT_POLICY}")
+make_engine(models.load("{smollm2.NAME}"), "{defaults.POLICY}")
 print("ready")
 """
 PROMPT, TOKENS = "Once upon a time", "64"

@@ -171,16 +171,16 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
     nth = jnp.concatenate([nth, chunk_nth], axis=1)
     order = jnp.argsort(nth, axis=1).astype(jnp.int32)
     positions = jnp.concatenate([recent.positions[:, sinks:], chunk.positions], axis=1)
-    stored = (rows.cut(leaf, sinks, sinks + window) for leaf in recent[:2])
-    fresh = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
-    both = (
-        jax.tree.map(
-            lambda old, new: jnp.concatenate([old, new], axis=2), old, rows.store(new, old)
-        )
-        for old, new in zip(stored, fresh, strict=True)
-    )
+    k, v = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
+
+    def with_chunk(stored: Rows, new: Array) -> Rows:
+        old = rows.cut(stored, sinks, sinks + window)
+        pairs = old, rows.store(new, old)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *pairs)
+
     tokens = SampledTokens(
-        *both,
+        with_chunk(recent.k, k),
+        with_chunk(recent.v, v),
         jnp.broadcast_to(positions[:, None], (positions.shape[0], kv_heads, positions.shape[1])),
     )
     return Evicted(tokens, jnp.take_along_axis(order, before, axis=1), gone > before)

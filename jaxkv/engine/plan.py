@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxkv.defaults import MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
 from jaxkv.engine import pool
 from jaxkv.engine.handle import resolve_max_len
 from jaxkv.engine.model import Model
@@ -13,10 +14,6 @@ from jaxkv.engine.programs import PREFILLS, empty_batch, init_prefill
 from jaxkv.errors import UserError
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
-
-MAX_BATCH = 16  # sequences, where neither they nor memory set fewer
-PREFIX_MEMORY = 2**29  # bytes for prefixes, where neither they nor memory are given
-SHARE = 0.9  # of the free memory, where none is given
 
 
 class ServingMemory(NamedTuple):
@@ -57,7 +54,7 @@ def plan_memory(
     free: int | None = None,
     host_prefixes: int = 0,
 ) -> ServingMemory:
-    """Divide `given` bytes, or SHARE of the `free` ones: weights, then sequences, then prefixes.
+    """Divide `given` bytes, or MEMORY_SHARE of the `free` ones: weights, sequences, then prefixes.
 
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
     take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
@@ -76,14 +73,14 @@ def plan_memory(
             f"--prefix-memory must hold one prefix ({show(sizes.prefix)}), got {show(prefixes)}; "
             "give more, or 0 for no prefix cache"
         )
-    limit = given if given is not None or free is None else int(free * SHARE)
+    limit = given if given is not None or free is None else int(free * MEMORY_SHARE)
     if limit is None:
         chosen = PREFIX_MEMORY if prefixes is None else prefixes
         return ServingMemory(None, max_batch or MAX_BATCH, chosen)
     fixed = sizes.weights + sizes.prefills + (prefixes or 0) + host_prefixes
     least = fixed + (max_batch or 1) * sizes.sequence
     if least > limit:
-        what = "memory" if given is not None else f"{SHARE:.0%} of the free memory"
+        what = "memory" if given is not None else f"{MEMORY_SHARE:.0%} of the free memory"
         parts = _parts(sizes, max_batch, prefixes, host_prefixes)
         raise UserError(
             f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "

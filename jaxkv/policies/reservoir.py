@@ -63,6 +63,11 @@ class Reservoir(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of the evicted tokens"
     source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
+    use_for: ClassVar[str] = "endless text where distant tokens may matter"
+    avoid_for: ClassVar[str] = (
+        "texts where only the newest tokens matter: loss and time per token are higher"
+    )
+    bytes_formula: ClassVar[str] = "(sinks + window) * t + K * sample * u + 8 * K + 8"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
@@ -115,8 +120,6 @@ class Reservoir(Policy):
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)
-        + 8 * K + 8"""
         recent = ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)
         sample = per_head.nbytes(spec, self.sample, self.cache)
         return recent + sample + 8 * spec.kv_heads + 4

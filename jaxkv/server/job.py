@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from jaxkv.defaults import MAX_TOKENS
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError
 from jaxkv.sampling import TEMPERATURE, Sampling
@@ -22,7 +23,6 @@ from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 PROBED = 16  # characters per token of max_len that are tokenized first
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
-MAX_TOKENS = 2**17  # of a prompt, and of an answer, where max_len sets no limit
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

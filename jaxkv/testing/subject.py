@@ -260,13 +260,10 @@ def close(one: State, other: State, tolerance: float = 1e-6) -> bool:
     return True
 
 
-def dense(
-    spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
-) -> Float[np.ndarray, "B T N H"]:
-    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
-    group = tokens.q.shape[2] // spec.kv_heads
+def dense_logits(spec: Spec, tokens: Chunk) -> Float[np.ndarray, "B N T S"]:
+    """The logits of all pairs of tokens in plain numpy."""
     q, k = (rotate(spec, np.asarray(x, np.float64), tokens.positions) for x in tokens[:2])
-    k, v = (np.repeat(np.asarray(x, np.float64), group, axis=2) for x in (k, tokens.v))
+    k = np.repeat(k, tokens.q.shape[2] // spec.kv_heads, axis=2)
     logits = np.einsum("btnh,bsnh->bnts", q, k) * spec.scale
     if spec.softcap is not None:
         logits = spec.softcap * np.tanh(logits / spec.softcap)
@@ -274,6 +271,15 @@ def dense(
         at = tokens.positions.astype(np.int64)
         distance = at[:, None, :, None] - at[:, None, None, :]
         logits -= np.asarray(spec.encoding.slopes)[:, None, None] * distance
+    return logits
+
+
+def dense(
+    spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
+) -> Float[np.ndarray, "B T N H"]:
+    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
+    logits = dense_logits(spec, tokens)
+    v = np.repeat(np.asarray(tokens.v, np.float64), tokens.q.shape[2] // spec.kv_heads, axis=2)
     seen = np.tri(logits.shape[2], dtype=bool) if seen is None else seen
     logits[:, :, ~seen] = -np.inf
     weights = np.exp(logits - logits.max(-1, keepdims=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -68,23 +67,3 @@ def inputs(
         weights = Angles(norms, shift, jnp.linalg.norm(jnp.float32(q), axis=-1))
     chosen = jnp.asarray(np.reshape(chosen, (batch, heads, sample)), jnp.int32)
     return q, k, v, chosen, jnp.asarray(count.reshape(batch, heads), jnp.int32), weights
-
-
-def structs(
-    shape: AttentionBenchShape, weight: str = "none", sharding: jax.sharding.Sharding | None = None
-) -> tuple:
-    """The shapes and dtypes of `inputs`."""
-    batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
-
-    def struct(*size: int, of: str = "float32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(size, of, sharding=sharding)
-
-    cache = struct(batch, kv_heads, slots, head_dim, of=dtype)
-    each = struct(batch, heads)
-    weights = {
-        "none": None,
-        "log": struct(batch, heads, sample),
-        "angles": Angles(struct(batch, kv_heads, slots), each, each),
-    }
-    chosen, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
-    return struct(batch, heads, head_dim, of=dtype), cache, cache, chosen, count, weights[weight]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.cli.serve import FAILED
-from tests.cli.test_serve import POLICY, ROOT, started
+from tests.cli.test_serve_process import POLICY, ROOT, started
 from tests.seldom import seldom
 from tests.server.conftest import eventually
 

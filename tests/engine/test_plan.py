@@ -7,8 +7,9 @@ import gc
 import jax
 import pytest
 
+from jaxkv.defaults import MAX_BATCH, PREFIX_MEMORY
 from jaxkv.engine import Engine, PrefixConfig
-from jaxkv.engine.plan import MAX_BATCH, PREFIX_MEMORY, EngineBytes, plan_memory, sizes
+from jaxkv.engine.plan import EngineBytes, plan_memory, sizes
 from jaxkv.errors import UserError
 from tests.engine.plain import plain
 from tests.seldom import seldom

@@ -14,7 +14,6 @@ The number of tokens so far says how full each level is (occupancy.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import Evicted, SampledTokens, pick, put, rerotate, uniforms
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
+from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce.occupancy import (
     TreeSize,
     filled_slots,
@@ -35,8 +35,6 @@ from jaxkv.policies.merge_reduce.occupancy import (
 )
 from jaxkv.typing import Array, Bool, Int32
 
-# keys, values [B,K,t,H], uniforms [B,K,t] -> the slots that stay, [B,K,t/2], in order
-Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
 # `num_evicted`, the number of tokens so far, is halved when it reaches this, so it never wraps. The
 # weight of every stored token is halved with it, so text before that point counts less.
 HALVE_COUNT_AT = np.uint32(2**31)
@@ -52,7 +50,7 @@ class Reducer(NamedTuple):
     """
 
     size: TreeSize
-    halve: Halve
+    halving: Halving
     cache_relative: bool
     spec: Spec
     cache: Cache = "float"
@@ -279,7 +277,7 @@ def _halve_level(
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
     draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
-    chosen = reducer.halve(keys, values, draws)
+    chosen = halve(reducer.halving, reducer.spec.scale, keys, values, draws).chosen
     stays = pick(both, chosen)
     if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)

@@ -56,6 +56,12 @@ class Balance(Policy):
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    use_for: ClassVar[str] = "a long prompt, compressed once, with a short answer"
+    avoid_for: ClassVar[str] = "endless text; prompts of which only a few tokens matter"
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K, doubling, until the end of prefill; then a quarter of that at "
+        "rounds=2, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -103,8 +109,6 @@ class Balance(Policy):
         return base.reserve(spec, state, tokens, self._ends)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
-        a quarter of that at rounds=2, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

@@ -86,14 +86,9 @@ def check_cache(cache: Cache, sinks: int, start: int) -> None:
         )
 
 
-def check(ends: ExactEnds, start: int, example: tuple[int, int] = (32, 32)) -> None:
-    """Raise UserError for impossible ends or first slots; example: ends that would do."""
-    sinks, window, _ = ends
-    if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
-        raise UserError(
-            f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
-            f"{sinks}, {window} and {start}; try sinks={example[0]},window={example[1]},start=512"
-        )
+def check(ends: ExactEnds, start: int) -> None:
+    """Raise UserError for impossible ends or first slots."""
+    dense.check(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:

@@ -63,6 +63,12 @@ class ExpectedAttention(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+    use_for: ClassVar[str] = "a long prompt that is continued, at the lowest loss"
+    avoid_for: ClassVar[str] = "endless text; models whose logits have a softcap"
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling without the last term, until "
+        "the end of prefill; then `capacity` tokens, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -101,9 +107,6 @@ class ExpectedAttention(Policy):
         return base.cached(spec, state.prompt)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling
-        without the last term, until the end of prefill; then `capacity` tokens, plus all generated
-        tokens"""
         heads, head_dim = spec.kv_heads * (spec.group or 0), spec.head_dim
         prompt = base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
         return prompt + 4 * heads * head_dim * (head_dim + 1)

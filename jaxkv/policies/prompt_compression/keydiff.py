@@ -39,6 +39,14 @@ class KeyDiff(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
+    use_for: ClassVar[str] = "a long prompt with single facts that are asked for later"
+    avoid_for: ClassVar[str] = (
+        "endless text; removing most of a prompt, where its loss is the highest"
+    )
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K, doubling, until the end of prefill; then `capacity` tokens, plus "
+        "all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -63,8 +71,6 @@ class KeyDiff(Policy):
         return base.reserve(spec, state, tokens, ENDS)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
-        `capacity` tokens, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

@@ -41,6 +41,14 @@ class SnapKV(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    use_for: ClassVar[str] = "a prompt that ends in its question"
+    avoid_for: ClassVar[str] = (
+        "endless text; several questions about one prompt, which is compressed for the first"
+    )
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "
+        "prefill; then `capacity` tokens, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -78,8 +86,6 @@ class SnapKV(Policy):
         return base.reserve(spec, state, tokens, self._ends)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + window * (4 * K * G * H + 4), doubling,
-        until the end of prefill; then `capacity` tokens, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, self.window, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.contract import Spec
-from jaxkv.policies.discrepancy import Halving, halve
+from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy, tree
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policies.merge_reduce.tree import Reducer, absorb
@@ -51,10 +51,7 @@ def error_of_tree(how, t):
     shape = TreeSize(levels=int(np.log2(N // t)) + 2, block=t)
     spec = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 
-    def chosen(keys, values, uniforms):
-        return halve(how, spec.scale, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, chosen, False, spec)
+    reducer = Reducer(shape, how, False, spec)
 
     @jax.jit
     def sample_stream(k, v):
@@ -111,10 +108,7 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
     """
     shape, batch, tokens = TreeSize(levels, 8), 2, 3000
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, False, LAYOUT)
+    reducer = Reducer(shape, Halving("coin"), False, LAYOUT)
     seeds = jax.random.bits(jax.random.key(3), (batch, 2, 2), jnp.uint32)
     zeros = jnp.zeros((batch, 2, 1, 1))
 
@@ -150,10 +144,7 @@ def test_a_stream_continues_when_its_count_is_halved():
     """Eight tokens across the halving of the count, one by one and as a chunk."""
     shape, tokens = TreeSize(3, 8), 8
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, False, LAYOUT)
+    reducer = Reducer(shape, Halving("coin"), False, LAYOUT)
     seeds = jax.random.bits(jax.random.key(3), (1, 2, 2), jnp.uint32)
     old, new = np.random.default_rng(1).normal(size=(2, 1, 2, shape.slots, 1)).astype(np.float32)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (1, 2, tokens))
@@ -186,10 +177,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
     shape, batch, heads = TreeSize(3, 8), 2, 2
     spec = Spec(heads, 4, 1.0, rotary(4, 100.0))
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, local, spec)
+    reducer = Reducer(shape, Halving("coin"), local, spec)
     seeds = jax.random.bits(jax.random.key(3), (batch, heads, 2), jnp.uint32)
 
     def evicted_tokens(first, count, num_left):
