@@ -20,6 +20,7 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.streams import ROOM, Stream
 from jaxkv.models.text import (
     OutputText,
+    check_prompt_within_context,
     sampling_for,
     warn_beyond_context,
     warn_if_grown_beyond_context,
@@ -110,7 +111,11 @@ class Conversation:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> Iterator[str]:
-        """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one."""
+        """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one.
+
+        The first `next` raises UserError for a message that is refused, and the conversation stays
+        as it was: under a growing cache, one that ends beyond the trained context.
+        """
         check_int("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
         self.output = OutputText(self.llm, eos, stop)
@@ -121,7 +126,10 @@ class Conversation:
         self, output: OutputText, text: str, sampling: Sampling, tokens: int, eos: Sequence[int]
     ) -> Iterator[str]:
         self._interrupted, self.seconds = False, 0.0
-        self._prefill(self.stream, self._tokens_of(text))
+        message = self._tokens_of(text)
+        end = self.position + len(message)
+        check_prompt_within_context(self.llm, self.stream.policies, end)
+        self._prefill(self.stream, message)
         self.stream.finish_prefill()
         _make_room(self.stream)
         self._warn_beyond_context()

@@ -252,6 +252,7 @@ class Generation:
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
+        check_prompt_within_context(llm, self.stream.policies, longest)
         self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
         warn_beyond_context(
             llm, self.stream.policies, 0 if self._may_exceed else longest + max_new_tokens
@@ -339,6 +340,23 @@ def sampling_for(
         known = ", ".join(Sampling.__dataclass_fields__)
         raise UserError(f"unknown argument {unknown[0]!r}; sampling has {known}")
     return dataclasses.replace(llm.sampling, **knobs)
+
+
+def check_prompt_within_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
+    """Raise UserError for a prompt beyond the trained context under a growing cache.
+
+    Positions would be outside those of training, so the answer would have no sense. Policies with a
+    bounded lookback may grow. tokens: of the prompt, with the conversation before it.
+    """
+    context = llm.config.context
+    for policy in policies:
+        if policy.grows and max_lookback(policy, tokens) > context:
+            name = format_policy(policy).partition(":")[0]
+            raise UserError(
+                f"under {name} a prompt must fit the trained context of {context} tokens, got "
+                f"{tokens}; choose a policy with bounded positions, such as streaming, or a "
+                "shorter prompt"
+            )
 
 
 def warn_if_grown_beyond_context(stream: Stream) -> bool:

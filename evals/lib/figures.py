@@ -35,7 +35,7 @@ PAGES = (
         for name in ("pictures", "policies", "results", "serving", "training")
     ),
     ROOT / "evals" / "NEGATIVE.md",
-    ROOT / "ACCELERATOR.md",
+    *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )
 LEGENDS = {
     **dict.fromkeys(("sink_tables", "sink_tables_160m"), "upper right"),

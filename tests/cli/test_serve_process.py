@@ -93,7 +93,7 @@ def test_a_prefix_is_reused(client):
     metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
     hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
     assert float(hits[1]) >= 32
-    assert re.search(r"^jaxkv:prefix_snapshot_slots_held 0.0$", metrics, re.M)
+    assert re.search(r"^jaxkv:prefix_entries_in_use 0.0$", metrics, re.M)
 
 
 def test_echoed_scores_equal_those_of_the_model(client, model):

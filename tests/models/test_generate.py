@@ -217,6 +217,25 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
     Generation(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
 
 
+@pytest.mark.parametrize("policy", ["full", "snapkv:capacity=40", "0=full;*=window:window=32"])
+def test_a_prompt_beyond_the_context_is_refused_under_a_growing_cache(llm, policy):
+    prompts = [[65] * 10, [65] * (CONTEXT + 1)]
+    with pytest.raises(UserError, match=rf"context of {CONTEXT} tokens, got {CONTEXT + 1}; "):
+        Generation(llm, prompts, policy, max_new_tokens=1)
+    with pytest.warns(UserWarning, match="looks back"):
+        Generation(llm, [[65] * CONTEXT], policy, max_new_tokens=1)
+
+
+def test_a_bounded_cache_takes_a_prompt_beyond_the_context(llm):
+    answer = models.generate(llm, [65] * (2 * CONTEXT), SMALL, max_new_tokens=1)
+    assert answer.prompt_tokens == 2 * CONTEXT
+
+
+def test_a_text_beyond_the_context_is_scored_under_a_growing_cache(llm):
+    losses = np.concatenate(list(models.losses(llm, [65] * (2 * CONTEXT), "full")))
+    assert len(losses) == 2 * CONTEXT - 1
+
+
 def test_an_endless_text_warns_when_it_exceeds_the_context(llm, recwarn):
     """The warning names the tokens in use, not the maximum of the cache."""
     pieces = models.stream(llm, "abcd", "full", **COMMON)

@@ -63,8 +63,12 @@ class ExpectedAttention(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    use_for: ClassVar[str] = "a long prompt that is continued, at the lowest loss"
-    avoid_for: ClassVar[str] = "endless text; models whose logits have a softcap"
+    use_for: ClassVar[str] = (
+        "a long prompt that is continued; its loss is not told apart from snapkv's"
+    )
+    avoid_for: ClassVar[str] = (
+        "endless text; single facts of the prompt; models whose logits have a softcap"
+    )
     bytes_formula: ClassVar[str] = (
         "start * t + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling without the last term, until "
         "the end of prefill; then `capacity` tokens, plus all generated tokens"

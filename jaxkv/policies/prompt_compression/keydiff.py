@@ -39,7 +39,9 @@ class KeyDiff(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
-    use_for: ClassVar[str] = "a long prompt with single facts that are asked for later"
+    use_for: ClassVar[str] = (
+        "a long prompt with single facts, of which it finds the most on SmolLM2-135M"
+    )
     avoid_for: ClassVar[str] = (
         "endless text; removing most of a prompt, where its loss is the highest"
     )

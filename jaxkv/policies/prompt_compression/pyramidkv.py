@@ -45,9 +45,11 @@ class PyramidKV(Policy):
     summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     use_for: ClassVar[str] = (
-        "a prompt that ends in its question, with most of the budget in the first layers"
+        "a long prompt that is continued, with most of the budget in the first layers"
     )
-    avoid_for: ClassVar[str] = "endless text; several questions about one prompt, as snapkv"
+    avoid_for: ClassVar[str] = (
+        "endless text; single facts of the prompt and several questions, as snapkv"
+    )
     bytes_formula: ClassVar[str] = "as snapkv, with this layer's capacity"
     grows: ClassVar[bool] = True
 

@@ -41,9 +41,10 @@ class SnapKV(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    use_for: ClassVar[str] = "a prompt that ends in its question"
+    use_for: ClassVar[str] = "a long prompt that is continued"
     avoid_for: ClassVar[str] = (
-        "endless text; several questions about one prompt, which is compressed for the first"
+        "endless text; single facts of the prompt, which it seldom kept on SmolLM2-135M; "
+        "several questions about one prompt, which is compressed for the first"
     )
     bytes_formula: ClassVar[str] = (
         "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "

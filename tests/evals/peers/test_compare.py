@@ -135,6 +135,13 @@ def test_the_bar_is_two_hundredths(shift, verdict):
         assert found == verdict and f"{shift:+.4f} ± 0.0020" in text and "50.0% removed" in text
 
 
+def test_a_pyramid_is_compared_where_kvpress_has_one():
+    r = results(0.0, "keydiff")
+    assert claims.pyramidkv(r)[0].endswith("a pyramid to compare only at 50.0% removed")
+    del r["prompts"]["1024"]["cases"][cases.BUDGETS]
+    assert claims.pyramidkv(r)[1] == NOT
+
+
 def test_the_best_policy_loses_clearly_less_than_every_other():
     assert claims.best(results(0.0, "expected-attention"))[1] == HOLDS
     text, verdict = claims.best(results(0.0, "snapkv"))
