@@ -127,7 +127,7 @@ class Conversation:
     ) -> Iterator[str]:
         self._interrupted, self.seconds = False, 0.0
         message = self._tokens_of(text)
-        end = self.position + len(message)
+        end = int(self.stream.lengths[0]) + len(message)
         check_prompt_within_context(self.llm, self.stream.policies, end)
         self._prefill(self.stream, message)
         self.stream.finish_prefill()

@@ -224,8 +224,8 @@ def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp
     assert "jit(decode_block)" in compilations["ahead"]
     for name in compilations:
         compilations[name].clear()
-    with warnings.catch_warnings(action="ignore"):  # too short to compress, or a long text
-        for length in (3, 30, 100, 250, 300):
+    with warnings.catch_warnings(action="ignore"):  # too short to compress
+        for length in (3, 30, 100, 300):  # together within the trained context
             assert "".join(talk.say("x" * length, sampling, 9, stop=["never said"]))
         session.save(tmp_path / "session", talk)
         again = session.load(tmp_path / "session", talk)
