@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {"CHANGELOG.md", "docs/glossary.md", "tests/test_language.py"}
 SOURCES = ("*.py", "*.md", "*.toml", "*.ipynb")
-OLD_CONTRACT = 'jaxkv/contract.py: "seal": "finish_prefill",'  # it names what to rename
+OLD_CONTRACT = 'jaxkv/old_contract.py: "seal": "finish_prefill",'  # it names what to rename
 # Term -> replacement. Case is ignored, and a term ends at every character that is no letter, so
 # `met` is found in `share_met` but not in `method`. Words that are also correct English, such as
 # `behind` and `lane`, are matched in phrases. A space also matches `_` and `-`.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +51,6 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **dict.fromkeys(("tasks", "tasks_query_aware"), "tasks"),
 }
 MISCOMPILES = "0.10.2"  # the version of jax
-RENAMED = {  # parts of the names of bars in older records, and as experiments name them now
-    "losses that are no numbers, of all": "losses that are not finite",
-    "sizes that one state has, the most of all": "sizes of one state, the maximum over caches",
-    "behind the first block, the most of all": "after the first block, the maximum over caches",
-    "thinning a prompt of 32,768": "compressing a prompt of 32,768",
-    "the same text afresh": "the same text with a new cache",
-    "words that are words": "known words",
-    "texts of 100,000 tokens: the same, last": "texts of 100,000 tokens: known words, last",
-    "runs of four words that are new": "distinct runs of four words",
-    "the least of a book": "the minimum of the books",
-    "mean beyond ten seeds of the reference": "distance of the mean from reference seeds",
-    "off the reference": "error against reference",
-    "look-ups a second": "look-ups per second",
-    "answers unlike those alone": "answers that differ from those of single requests",
-    "open files more than before": "growth of the number of open files",
-    "memory over that after the first 2000": "memory at the end over memory after 2,000 requests",
-    "prefixes in nobody's hands that are held": "prefixes in use while no request runs",
-    "programs compiled on the way": "programs compiled during serving",
-}
 BAR = r"\|"  # a bar inside a cell
 BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
@@ -196,9 +176,8 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
         else:
             value = f"{value:.3g}"
         met = "yes" if bar["met"] else "**no**"
-        what = reduce(lambda text, old: text.replace(old, RENAMED[old]), RENAMED, bar["bar"])
         model = measured_on(name, record)
-        lines.append(f"| {what} | {model} | {value} | {bar['ask']} | {met} | {link(name)} |")
+        lines.append(f"| {bar['bar']} | {model} | {value} | {bar['ask']} | {met} | {link(name)} |")
     return lines
 
 

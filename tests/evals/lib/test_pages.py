@@ -13,15 +13,6 @@ def test_claims_md_is_current():
     assert claims.PAGE.read_text("utf-8") == claims.page(), "run python -m jaxkv.evals.lib.claims"
 
 
-def test_bars_of_older_records_have_the_names_that_experiments_use_now():
-    page = claims.PAGE.read_text("utf-8")
-    assert not [old for old in claims.RENAMED if old in page]
-    results = {"bars": [{"bar": "open files more than before, full", "value": 0, "ask": "<= 0",
-                         "met": True}]}  # fmt: skip
-    (line,) = claims.bars("endless", ABOUT | {"results": results})
-    assert line.startswith("| growth of the number of open files, full | stories260K | 0 |")
-
-
 def test_the_page_of_pictures_shows_all_with_titles():
     page = (record.ROOT / "docs/pictures.md").read_text("utf-8")
     shown = re.findall(r"!\[[^\]]+\]\(\.\./evals/results/(\S+)\.png\)", page)
