@@ -92,4 +92,4 @@ def rows() -> dict[str, Any]:
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
 TABLES |= {"llama_cpp": rates_table.table, "sparse_135m": sparse_report.table}
-TABLES |= {"pictures": gallery.page}
+TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

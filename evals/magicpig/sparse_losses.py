@@ -107,7 +107,7 @@ class RecordedText:
 
     def after_prompt(self, policy: Policy, seed: int) -> models.Stream:
         """A stream that has taken the prompt in, prefill finished."""
-        stream = models.Stream(self.llm, policy, seed=seed)
+        stream = models.Stream(self.llm, roomy(policy, self.prompt, len(self.tokens)), seed=seed)
         stream.reserve(self.prompt)
         spec, given = self.llm.spec, slice(self.prompt)
         states = tuple(
@@ -119,6 +119,8 @@ class RecordedText:
         position = jnp.full(1, self.prompt, jnp.uint32)
         stream.decoding = stream.decoding._replace(states=states, position=position)
         stream.finish_prefill()
+        # Slots for all tokens are there already (`roomy`); to reserve more would double them.
+        stream.prompt_lengths = np.array([len(self.tokens)])
         return stream
 
     def after(self, stream: models.Stream) -> Float[Array, "D 1 T"]:
@@ -130,8 +132,7 @@ class RecordedText:
     @cached_property
     def full(self) -> Float[Array, "D 1 T"]:
         """`after` under full attention."""
-        size = len(self.tokens)
-        return self.after(self.after_prompt(Full(max=size, start=size), 0))
+        return self.after(self.after_prompt(Full(max=len(self.tokens)), 0))
 
     def measured(self, policy: Policy, seed: int) -> tuple[float, ...]:
         """The first five COLUMNS under a policy; exits where a loss is not finite."""
@@ -149,7 +150,7 @@ class RecordedText:
         """The share of the keys between the ends that the last queries attend to, over layers."""
         last = len(self.tokens) - 1 - ASKED
         middle, asking = slice(self.prompt, last), slice(last, None)
-        states = enumerate(zip(stream.policies, self.with_room(stream), strict=True))
+        states = enumerate(zip(stream.policies, stream.decoding.states, strict=True))
         return float(np.mean([
             matched_budgets.share_after(
                 policy, self.llm.spec, state, self.chunk(layer, middle), self.chunk(layer, asking),
@@ -158,18 +159,10 @@ class RecordedText:
             for layer, (policy, state) in states
         ]))  # fmt: skip
 
-    def with_room(self, stream: models.Stream) -> tuple[State, ...]:
-        """The states of the stream, with room for the tokens after the prompt."""
-        lengths = stream.lengths
-        stream.reserve(len(self.tokens) - 1 - self.prompt)
-        stream.lengths = lengths  # room alone reads no token
-        return stream.decoding.states
-
     def seconds(self, policy: Policy, seed: int) -> float:
         """Seconds per token, one token at a time, compilation apart."""
         stream = self.after_prompt(policy, seed)
         some = self.tokens[self.prompt : self.prompt + TIMED + 1]
-        self.with_room(stream)
         return gather(models.losses(self.llm, some, chunk=1, stream=stream))[1] / TIMED
 
 
@@ -231,17 +224,10 @@ class MethodLosses:
         return np.stack([
             self.part(
                 f"{format_policy(policy)}, seed {seed}", self.texts,
-                partial(self.measured, self.roomy(policy), seed),
+                partial(self.measured, policy, seed),
             )
             for seed in range(self.seeds if drawing else 1)
         ])  # fmt: skip
-
-    def roomy(self, policy: Policy) -> Policy:
-        """The policy with slots for the whole text at once, so that none are empty."""
-        prompt = self.texts[0].prompt
-        if isinstance(policy, MagicPIG):
-            return replace(policy, start=prompt, tail=self.size - prompt)
-        return replace(policy, start=self.size)
 
     def measured(self, policy: Policy, seed: int) -> np.ndarray:
         """The COLUMNS of each text [texts,C]; the texts have seeds of their own."""
@@ -277,6 +263,13 @@ class MethodLosses:
         every = np.concatenate([np.asarray(text.tokens, np.int32) for text in texts])
         prompt, hash_ = texts[0].prompt, zlib.crc32(every.tobytes())
         return self.parts.part(f"{self.llm.name}, prompt {prompt}, {hash_:x}, {name}", compute)
+
+
+def roomy(policy: Policy, prompt: int, size: int) -> Policy:
+    """The policy with slots for all `size` tokens at once, so that none are empty."""
+    if isinstance(policy, MagicPIG):
+        return replace(policy, start=prompt, tail=size - prompt)
+    return replace(policy, start=size)
 
 
 def columns(found: np.ndarray) -> dict[str, np.ndarray]:

@@ -3,8 +3,9 @@
 A context is read, prefill is finished, and only then follow the question and the answer, so that no
 policy knows the question when it drops tokens; with --query-aware the question is part of the
 prefill. A task is scored only where full attention reaches the gate. Divergence from full attention
-is measured in any case, on the answer that full attention gives. Parts are kept under out/, so that
-an interrupted run continues, and a longer one starts from them.
+is measured in any case, on the answer that full attention gives. --gates measures full attention
+alone, for a record of its own: which tasks a model solves at all. Parts are kept under out/, so
+that an interrupted run continues, and a longer one starts from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxkv.errors import UserError, check_int
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import PASSAGE
-from jaxkv.evals.tasks import budgets, score
+from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
@@ -39,6 +40,7 @@ def main(words: list[str] | None = None) -> None:
     ask.add_argument("--samples", type=int, default=20, help="of a task and length")
     ask.add_argument("--batch", type=int, default=4, help="samples read at a time")
     ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--gates", action="store_true", help="measure full attention alone")
     ask.add_argument("--query-aware", action="store_true", help="put the question into the prefill")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args(words)
@@ -49,6 +51,10 @@ def main(words: list[str] | None = None) -> None:
         llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
         plan = plan_of(llm, given)
         name = "tasks_query_aware" if given.query_aware else "tasks"
+        if given.gates and given.query_aware:
+            raise UserError("--gates must stand without --query-aware: full attention sees all; "
+                            "leave one out")  # fmt: skip
+        name = "task_gates" if given.gates else name
         record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
         record.finish(run(llm, given, plan, record))
     except UserError as error:
@@ -62,14 +68,19 @@ def fail(error: UserError) -> NoReturn:
 
 def plan_of(llm: Llm, given: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
     """The policy strings by length and ratio; raises UserError before anything is measured."""
-    plan = {}
+    plan: dict[int, dict[float, dict[str, str]]] = {}
+    ratios = [] if given.gates else list(map(budgets.check_ratio, given.ratios))
+    tune = budgets.need_tuning(given.policies) and not given.gates
     for length in given.lengths:
         check_int("--lengths", length)
         for task in given.tasks:
             prompts(llm, task, length, 1, given.seed, given.query_aware)
+        settings = tuning.tuned(llm, length, ratios) if tune else {}
         plan[length] = {
-            ratio: budgets.chosen(given.policies, length, ratio, slots_of(length))
-            for ratio in given.ratios
+            ratio: budgets.chosen(
+                given.policies, length, ratio, slots_of(length), settings.get(ratio)
+            )
+            for ratio in ratios
         }
         for policy in {text for found in plan[length].values() for text in found.values()}:
             llm.policies(policy)
@@ -130,7 +141,12 @@ def measure(
         "context_tokens": np.mean([len(prompt.context) for prompt in every]),
         "answer_tokens": full["tokens"].mean(),
         "scored": scored,
-        "full": score.summary(full["score"], depths) | {"state_bytes": full["state_bytes"].mean()},
+        "full": score.summary(full["score"], depths)
+        | {
+            "right": int((full["score"] == 1).sum()),
+            "samples": len(every),
+            "state_bytes": full["state_bytes"].mean(),
+        },
         "ratios": {
             f"{ratio:g}": {
                 name: row(columns[policy], scored, depths) for name, policy in chosen.items()

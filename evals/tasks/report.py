@@ -22,6 +22,31 @@ def score(found: Results) -> str:
     return f"{found['score']:.0%} ({low} to {high})"
 
 
+def gate(found: Results) -> str:
+    """Whether a case is scored; found: its results. Right: with all parts of the answer."""
+    full = found["full"]
+    right = f"full attention is right in {full['right']} of {full['samples']}"
+    return f"scored: {right}" if found["scored"] else f"not scored: {right}"
+
+
+def gates() -> str:
+    """One row per task and length: what full attention solves; without a record, its command."""
+    if not (RESULTS / "task_gates.json").exists():
+        return (
+            "There is no record of the gates yet; `python -m jaxkv.evals.tasks --gates` makes it.\n"
+        )
+    return gate_rows(read("task_gates", RESULTS)["results"])
+
+
+def gate_rows(results: Results) -> str:
+    lines = ["| task, tokens | right answers of full attention | gate |", "|---|---|---|"]
+    lines += [
+        f"| {task}, {int(length):,} | {score(found['full'])} | {gate(found)} |"
+        for task, length, found in cases(results)
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def divergence(found: Results) -> str:
     """KL per answer token with two standard errors, and top-1 agreement."""
     error = found["kl_two_errors"]
@@ -43,7 +68,7 @@ def table(record: str) -> str:
                      f"| {show(found['full']['state_bytes'])} |")  # fmt: skip
         for ratio, rows in found["ratios"].items():
             for name, row in rows.items():
-                right = score(row) if found["scored"] else "not scored"
+                right = score(row) if found["scored"] else gate(found)
                 lines.append(
                     f"| {case} | {float(ratio):.0%} | `{name}` | {right} | {divergence(row)} "
                     f"| {show(row['state_bytes'])} |"

@@ -21,7 +21,7 @@ def record(full, **policies):
         rows[name] = scored(share) if passes(full) else {}
         rows[name] |= {"kl": 0.5, "kl_two_errors": 0.1, "agreement": 0.75, "state_bytes": 2048}
     case = {
-        "full": scored(full) | {"state_bytes": 4096},
+        "full": scored(full) | {"state_bytes": 4096, "right": 3, "samples": SAMPLES},
         "scored": passes(full),
         "ratios": {"0.25": rows},
     }
@@ -58,7 +58,19 @@ def test_without_the_gate_there_is_no_score():
     ]
     text, verdict = claim.find(record(0.85, snapkv=1.0))
     assert verdict == UNSEEN
-    assert "KL 0.50" in text and "not scored, full answers 85%" in text and "right" not in text
+    gate = "needle, 1024 tokens: not scored: full attention is right in 3 of 20"
+    assert "KL 0.50" in text and gate in text and "right," not in text
+
+
+def test_the_page_of_gates_says_what_is_not_scored():
+    (claim,) = [c for c in claims.LONG_TASKS if c.record == "task_gates"]
+    for full, verdict, word in ((0.95, HOLDS, "scored"), (0.85, NOT, "not scored")):
+        given = record(full)
+        text, found = claim.find(given)
+        line = f"{word}: full attention is right in 3 of 20"
+        assert found == verdict and line in text
+        (row,) = report.gate_rows(given).splitlines()[2:]
+        assert row.startswith("| needle, 1,024 | ") and row.endswith(f" | {line} |")
 
 
 def test_the_table_shows_scores_only_beyond_the_gate(monkeypatch):
@@ -72,4 +84,4 @@ def test_the_table_shows_scores_only_beyond_the_gate(monkeypatch):
     )
     middle = "| needle, 1,024 | 25% | `snapkv` | {} | 0.50 ± 0.10 | 75% | 2.0 KiB |"
     assert lines[0.95][1] == middle.format("50% (30 to 70)")
-    assert lines[0.85][1] == middle.format("not scored")
+    assert lines[0.85][1] == middle.format("not scored: full attention is right in 3 of 20")

@@ -9,12 +9,15 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib.text import passage
+from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks import __main__ as tasks
-from jaxkv.evals.tasks import score
+from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models import uncached
 from jaxkv.models.chat import Chat
+from jaxkv.policy_spec import parse_policy
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -222,3 +225,31 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path, trials, capsys):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "has no chat template" in line
+
+
+def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
+    asked = []
+
+    def result(self, policy):
+        asked.append(policy)
+        return np.array([[0.5, 0, 1, 4, 100]] * len(self.prompts))
+
+    monkeypatch.setattr(Batch, "result", result)
+    tasks.main([*ARGUMENTS, str(folder), "--gates"])
+    assert set(asked) == {"full"} and not (trials / "tasks.json").exists()
+    found = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
+    assert found["512"]["scored"] is False and found["512"]["ratios"] == {}
+    assert (found["512"]["full"]["right"], found["512"]["full"]["samples"]) == (0, 3)
+
+
+@pytest.mark.slow
+def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
+    found = tuning.tuned(llm, 512, [0.25])[0.25]
+    sinks, window, share = budgets.between(512, 0.25)
+    seen = matched_budgets.captured(llm, [passage(llm, 512 + tuning.QUERIES)])
+    for name in budgets.TUNED:
+        text = budgets.settings(512, 0.25, 640, found)[name]
+        chosen = parse_policy(text)
+        assert (chosen.sinks, chosen.window) == (sinks, window)
+        read = matched_budgets.read(llm, chosen, seen, 512)["mean"]
+        assert read == pytest.approx(share, rel=0.3), name

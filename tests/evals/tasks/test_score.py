@@ -59,7 +59,7 @@ def chunk():
     return Chunk(q, k, v, positions, jnp.ones((1, LENGTH), bool))
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.5])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("name", STORED)
 def test_policies_cache_their_budget(chunk, name, ratio):
     policy = jaxkv.policy(budgets.settings(LENGTH, ratio, LENGTH)[name])
@@ -89,7 +89,18 @@ def test_evicting_policies_have_equal_bytes_and_sparse_ones_equal_shares(ratio):
 
 
 def test_unknown_budgets_and_policies_are_refused():
-    with pytest.raises(UserError, match=r"--ratios must be among 0\.5, 0\.25, 0\.125, got 0\.3"):
+    with pytest.raises(
+        UserError, match=r"--ratios must be among 0\.75, 0\.5, 0\.25, 0\.125, got 0\.3"
+    ):
         budgets.settings(1024, 0.3, 1536)
     with pytest.raises(UserError, match=r"--policies must be one of window, .* got 'windw'"):
-        budgets.chosen(["windw"], 1024, 0.25, 1536)
+        budgets.need_tuning(["windw"])
+
+
+def test_the_list_of_policies_is_that_of_the_settings():
+    found = budgets.settings(1024, 0.25, 1536, budgets.Tuned(8, 60, 0.7))
+    assert tuple(found) == budgets.NAMES
+    assert set(found) - set(budgets.settings(1024, 0.25, 1536)) == set(budgets.TUNED)
+    assert found["magicpig"].startswith("magicpig:K=8,L=60,sinks=4,window=")
+    assert budgets.need_tuning(None) and budgets.need_tuning(["topp"])
+    assert not budgets.need_tuning(["topk"])
