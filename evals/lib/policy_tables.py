@@ -13,6 +13,7 @@ from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.peers import rates_table
+from jaxkv.evals.speed import workarounds_table
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -141,4 +142,5 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
-TABLES |= {"llama_cpp": rates_table.table, "pictures": gallery.page}
+TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
+TABLES |= {"pictures": gallery.page}
