@@ -45,7 +45,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
-    **{name: f"speed.{name}" for name in ("serving", "soak")},
+    **{name: f"speed.{name}" for name in ("serving", "soak", "workarounds")},
     **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
     **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "tasks", "tasks_query_aware"), "tasks"),

@@ -34,6 +34,7 @@ PAGES = (
         ROOT / "docs" / f"{name}.md"
         for name in ("pictures", "policies", "results", "serving", "training")
     ),
+    ROOT / "docs" / "decisions" / "compilation.md",
     ROOT / "evals" / "NEGATIVE.md",
     *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )

@@ -13,6 +13,7 @@ from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table
+from jaxkv.evals.speed import workarounds_table
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -92,4 +93,5 @@ def rows() -> dict[str, Any]:
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
 TABLES |= {"llama_cpp": rates_table.table, "sparse_135m": sparse_report.table}
+TABLES |= {"workarounds": workarounds_table.table}
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

@@ -100,7 +100,7 @@ def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
     shift = (keys - 1).bit_length()
     if shift + bits + 1 > 32:
         return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
-    # One word sorts five times as fast as a pair of code and place.
+    # One word sorts faster than a pair of code and place (record workarounds, row sort).
     word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
     word = jnp.sort(word, axis=1)
     keys_in_order = word & np.uint32((1 << shift) - 1)
@@ -130,7 +130,7 @@ def tally(
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
     # Several counts per word; words that make one word of bits are apart, so that many are packed
-    # side by side: XLA:CPU packs single bytes slowly.
+    # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally).
     bits = 8 if count < 2**8 else 16
     fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
