@@ -117,7 +117,7 @@ POLICIES = ["full", "window:window=256", STREAMING]
 ids = runtime.passage(llm, runtime.size(8_000, 2_000))
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, name, scores[name], block=250) for name in POLICIES]
-runtime.Text(compare.table(results))
+runtime.TextBox(compare.table(results))
 
 # %%
 caption = "The Hound of the Baskervilles, mean of 250 tokens per point"

@@ -107,7 +107,7 @@ compression.draw_errors(found, caption)
 # lower error.
 
 # %%
-runtime.Text(compression.error_table(found, rounds=2))
+runtime.TextBox(compression.error_table(found, rounds=2))
 
 # %% [markdown]
 # For the default model, balance has the lowest error where attention is spread over many keys. Where
@@ -184,7 +184,7 @@ lines = [f"all layers, a quarter kept between 32 tokens at each end; {runtime.de
 lines.append(f"{'prompt tokens':32}" + "".join(f"{tokens:11,}" for tokens in costs))
 for row in next(iter(costs.values())):
     lines.append(f"{row:32}" + "".join(f"{cost[row]:11.1f}" for cost in costs.values()))
-runtime.Text("\n".join(lines))
+runtime.TextBox("\n".join(lines))
 
 # %% [markdown]
 # ## Which method to use

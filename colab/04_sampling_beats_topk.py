@@ -5,7 +5,7 @@
 #
 # A query need not attend to every key. Should it attend to the keys with the largest attention
 # weights, or to a random sample drawn by weight? [MagicPIG](https://arxiv.org/abs/2410.16179) argues
-# for a sample if attention has a long tail. This notebook shows where the sample has the lower
+# for a sample if attention has a long tail. This notebook shows where a sample has the lower
 # error and how hash tables find such a sample. The third cell lists run times by device.
 
 # %% tags=["install"]
@@ -37,10 +37,10 @@ print(f"{llm.name}: {len(layers)} of {llm.config.layers} layers are measured")
 # %% [markdown]
 # ## The long tail
 #
-# Sort the keys of a query by attention weight and add the weights up, heaviest first. Each curve
+# Sort the keys of a query by attention weight and add the weights, heaviest first. Each curve
 # below is one head. If a curve rises steeply, a few keys have all the weight. If it is a straight
 # line, all keys have the same weight. Between them is the *long tail*: few keys with much weight,
-# and many keys with little weight each but much in total.
+# and many with little weight each but much in total.
 
 # %%
 tails = {n: long_tail.cumulative_weights(spec, layer) for n, layer in layers.items()}
@@ -62,7 +62,7 @@ figures.draw_tails(tails)
 # %%
 share, seeds = 0.05, runtime.size(3, 1)
 by_head = long_tail.measure_heads(spec, layers, share, seeds)
-runtime.Text(long_tail.heads_table(spec, layers, by_head))
+runtime.TextBox(long_tail.heads_table(spec, layers, by_head))
 
 # %% [markdown]
 # **What to see.** In the default model, top-k has the lowest error in most heads, and in every head
@@ -154,7 +154,7 @@ figures.draw_inclusion(spec, layers[0], long_tail.PAIRS[:3])
 
 # %%
 with_sink = long_tail.measure_with_sink(many, share)
-runtime.Text(long_tail.sink_table(with_sink))
+runtime.TextBox(long_tail.sink_table(with_sink))
 
 # %% [markdown]
 # **What to see.**
@@ -178,7 +178,7 @@ runtime.Text(long_tail.sink_table(with_sink))
 pairs = runtime.size(long_tail.PAIRS, long_tail.PAIRS[2:])
 two = {n: layers[n] for n in (0, list(layers)[(len(layers) - 1) // 2])}
 read = long_tail.measure_tables(spec, two, pairs, runtime.size(2, 1))
-runtime.Text(long_tail.lsh_table(read))
+runtime.TextBox(long_tail.lsh_table(read))
 
 # %% [markdown]
 # Choose the smallest L whose error is acceptable. For your own model and text,
@@ -195,7 +195,7 @@ policies = long_tail.policies_at_share(0.1, (8, 75))
 part = long_tail.measure_shares(spec, layers, policies)
 scored = dict(list(policies.items())[: runtime.size(len(policies), 3)])
 after_prompt = long_tail.measure_losses(llm, ids, count, scored)
-runtime.Text(long_tail.loss_table(after_prompt, part))
+runtime.TextBox(long_tail.loss_table(after_prompt, part))
 
 # %% [markdown]
 # **What to see.** Without the keys between the ends, the loss of the default model rises. A uniform

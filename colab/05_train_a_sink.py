@@ -28,7 +28,7 @@ runtime.begin("05_train_a_sink")
 # %%
 from jaxkv.evals.training import backcopy
 
-chain = backcopy.Chain(0)
+chain = backcopy.LetterChain(0)
 some = chain.letters(60, seed=1)
 print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in some))
 
@@ -118,7 +118,9 @@ context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times the length of a sample")
 named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
          for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
-runtime.Text(sink_variants.loss_table({name: loss for one in named for name, loss in one.items()}))
+runtime.TextBox(
+    sink_variants.loss_table({name: loss for one in named for name, loss in one.items()})
+)
 
 # %%
 sink_variants.draw_losses(found, floor)

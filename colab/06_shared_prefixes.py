@@ -57,9 +57,9 @@ for prompt in (ids, other):
 # - `full`: only full blocks have hashes. No request hits, because the prompt fills no block.
 
 # %%
-slots = (4, 16, 64)
-hits = conversations.measure_hit_rates(slots, runtime.size(1_000, 200), seeds=3)
-conversations.draw_hit_rates(hits, slots)
+concurrent = (4, 16, 64)
+hits = conversations.measure_hit_rates(concurrent, runtime.size(1_000, 200), seeds=3)
+conversations.draw_hit_rates(hits, concurrent)
 
 # %% [markdown]
 # ## Conversations through the engine
@@ -80,18 +80,18 @@ from jaxkv.engine import PrefixConfig
 
 users, turns = runtime.size((6, 6), (3, 3))
 said = conversations.make_turns(llm, users, turns)
-SLOTS = {"full": 64, "streaming:sinks=4,window=124": 32}  # pages and states of equal bytes
+ENTRIES = {"full": 64, "streaming:sinks=4,window=124": 32}  # pages and states of equal bytes
 
 # %%
 served = {
     policy: conversations.serve_both(
         llm, policy, partial(conversations.run_conversations, said=said),
-        conversations.max_length(said), PrefixConfig(num_blocks=slots), chunk=64,
+        conversations.max_length(said), PrefixConfig(num_blocks=entries), chunk=64,
         rounds=runtime.size(3, 1),
     )
-    for policy, slots in SLOTS.items()
+    for policy, entries in ENTRIES.items()
 }  # fmt: skip
-runtime.Text(conversations.reuse_table(served))
+runtime.TextBox(conversations.reuse_table(served))
 
 # %% tags=["picture"]
 caption = (
@@ -150,7 +150,7 @@ recorded = conversations.serve_both(
     llm, POLICY, partial(conversations.answer, requests=load.requests), longest,
     PrefixConfig(num_blocks=runtime.size(512, 128)), load.chunk, rounds=1,
 )  # fmt: skip
-runtime.Text(conversations.reuse_table({POLICY: recorded}))
+runtime.TextBox(conversations.reuse_table({POLICY: recorded}))
 
 # %%
 caption = f"from a free slot to the first token, one dot per request; {runtime.device()}"

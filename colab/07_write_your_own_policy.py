@@ -115,7 +115,7 @@ def cached_tokens(n):
 
 capacity = small.near * small.stride  # up to here, no token is evicted
 laws = check_laws(small, capacity, cached_tokens)
-runtime.Text(table(laws))
+runtime.TextBox(table(laws))
 
 # %% [markdown]
 # In your own tests, call `check_policy(small)`, which raises an error if a law is broken. The laws
@@ -133,7 +133,7 @@ class Twice(Strided):
 
 
 broken = check_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)
-runtime.Text(table(broken))
+runtime.TextBox(table(broken))
 
 # %% [markdown]
 # ## Comparison with other policies
@@ -160,7 +160,7 @@ scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.n
 results = [compare.result(llm, name, scores[name], 500) for name in POLICIES]
 results.append(compare.result(llm, "strided", models.score(llm, ids, own), 500, own))
 print(f"{own} caches tokens from up to {own.stride * own.far} positions back")
-runtime.Text(compare.table(results))
+runtime.TextBox(compare.table(results))
 
 # %% tags=["picture"]
 caption = "The Hound of the Baskervilles, mean of 500 tokens per point; full: see the table"
@@ -277,10 +277,10 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 # %% [markdown]
 # ## Next steps
 #
-# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`
-# and `source` for `jaxkv policies`. Add one line to `jaxkv/policies/__init__.py`, so that
-# `--policy strided:near=16` finds the policy, and one line each to `tests/laws/cases.py` and
-# `evals/lib/policy_tables.py`. The tests then check all laws, also in other dtypes, with other
+# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`,
+# `source`, `use_for`, `avoid_for` and `bytes_formula` for `jaxkv policies` and docs/policies.md. Add
+# one line to `jaxkv/policies/__init__.py`, so that `--policy strided:near=16` finds the policy, and
+# one line to `tests/laws/cases.py`. The tests then check all laws, also in other dtypes, with other
 # position encodings and sharded over several devices. A policy that scores tokens by attention does
 # so inside `update`. A growing policy overrides `reserve`. A policy that compresses a finished prompt
 # overrides `finish_prefill`.

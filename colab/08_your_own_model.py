@@ -55,7 +55,7 @@ from jaxkv.models import compare
 POLICIES = ["full", "window", "streaming", "reservoir", "stratified"]
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, policy, scores[policy], block=100) for policy in POLICIES]
-runtime.Text(compare.table(results))
+runtime.TextBox(compare.table(results))
 
 # %% tags=["picture"]
 runtime.shrink(compare.draw(results, context, "mean of 100 tokens per point", dpi=80))

@@ -119,7 +119,8 @@ def scores(
     batch, queries, heads, head_dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop.
+    # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop (record
+    # workarounds, row flat_rows).
     k, scales = _flat_rows(k)
     logits = batched_dot(
         q.reshape(batch * kv_heads, heads // kv_heads * queries, head_dim), k, contract=(2, 2)

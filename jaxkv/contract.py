@@ -29,14 +29,15 @@ Randomness lives in the state. A draw is a function of the sequence's seed and o
 position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
 on devices.
 
-The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on every policy here.
+The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12 and 13, which have
+functions of their own, `check_unbiased` and `check_protected`. tests/laws checks every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.
  3 The sequences of a batch are independent.
  4 Below capacity the output is full attention.
  5 The state and the output do not depend on chunking.
- 6 A step sharded over KV heads equals the unsharded step.
+ 6 The KV heads are independent, so a step can be sharded over them.
  7 Taking, putting, saving and moving sequences to the host is exact.
  8 Equal settings compile once, for any number of tokens.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
@@ -47,13 +48,14 @@ The laws. `jaxkv.testing.check_policy` checks them on any policy, tests/laws on 
 14 `finish_prefill` treats the sequences of a batch independently.
 15 A plain-numpy oracle agrees at one to three times the capacity.
 16 `update` has finite gradients in q, k and v; the choice of tokens and rows in int8 have none.
-17 Rows in int8 are within half a scale of their tokens' keys and values, however often they moved.
+17 A key or value that is stored in int8 differs from the exact one by at most half of its row's
+   scale, also after the row was moved to other slots.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -61,24 +63,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.errors import UserError
+from jaxkv.old_contract import refuse_old_members
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 State = Any  # a NamedTuple of arrays, possibly nested; every array begins with B
-# Old members of the contract and what replaces them, for a policy written before the change.
-RENAMED = {
-    "attend": "update",
-    "extend": "update",
-    "decode": "update",
-    "take": "update",
-    "kept": "cached",
-    "axes": "leaves",
-    "formula": "bytes_per_sequence",
-    "seal": "finish_prefill",
-    "of_layer": "for_layer",
-    "reach": "max_lookback",
-    "least": "min_prompt",
-}
 
 
 @dataclass(frozen=True)
@@ -179,17 +168,24 @@ class Policy:
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
     prompt that `finish_prefill` compresses or indexes; None if it does nothing. grows: whether the
     cache grows with the tokens, so that the caller must `reserve`.
+
+    For `jaxkv policies` and docs/policies.md: summary: what is cached. source: the paper. use_for,
+    avoid_for: uses for which the policy is a good or a bad choice. bytes_formula: what
+    `bytes_per_sequence` computes, in the letters of docs/policies.md.
     """
 
     max_lookback: int | float = math.inf
     min_prompt: int | None = None
     grows: ClassVar[bool] = False
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    use_for: ClassVar[str] = ""
+    avoid_for: ClassVar[str] = ""
+    bytes_formula: ClassVar[str] = ""
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        old = [name for name in RENAMED if name in vars(cls)]
-        if old and cls.update is Policy.update:
-            raise UserError(f"{cls.__name__} has members of an older contract: {_replace(old)}")
+        refuse_old_members(cls)
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""
@@ -223,36 +219,6 @@ class Policy:
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
         return self
-
-
-def check_is_policy(policy: object) -> None:
-    """Raise UserError for what is no policy, or one of the contract with `attend` and `extend`."""
-    old = [name for name in ("attend", "extend", "kept", "axes", "formula") if name in dir(policy)]
-    if isinstance(policy, Policy):
-        return
-    if old and not isinstance(policy, type):
-        raise UserError(
-            f"{type(policy).__name__} follows an older contract: subclass jaxkv.Policy and "
-            f"{_replace(old)}"
-        )
-    if "update" in dir(policy) and not isinstance(policy, type):
-        raise UserError(
-            f"a policy is a frozen dataclass that subclasses jaxkv.Policy, got {policy!r}; write "
-            f"class {type(policy).__name__}(jaxkv.Policy)"
-        )
-    raise UserError(f"a policy is a value such as jaxkv.policy('streaming'), got {policy!r}")
-
-
-def _replace(old: Sequence[str]) -> str:
-    """What to write in place of old members, to complete a message."""
-    by_new: dict[str, list[str]] = {}
-    for name in old:
-        by_new.setdefault(RENAMED[name], []).append(name)
-    return ", ".join(
-        f"replace {' and '.join(names)} by "
-        + ("one update(spec, state, chunk) -> (Partial, state)" if new == "update" else new)
-        for new, names in by_new.items()
-    )
 
 
 def check_prefill(finished: bool) -> None:

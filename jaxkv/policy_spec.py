@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import inspect
 import math
 import typing
 import warnings
@@ -168,7 +167,7 @@ def describe() -> list[dict[str, object]]:
                 f.name: {"type": _type_name(kind, f.name), "default": _written(f.default)}
                 for f in _fields(kind)
             },
-            "bytes_per_sequence": inspect.getdoc(kind.bytes_per_sequence).replace("\n", " "),
+            "bytes_per_sequence": kind.bytes_formula,
             "source": kind.source,
         }
         for name, kind in POLICIES.items()

@@ -1,7 +1,8 @@
-"""Workarounds for XLA:CPU. Each says what was measured, or that nothing was recorded.
+"""Workarounds for XLA:CPU. Each says what XLA does without it, and where that was measured.
 
 Each function computes what its plain form computes. Other platforms compile the plain form, except
-where the docstring says that the form is the same everywhere.
+where the docstring says that the form is the same everywhere. Rows are those of the record
+`workarounds`, which evals/speed/workarounds.py makes; docs/decisions/compilation.md has its table.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def attend_by_head(
 ) -> Partial:
     """`attend(q, k, v, bias, start, size=size)`; on a CPU one KV head after another if it is large.
 
-    The logits of all heads of a long chunk exceed the processor's cache. Those of one head fit.
-    No recorded measurement.
+    XLA:CPU otherwise writes the logits of all heads of a long chunk, which exceed the processor's
+    cache, before it reads them. Those of one head fit.
+    Record workarounds, row attend_by_head.
     """
     together = partial(attend, size=size)
     if q.shape[0] * q.shape[1] * q.shape[2] * size <= CACHED_LOGITS:
@@ -77,8 +79,8 @@ def product_with_int8(
     """`dot(a, b, contract)`, where b is converted to the dtype of a.
 
     A dot product of XLA:CPU needs a float copy of b. So for few rows of `a`, as in decoding,
-    products are added up without one, which reads b as it is; jax 0.7.2 still copies it. With
-    4,096 slots this took a third of the time in an experiment that was not recorded.
+    products are added up without one, which reads b as it is; jax 0.7.2 still copies it.
+    Record workarounds, row product_with_int8.
     """
 
     def add_up(a: Array, b: Array) -> Array:
@@ -99,8 +101,9 @@ def argmax(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[A
     """The first index of the maximum of each sequence, and the maximum; the same on all platforms.
 
     A sequence with a NaN has the maximum NaN and the last index.
-    Two reductions take a fifth of the time of XLA:CPU's argmax, which was a tenth of a decode step
-    of 64 sequences. The figures were not recorded.
+    An argmax is one reduction of pairs of a number and an index. Two reductions of single numbers
+    are faster in XLA:CPU.
+    Record workarounds, row argmax.
     """
     # Without the barrier the logits may be recomputed with other bits, which equal no maximum.
     logits = jax.lax.optimization_barrier(logits)
@@ -115,7 +118,8 @@ def order_after(chunk: Chunk, *read: Rows) -> Chunk:
     The oldest token of a ring must be read before the chunk overwrites it. XLA:CPU drops
     optimization barriers, and without a dependency it copies the whole ring. So the chunk passes
     through a condition on the arrays that is always true, which XLA does not know. A test on the
-    compiled text guards it. No recorded measurement.
+    compiled text guards it.
+    Record workarounds, rows order_after-reservoir, -balance-stream and -magicpig.
     """
     always = jnp.ones(chunk.valid.shape[0], bool)
     for leaf in jax.tree.leaves(read):
@@ -130,7 +134,8 @@ def map_sequences(one: Callable[..., Array], *arrays: Array) -> Array:
     """`jax.vmap(one)(*arrays)`; a batch of one has no batch axis inside, on all platforms.
 
     With a batch axis XLA:CPU fuses the write of a slot twice and copies the whole cache. A test on
-    the compiled text guards it. No recorded measurement.
+    the compiled text guards it.
+    Record workarounds, rows map_sequences and map_sequences-magicpig.
     """
     if arrays[0].shape[0] == 1:
         return one(*(array[0] for array in arrays))[None]
@@ -140,7 +145,8 @@ def map_sequences(one: Callable[..., Array], *arrays: Array) -> Array:
 def cumsum(counts: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """`jnp.cumsum(counts)` for sums below 2^24, by two products, on all platforms.
 
-    XLA:CPU has no fast running sum. No recorded measurement.
+    A running sum is a window sum in XLA, which XLA:CPU computes slowly.
+    Record workarounds, row cumsum.
     """
     size = counts.shape[0]
     wide = max(1, int(np.sqrt(size)))

@@ -45,7 +45,7 @@ REPEAT = 3  # tokens of a repeated sequence
 ROUNDS, ROUND = 5, 16  # decoded pieces whose times are taken, and tokens of each
 NO_TIMES = np.zeros(0)
 # Shows progress: takes a label and the tokens in all, yields a function of the tokens done.
-Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+WatchTask = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def measure(
     tokens: Sequence[int],
     policies: Sequence[str],
     seed: int,
-    watch: Watch,
+    watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Reading]:
     """The readings of full attention, if the text fits the trained context, and of the policies.
@@ -200,7 +200,7 @@ def _compare(
 
 
 def _decode_times(
-    streams: Mapping[str, Stream], last: int, watch: Watch, stopped: Callable[[], bool]
+    streams: Mapping[str, Stream], last: int, watch: WatchTask, stopped: Callable[[], bool]
 ) -> dict[str, Float[np.ndarray, " R"]]:
     """Milliseconds per token of greedy decoding by policy and round, after the token `last`.
 
@@ -291,7 +291,7 @@ def rank(
         bins = [(start, end, (distances >= start) & (distances < end)) for start, end in ends]
         rows.append({
             "policy": one.policy,
-            "spelled": format_policy(llm.policies(one.policy)),
+            "policy_string": format_policy(llm.policies(one.policy)),
             "loss": float(mine.mean()),
             "perplexity": float(np.exp(mine.mean())),
             "over_full": over.get("full"),

@@ -19,7 +19,7 @@ from jaxkv.state import memory
 
 BUDGET = 256  # cached tokens of the default policies
 # Shows progress while a policy runs: takes its name, yields a function of the tokens done.
-Watch = Callable[[str], AbstractContextManager[Callable[[int], None]]]
+WatchPolicy = Callable[[str], AbstractContextManager[Callable[[int], None]]]
 
 
 def defaults(context: int) -> list[str]:
@@ -34,7 +34,7 @@ def compare(
     policies: Sequence[str],
     chunk: int | None,
     seed: int,
-    watch: Watch,
+    watch: WatchPolicy,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """The score of every policy; raises UserError before the first run if any cannot run.
@@ -68,7 +68,7 @@ def result(
     is_recompute = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "spelled": policy if is_recompute else format_policy(llm.policies(own or policy)),
+        "policy_string": policy if is_recompute else format_policy(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
         "predictions": len(found.losses),

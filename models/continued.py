@@ -27,13 +27,13 @@ from tokenizers import Tokenizer as Coder
 from jaxkv.errors import UserError
 from jaxkv.models import data, sinks, training
 from jaxkv.models.config import SINK_LLAMA, Config, config_of
-from jaxkv.models.data import Tokens
+from jaxkv.models.data import DataFolder
 from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.published import Published, open_published
 from jaxkv.models.recipes import SINK_LOGIT, Recipe
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
-from jaxkv.models.training import Setting
+from jaxkv.models.training import TrainingSetting
 
 # Two tokenizers with equal tables of tokens agree if they split this alike.
 PROBE = "It's 1,024 words —\n\n  \tnaïve façade, “don't” x2: 北京 😀 e=mc^2\r\nEnd"
@@ -51,7 +51,9 @@ class Base:
     def config(self) -> Config:
         return self.published.config
 
-    def setting(self, recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
+    def setting(
+        self, recipe: Recipe, tokens: DataFolder, mesh: Mesh | None = None
+    ) -> TrainingSetting:
         """The setting of a recipe with this model, on these data and devices.
 
         Raises UserError for data of another tokenizer, and where the result could not be exported.
@@ -69,12 +71,12 @@ class Base:
             bos=front[0] if named and recipe.train == "all" else self.config.bos,
             sink_logit=SINK_LOGIT.get(recipe.sinks, "none"),
         )
-        setting = Setting(recipe, config, front, training.dtype_of(recipe), mesh)
+        setting = TrainingSetting(recipe, config, front, training.dtype_of(recipe), mesh)
         if recipe.train != "sinks":
             self._fields(config)
         return setting
 
-    def _check_tokenizer(self, tokens: Tokens) -> None:
+    def _check_tokenizer(self, tokens: DataFolder) -> None:
         """Raise UserError where the data have the ids of another tokenizer."""
         mine, theirs = self.tokenizer, read_tokenizer(tokens.folder)
         equal = theirs.table[: len(mine.table)] == mine.table
@@ -89,7 +91,7 @@ class Base:
                 f"`jaxkv data --tokenizer {name}`"
             )
 
-    def weights(self, setting: Setting, end: int) -> tuple[Weights, Weights]:
+    def weights(self, setting: TrainingSetting, end: int) -> tuple[Weights, Weights]:
         """The weights that the run updates, in float32, and the frozen ones.
 
         end: the id of the token that ends a document.
@@ -117,7 +119,9 @@ class Base:
             trained[name] = jax.device_put(value, setting.place(shape))
         return trained, frozen
 
-    def _with_sink_rows(self, setting: Setting, host: np.ndarray, row: np.ndarray) -> np.ndarray:
+    def _with_sink_rows(
+        self, setting: TrainingSetting, host: np.ndarray, row: np.ndarray
+    ) -> np.ndarray:
         """A matrix with a row per id of the run's vocabulary; new sink tokens have `row`."""
         if setting.recipe.train != "all" or setting.front == self.tokenizer.front:
             return host
@@ -126,7 +130,7 @@ class Base:
         host[list(setting.front)] = row
         return host
 
-    def export(self, out: Path, setting: Setting, weights: Weights, writes: bool) -> Path:
+    def export(self, out: Path, setting: TrainingSetting, weights: Weights, writes: bool) -> Path:
         """Write the result of a run: a model folder, a file of sinks, or both; returns the model.
 
         weights: all of them. writes: False in processes that only return the path.
@@ -146,7 +150,7 @@ class Base:
             sinks.write(out / sinks.FILE, {SINK_TOKENS: weights[SINK_TOKENS]}, layers, of)
         return path
 
-    def _frozen(self, setting: Setting) -> dict[str, Any]:
+    def _frozen(self, setting: TrainingSetting) -> dict[str, Any]:
         """The weights that a run leaves as they are, in float32.
 
         They are read again, because they may be in half precision while they are used.
@@ -160,7 +164,7 @@ class Base:
         loaded = self.published.weights(np.dtype("f4"), store=store)
         return {name: weight for name, weight in loaded.items() if weight is not None}
 
-    def _coder(self, setting: Setting) -> Coder:
+    def _coder(self, setting: TrainingSetting) -> Coder:
         """The tokenizer of the result, with the sink tokens that the embedding has rows for."""
         coder = Coder.from_str(self.tokenizer.backend.to_str())
         if setting.recipe.train == "all":

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import Decoding
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, ROOM, Stream
+from jaxkv.models.streams import ROOM, Stream
 from jaxkv.models.text import (
     OutputText,
+    check_prompt_within_context,
     sampling_for,
     warn_beyond_context,
     warn_if_grown_beyond_context,
@@ -42,7 +44,7 @@ class Conversation:
     def __init__(
         self,
         llm: Llm,
-        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
         system: str | None = None,
         seed: int = 0,
     ):
@@ -109,7 +111,11 @@ class Conversation:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> Iterator[str]:
-        """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one."""
+        """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one.
+
+        The first `next` raises UserError for a message that is refused, and the conversation stays
+        as it was: under a growing cache, one that ends beyond the trained context.
+        """
         check_int("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
         self.output = OutputText(self.llm, eos, stop)
@@ -120,7 +126,10 @@ class Conversation:
         self, output: OutputText, text: str, sampling: Sampling, tokens: int, eos: Sequence[int]
     ) -> Iterator[str]:
         self._interrupted, self.seconds = False, 0.0
-        self._prefill(self.stream, self._tokens_of(text))
+        message = self._tokens_of(text)
+        end = int(self.stream.lengths[0]) + len(message)
+        check_prompt_within_context(self.llm, self.stream.policies, end)
+        self._prefill(self.stream, message)
         self.stream.finish_prefill()
         _make_room(self.stream)
         self._warn_beyond_context()

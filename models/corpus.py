@@ -28,7 +28,7 @@ from jaxkv.models.data import (
     SPECIAL,
     SPLITS,
     TOKENIZER,
-    Tokens,
+    DataFolder,
     sha256_of,
     with_checksum,
 )
@@ -51,7 +51,7 @@ def prepare(
     dtype: Literal["auto", "uint16", "uint32"] = "auto",
     remove: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Tokens:
+) -> DataFolder:
     """Write the token shards of some texts, and their tokenizer.
 
     texts, valid: files, or folders, which stand for every *.txt in them. A file is one document and
@@ -100,7 +100,7 @@ def prepare(
     })  # fmt: skip
     with whole_file(out / MANIFEST) as file:  # last: a folder with a manifest is complete
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
-    return Tokens(out, manifest)
+    return DataFolder(out, manifest)
 
 
 def _check_ours(out: Path) -> None:

@@ -34,7 +34,7 @@ Split = Literal["train", "valid"]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class DataFolder:
     """A data folder as `corpus.prepare` wrote it."""
 
     folder: Path
@@ -86,7 +86,7 @@ class Tokens:
 
 
 def batch(
-    tokens: Tokens, split: Split, seed: int, step: int, samples: int, length: int
+    tokens: DataFolder, split: Split, seed: int, step: int, samples: int, length: int
 ) -> Int32[np.ndarray, "B T"]:
     """The batch of one step: `samples` runs of `length` + 1 tokens.
 
@@ -115,7 +115,7 @@ def _order(seed: int, epoch: int, runs: int, length: int) -> tuple[int, np.ndarr
     return int(random.integers(length)), random.permutation(runs).astype(np.int32)
 
 
-def read(folder: Path | str) -> Tokens:
+def read(folder: Path | str) -> DataFolder:
     """Open a data folder and check it against its manifest.
 
     Raises UserError for another folder, and for a shard that is missing or has other contents.
@@ -144,7 +144,7 @@ def read(folder: Path | str) -> Tokens:
                 f"{path} must be the file that {MANIFEST} describes, but is missing or another; "
                 + remedy
             )
-    return Tokens(folder, manifest)
+    return DataFolder(folder, manifest)
 
 
 def with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.models import training
-from jaxkv.models.training import Setting
+from jaxkv.models.training import TrainingSetting
 
 
 class TrainingMemory(NamedTuple):
@@ -28,7 +28,7 @@ class TrainingMemory(NamedTuple):
     total: int
 
 
-def plan(setting: Setting) -> TrainingMemory:
+def plan(setting: TrainingSetting) -> TrainingMemory:
     """Compile the step of a run for its devices; nothing of the run is in memory."""
     run = training.shape(setting)
     frozen = {

@@ -13,7 +13,7 @@ import numpy as np
 
 ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 Store = Callable[[str, np.ndarray], Any] | None
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
@@ -61,7 +61,7 @@ def place_all(
     read: Callable[[str], np.ndarray],
     dtype: np.dtype,
     sharding: Sharding = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     store: Store = None,
 ) -> dict[str, Any]:
     """Read tensors one by one and place each on its devices; returns them by name.

@@ -34,7 +34,7 @@ from jaxkv.models.chat import Chat
 from jaxkv.models.checkpoint import Checkpoints, own, writing
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.continued import Base
-from jaxkv.models.data import Tokens
+from jaxkv.models.data import DataFolder
 from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
@@ -42,7 +42,7 @@ from jaxkv.models.recipes import FROM, LOGGING, Recipe, config_of
 from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
 from jaxkv.models.tokenizer import read_tokenizer
-from jaxkv.models.training import Setting, Training
+from jaxkv.models.training import Training, TrainingSetting
 from jaxkv.models.uncached import SINK_HEAD
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
@@ -53,7 +53,7 @@ ATTENTION_SAMPLES, ATTENTION_LENGTH = 2, 2048  # samples whose attention is anal
 
 def pretrain(
     recipe: Recipe,
-    tokens: Tokens,
+    tokens: DataFolder,
     out: Path,
     mesh: Mesh | None = None,
     tell: Callable[[str], None] = print,
@@ -114,9 +114,9 @@ def pretrain(
 
 
 def train(
-    setting: Setting,
+    setting: TrainingSetting,
     trained: Training,
-    tokens: Tokens,
+    tokens: DataFolder,
     valid: list[np.ndarray],
     checkpoints: Checkpoints,
     log: Log,
@@ -211,7 +211,7 @@ def in_first_process(act: Callable[[], object]) -> None:
         raise UserError(failure.decode(errors="ignore"))
 
 
-def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Setting:
+def setting_of(recipe: Recipe, tokens: DataFolder, mesh: Mesh | None = None) -> TrainingSetting:
     """The setting of a recipe on these data and devices."""
     return setting_for(
         recipe, tokens.vocab, tokens.front(recipe.sinks), tokens.id_of(data.END), mesh
@@ -220,14 +220,14 @@ def setting_of(recipe: Recipe, tokens: Tokens, mesh: Mesh | None = None) -> Sett
 
 def setting_for(
     recipe: Recipe, vocab: int, front: tuple[int, ...], end: int, mesh: Mesh | None = None
-) -> Setting:
+) -> TrainingSetting:
     """The setting of a recipe; front and end: the ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
     config = config_of(recipe, vocab, next(iter(front), None), end)
-    return Setting(recipe, config, front, training.dtype_of(recipe), mesh)
+    return TrainingSetting(recipe, config, front, training.dtype_of(recipe), mesh)
 
 
-def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
+def _valid(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]:
     """The validation samples, in parts of the training size; fewer if the split is small."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate
@@ -237,10 +237,10 @@ def _valid(setting: Setting, tokens: Tokens) -> list[np.ndarray]:
 
 
 def evaluate(
-    setting: Setting,
+    setting: TrainingSetting,
     trained: Training,
     valid: list[np.ndarray],
-    tokens: Tokens,
+    tokens: DataFolder,
     tell: Callable[[str], None],
     frozen: Weights,
 ) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def evaluate(
     }
 
 
-def write(setting: Setting, weights: dict[str, Array], tokens: Tokens) -> str:
+def write(setting: TrainingSetting, weights: dict[str, Array], tokens: DataFolder) -> str:
     """A sample of text from a model in training."""
     context = setting.recipe.context
     tokenizer = dataclasses.replace(read_tokenizer(tokens.folder), front=setting.front)
@@ -277,7 +277,7 @@ def write(setting: Setting, weights: dict[str, Array], tokens: Tokens) -> str:
     return generate(llm, PROMPT, policy, SAMPLE, sampling=sampling, ignore_eos=True).text
 
 
-def _whole(setting: Setting, weights: dict[str, Array]) -> dict[str, Array]:
+def _whole(setting: TrainingSetting, weights: dict[str, Array]) -> dict[str, Array]:
     """The unsharded weights on this process's own device; all processes call it together."""
     if setting.mesh is None:
         return weights
@@ -308,7 +308,7 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
     return text
 
 
-def title(setting: Setting, trained: Training) -> str:
+def title(setting: TrainingSetting, trained: Training) -> str:
     recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
     every = sum(math.prod(shape) for shape in setting.shapes.values())
     of = "" if count == every else f" of {every:,}"

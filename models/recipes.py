@@ -17,7 +17,7 @@ from jaxkv.models.config import Config
 from jaxkv.rotary import rotary
 
 THETA = 10000.0  # the base of the rotary frequencies
-Sinks = Literal["none", "zero", "token", "two_tokens", "logit"]
+SinkKind = Literal["none", "zero", "token", "two_tokens", "logit"]
 Train = Literal["all", "attention", "sinks"]
 # `Config.sink_logit` by the recipe's `sinks`; it is none for the others.
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
@@ -40,7 +40,7 @@ class Recipe:
     context: int
     # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
     # two sink tokens before every sample, or a learned logit per head.
-    sinks: Sinks = "none"
+    sinks: SinkKind = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
     # The tokens that a query attends to, its own included, while --from trains sinks that no token

@@ -15,7 +15,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import curves, device, training
 from jaxkv.models.checkpoint import writing
 from jaxkv.models.compilation import clock
-from jaxkv.models.training import Setting
+from jaxkv.models.training import TrainingSetting
 
 
 class Pace:
@@ -24,7 +24,7 @@ class Pace:
     seconds: the total time of earlier starts of the run; `since` reports the time in total.
     """
 
-    def __init__(self, setting: Setting, first: int, seconds: float):
+    def __init__(self, setting: TrainingSetting, first: int, seconds: float):
         self._tokens = setting.recipe.rows * setting.recipe.context
         flops = training.flops_per_token(setting.config, setting.recipe.context, setting.trains)
         devices = 1 if setting.mesh is None else setting.mesh.size

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.decoding import Static, positions_of, run_layers
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, Stream, bucket, not_finite
+from jaxkv.models.streams import Stream, bucket, not_finite
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Float, Int32
@@ -44,7 +45,7 @@ def losses_of_chunk(
 def losses(
     llm: Llm,
     tokens: Sequence[int],
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     chunk: int | None = None,
     start: int = 0,
     stream: Stream | None = None,
@@ -162,7 +163,7 @@ class Score:
 def score(
     llm: Llm,
     tokens: Sequence[int],
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     chunk: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.engine.handle import resolve_max_len
@@ -13,12 +14,11 @@ from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
 from jaxkv.models.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.typing import Array, Float, Float32, Int32
 
 
-def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY) -> Model:
+def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = defaults.POLICY) -> Model:
     """Wrap a loaded model and a cache policy for the engine.
 
     Raises UserError for a model that is sharded over a mesh, or with learned sink tokens.
@@ -63,7 +63,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = DEFAULT
 
 def make_engine(
     llm: Llm,
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     *,
     max_batch: int = 16,
     max_len: int | None = None,

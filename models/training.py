@@ -58,7 +58,7 @@ class StepMetrics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """The static arguments of a compiled step.
 
     front: the sink tokens before every sample; ids beyond the vocabulary are rows of SINK_TOKENS.
@@ -147,7 +147,7 @@ def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
         )
 
 
-def fresh_weights(setting: Setting) -> dict[str, Array]:
+def fresh_weights(setting: TrainingSetting) -> dict[str, Array]:
     """Random initial weights in float32: normal; gains 1, biases and sink logits 0.
 
     Weights that write to the residual stream are divided by sqrt(2 L), as in GPT-2.
@@ -167,7 +167,7 @@ def fresh_weights(setting: Setting) -> dict[str, Array]:
     return weights
 
 
-def begin(setting: Setting, weights: Weights | None = None) -> Training:
+def begin(setting: TrainingSetting, weights: Weights | None = None) -> Training:
     """The state of a run before its first step.
 
     weights: those that the run updates, in float32; None draws all of them.
@@ -178,7 +178,7 @@ def begin(setting: Setting, weights: Weights | None = None) -> Training:
     return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh, weights)))(weights)
 
 
-def shape(setting: Setting) -> Training:
+def shape(setting: TrainingSetting) -> Training:
     """The shape and the sharding of every leaf of a run."""
     training = jax.eval_shape(partial(_fresh, setting))
     here = SingleDeviceSharding(jax.local_devices()[0])
@@ -190,7 +190,7 @@ def shape(setting: Setting) -> Training:
     )
 
 
-def _fresh(setting: Setting, weights: Weights | None = None) -> Training:
+def _fresh(setting: TrainingSetting, weights: Weights | None = None) -> Training:
     if weights is None:
         drawn = fresh_weights(setting)
         weights = {name: weight for name, weight in drawn.items() if setting.trains(name)}
@@ -198,7 +198,7 @@ def _fresh(setting: Setting, weights: Weights | None = None) -> Training:
     return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
 
 
-def places(setting: Setting, training: Training) -> Training:
+def places(setting: TrainingSetting, training: Training) -> Training:
     """The sharding of every leaf over the mesh."""
     return jax.tree.map(lambda leaf: setting.place(leaf.shape), training)
 
@@ -258,7 +258,7 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
 
 
 def losses(
-    setting: Setting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
+    setting: TrainingSetting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
 ) -> tuple[Float32[Array, ""], Float32[Array, "B T"], Array]:
     """The objective of a step, the natural-log loss of every target, and its share of the mean.
 
@@ -273,7 +273,7 @@ def losses(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(setting: Setting, weights: Weights) -> Weights:
+def _gather(setting: TrainingSetting, weights: Weights) -> Weights:
     """The weights in the computation's dtype, replicated on every device while they are used.
 
     Gradients get the sharding of the weights. The embedding stays in float32: its gradient is a sum
@@ -288,7 +288,7 @@ def _gather(setting: Setting, weights: Weights) -> Weights:
     return jax.lax.with_sharding_constraint(cast, NamedSharding(setting.mesh, PartitionSpec()))
 
 
-def _scatter(setting: Setting, _: None, gradients: Weights) -> tuple[Weights]:
+def _scatter(setting: TrainingSetting, _: None, gradients: Weights) -> tuple[Weights]:
     wide = {name: gradient.astype(jnp.float32) for name, gradient in gradients.items()}
     if setting.mesh is None:
         return (wide,)
@@ -299,7 +299,7 @@ def _scatter(setting: Setting, _: None, gradients: Weights) -> tuple[Weights]:
 _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scatter)
 
 
-def _with_frozen(setting: Setting, weights: Weights, frozen: Weights | None) -> Weights:
+def _with_frozen(setting: TrainingSetting, weights: Weights, frozen: Weights | None) -> Weights:
     """All weights in the computation's dtype, on every device; only `weights` have gradients."""
     whole = dict(frozen or {})
     if setting.mesh is not None and whole:
@@ -310,7 +310,7 @@ def _with_frozen(setting: Setting, weights: Weights, frozen: Weights | None) -> 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
-    setting: Setting,
+    setting: TrainingSetting,
     training: Training,
     parts: Int32[Array, "A R X"],
     frozen: Weights | None = None,
@@ -359,7 +359,7 @@ def update(
 
 @partial(jax.jit, static_argnums=0)
 def mean_loss(
-    setting: Setting,
+    setting: TrainingSetting,
     weights: Weights,
     runs: Int32[Array, "B X"],
     frozen: Weights | None = None,
@@ -369,7 +369,7 @@ def mean_loss(
 
 
 def first_token_mass(
-    setting: Setting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
+    setting: TrainingSetting, weights: Weights, runs: Int32[Array, "B X"], after: int = 0
 ) -> Float32[Array, "L N"]:
     """Attention of each head to the first token, averaged over the queries from `after` on.
 

@@ -32,7 +32,7 @@ _HALF = ("bfloat16", "float16")
 _SINK_DIMS = 8  # extra head dims for a sink logit in a fused kernel, which needs a multiple of 8
 _SINK_TERMS = 3  # dims used: three bfloat16 terms add up to a float32
 
-Implementation = Literal["xla", "cudnn"]
+UncachedImplementation = Literal["xla", "cudnn"]
 
 
 def forward(
@@ -59,7 +59,7 @@ def attend(
     positions: object = None,
     valid: object = None,
     sink: Float[Array, " N"] | None = None,
-    implementation: Implementation | None = None,
+    implementation: UncachedImplementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], object]:
     """Causal attention of each sample to itself; the state is returned unchanged.
 
@@ -264,7 +264,7 @@ def fused_attention(
     scale: float,
     window: int | None = None,
     sink: Float[Array, " N"] | None = None,
-    implementation: Implementation = "cudnn",
+    implementation: UncachedImplementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
     """Causal attention by one fused kernel, sinks included; q and k are rotated already.
 

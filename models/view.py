@@ -42,7 +42,7 @@ MAX_TOKENS = 2_000
 MAX_BYTES = 32 << 20  # of all triangles, before compression
 ONE = 128  # code of weight 1; OCTAVE codes more are twice the weight
 OCTAVE = 16
-Progress = Callable[[int], None]
+TokenProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def record(
     prompt: int,
     layers: Sequence[int] | None = None,
     seed: int = 0,
-    progress: Progress = lambda done: None,
+    progress: TokenProgress = lambda done: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> View:
     """The cache after every token, and the attention of every token.

@@ -1,7 +1,8 @@
-"""Workarounds for XLA:CPU. Each says what was measured, or that nothing was recorded.
+"""Workarounds for XLA:CPU. Each says what XLA does without it, and where that was measured.
 
 Every function here computes what its plain form computes. Other platforms compile the plain form,
-except where the docstring says that the form is the same everywhere.
+except where the docstring says that the form is the same everywhere. Rows are those of the record
+`workarounds`, which evals/speed/workarounds.py makes; docs/decisions/compilation.md has its table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ def decode_compiler_options() -> dict[str, object]:
 
     By default XLA:CPU hands independent operations to other threads. In a step of a small model
     each operation takes well under a microsecond, less than the handover.
-    Measured: with a sequential scheduler a decode step of a 260 K model is a third faster; that of
-    a large model is unchanged.
+    Record workarounds, rows decode_compiler_options-small_model and decode_compiler_options.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -44,7 +44,7 @@ def matmul(
 
     Decoding is limited by memory bandwidth, and XLA:CPU splits such a product so that some cores
     read less of the weight than others.
-    No recorded measurement.
+    Record workarounds, row matmul.
     """
     one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
     if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
@@ -72,7 +72,8 @@ def widen(values: Array, x: Float[Array, "I B T"]) -> Array:
 
     XLA:CPU otherwise moves the conversion out of the loop. Each step then reads all weights in
     float32, and memory holds a float copy of the model. Here the integers depend on x, so a step
-    reads int8. A test checks the memory of the compiled loop; evals/speed/int8.py has the times.
+    reads int8. A test checks the memory of the compiled loop.
+    Record workarounds, row widen.
     """
     if x.shape[-1] != 1:
         return values.astype(x.dtype)
@@ -90,7 +91,9 @@ def matmul_widened(
 ) -> Float32[Array, "O B T"]:
     """`plain(values.astype(x.dtype), x)`; on a CPU large matrices by blocks of rows, in float32.
 
-    The float copy of a block stays in the processor's cache, that of a whole output head does not.
+    XLA:CPU writes the float copy of a whole matrix before the product reads it. That of a block
+    stays in the processor's cache, that of a whole output head does not.
+    Record workarounds, row matmul_widened.
     """
     blocks = max(1, values.size // _BLOCK)
     while values.shape[0] % blocks:
@@ -114,9 +117,8 @@ def dot(a: Array, b: Array, contract: tuple[int, int], dtype: jnp.dtype | None =
     Backends accumulate products in half precision in float32 and round the result once.
 
     The gradient rule is the same on all platforms: gradients have the axis order of their arrays,
-    so nothing is transposed. JAX's own rule transposes activations, which takes XLA:CPU longer than
-    the product itself.
-    No recorded measurement.
+    so nothing is transposed. JAX's own rule transposes activations, which XLA:CPU does slowly.
+    Record workarounds, row dot.
     """
     return jax.lax.dot_general(
         a,
@@ -160,9 +162,10 @@ dot.defvjp(_dot_forward, _dot_backward)
 def has_head_last_product(x: Array, tokens: int) -> bool:
     """Whether projections of `x` are computed as [B,T,N,H], which attention wants untransposed.
 
-    The answer is the same on all platforms: true for several tokens in float32. In half precision
-    jax 0.7 has no such product on a CPU.
-    No recorded measurement.
+    The answer is the same on all platforms: true for several tokens in float32. Otherwise XLA:CPU
+    transposes the result of each projection. In half precision jax 0.7 has no such product on a
+    CPU.
+    Record workarounds, rows has_head_last_product and has_head_last_product-training.
     """
     return tokens > 1 and x.dtype == jnp.float32
 
@@ -176,7 +179,7 @@ def keep_transpose_apart(product: Array) -> Array:
 
 
 # Logits of the training loss in memory at a time: as many as a CPU's cache holds, and more
-# elsewhere. No recorded measurement.
+# elsewhere. Record workarounds, row logits_at_once.
 LOGITS_AT_ONCE = {"cpu": 2**21}
 LOGITS_AT_ONCE_ELSEWHERE = 2**27
 
@@ -189,7 +192,8 @@ def logits_at_once() -> int:
 def query_block() -> int:
     """Queries per block of training attention; small blocks skip more of the causal mask.
 
-    No recorded measurement.
+    On a CPU the logits of a small block also stay in the processor's cache.
+    Record workarounds, row query_block.
     """
     return 128 if jax.default_backend() == "cpu" else 512
 
@@ -207,7 +211,7 @@ def query_block_edges(tokens: int) -> list[int]:
 def map_samples(one: Callable, *arrays: Array) -> tuple[Array, ...]:
     """`one` of every sample: one after another on a CPU, whose cache holds the logits of one.
 
-    No recorded measurement.
+    Record workarounds, row map_samples.
     """
     if jax.default_backend() == "cpu":
         return jax.lax.map(lambda sample: one(*sample), arrays)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-
-Array = jax.Array
+from jax import Array
 
 
 def on_host(array: Array) -> bool:

@@ -1,6 +1,7 @@
 """Workarounds for XLA:CPU in the XLA forms of the kernels.
 
-Each says what was measured, or that nothing was recorded. The compiled form is the same on all
+Each says what XLA does without it, and where that was measured: in a row of the record
+`workarounds`, which evals/speed/workarounds.py makes. The compiled form is the same on all
 platforms.
 """
 
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxkv.pallas_kernels import host_memory
 
-Array = jax.Array
-
-# Sampled slots that `sampled_attention` gathers at a time.
-# Measured on a CPU: 192 to 640 are equally fast, 128 is slower. The figures were not recorded.
+# Sampled slots that `sampled_attention` gathers at a time. All at once, a head with few sampled
+# slots would take as long as a full one; in smaller blocks the loop costs more.
+# Record workarounds, rows gathered_slots and gathered_slots-128.
 GATHERED_SLOTS = 256
 
 
@@ -22,9 +23,8 @@ def gather(array: Array, at: Array) -> Array:
     """array[at] in device memory; every index must be in bounds.
 
     XLA:CPU gathers half precision as float32, and without a barrier it converts the whole cache
-    first. No recorded measurement.
-    A gather that handles indices out of bounds takes a tenth longer. Measured on a CPU; the figure
-    was not recorded.
+    first. A gather that handles indices out of bounds also compares and selects.
+    Record workarounds, rows gather and take.
     """
     if array.dtype != jnp.float32:
         array, at = jax.lax.optimization_barrier((array, at))

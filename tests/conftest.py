@@ -1,8 +1,8 @@
 """Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
-Tests marked `parity`, `tpu_check` or `gpu_check` are skipped, with the reason, where their extra is
-absent.
-`--must-run parity` makes that skip an error and reports how many such tests ran.
+Tests marked `parity`, `tpu_check`, `gpu_check` or `real_model` are skipped, with the reason, where
+their extra is absent. `--must-run parity` makes that skip an error and reports how many such tests
+ran. Tests of the real model may be skipped where it is neither cached nor downloadable.
 """
 
 import gc
@@ -23,7 +23,9 @@ NEEDS = {
     "parity": ("torch", "transformers"),
     "tpu_check": ("libtpu",),
     "gpu_check": ("jax_cuda12_plugin",),
+    "real_model": ("gguf",),
 }
+EXTRAS = {"real_model": "gguf"}  # of a marker with another name
 # Compiling takes most of the time of tests. These flags reduce it by more than half.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",
@@ -35,6 +37,7 @@ COMPILED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jax
 MAX_COMPILED = 1 << 30  # bytes
 DURATIONS = COMPILED.with_name("test_seconds.json")  # of each test in earlier runs
 MAPS, TESTS = Path("/proc/self/maps"), count(1)
+NO_MODEL = "no real model: "
 NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
 
 
@@ -181,7 +184,7 @@ def smollm2_file() -> Path:
     try:
         return smollm2.fetch()
     except smollm2.Unreachable as error:
-        pytest.skip(f"no real model: {error}")
+        pytest.skip(f"{NO_MODEL}{error}")
 
 
 @pytest.fixture(scope="session")
@@ -228,7 +231,7 @@ def rng() -> np.random.Generator:
 def missing(marker):
     """Why tests with this marker cannot run; an empty string if they can."""
     absent = [name for name in NEEDS[marker] if not find_spec(name)]
-    extra = marker.replace("_", "-")
+    extra = EXTRAS.get(marker, marker.replace("_", "-"))
     return f"no {' and '.join(absent)}: pip install -e '.[{extra}]'" if absent else ""
 
 
@@ -237,17 +240,33 @@ def must_run(config):
 
 
 def outcomes(reporter, marker):
-    """Counts of the outcomes of tests with this marker.
-
-    Tests that need ../shared/data may be skipped where that folder is absent.
-    """
+    """Counts of the outcomes of tests with this marker, by the reason where a skip is allowed."""
     counts = Counter()
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in reporter.stats.get(outcome, []):
             if marker in getattr(report, "keywords", ()):
-                no_data = outcome == "skipped" and NO_SHARED in str(report.longrepr)
-                counts["without shared data" if no_data else outcome] += 1
+                allowed = allowed_skip(str(report.longrepr)) if outcome == "skipped" else ""
+                counts[allowed or outcome] += 1
     return counts
+
+
+def allowed_skip(reason):
+    """Why a test that must run may be skipped; an empty string if it may not.
+
+    Data beside the repository may be absent. So may the real model where no package index is
+    reachable, but not where its file is in the cache.
+    """
+    if NO_SHARED in reason:
+        return "without shared data"
+    from jaxkv.models import smollm2
+
+    return "without the model" if NO_MODEL in reason and not smollm2.location().is_file() else ""
+
+
+def fails(marker, counts):
+    """Whether a run fails because tests that must run did not."""
+    absent = marker == "real_model" and counts["without the model"]
+    return bool(counts["skipped"] or not (counts["passed"] or absent))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -259,7 +278,7 @@ def pytest_sessionfinish(session):
         schedule.write_durations(DURATIONS, schedule.durations(reporter))
     for marker in must_run(session.config) if reporter else ():
         counts = outcomes(reporter, marker)
-        if session.exitstatus == pytest.ExitCode.OK and (counts["skipped"] or not counts["passed"]):
+        if session.exitstatus == pytest.ExitCode.OK and fails(marker, counts):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -268,3 +287,7 @@ def pytest_terminal_summary(terminalreporter, config):
         counts = outcomes(terminalreporter, marker)
         line = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
         terminalreporter.write_line(f"--must-run {marker}: {line}")
+        if counts["without the model"]:
+            skipped = terminalreporter.stats["skipped"]
+            reasons = {report.longrepr[2] for report in skipped if NO_MODEL in report.longrepr[2]}
+            terminalreporter.write_line("; ".join(sorted(reasons)))

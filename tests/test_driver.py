@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.arguments import check_is_policy
 from jaxkv.cache import ring
 from jaxkv.driver import step
+from jaxkv.old_contract import REPLACED_BY
 from jaxkv.policies import Window
 from jaxkv.rotary import NoPosition
 from jaxkv.state.sharding import mesh_of, sharded_step
@@ -97,13 +99,13 @@ BAD = {
     "the class of an older policy": ({"policy": OfOldContract}, "a policy is a value"),
     "a policy of the old contract": (
         {"policy": OfOldContract()},
-        r"OfOldContract follows an older contract: subclass jaxkv.Policy and replace attend and "
-        r"extend by one update\(spec, state, chunk\) -> \(Partial, state\), replace kept by "
-        "cached, replace axes by leaves, replace formula by bytes_per_sequence",
+        r"OfOldContract has members of an older contract: subclass jaxkv.Policy and replace attend "
+        r"and extend by one update\(spec, state, chunk\) -> \(Partial, state\), replace kept by "
+        "cached, replace axes by leaves, a Leaf for each array, replace formula by bytes_per_",
     ),
     "a policy without the base class": (
         {"policy": WithoutBase()},
-        r"subclasses jaxkv.Policy, got WithoutBase\(\); write class WithoutBase\(jaxkv.Policy\)",
+        r"a frozen dataclass that subclasses jaxkv.Policy, got WithoutBase\(\)",
     ),
 }
 
@@ -133,3 +135,22 @@ def test_a_subclass_with_old_members_is_refused_at_its_definition():
 
             def kept(self, spec, state):
                 return state
+
+
+@pytest.mark.parametrize("old", REPLACED_BY)
+def test_a_policy_with_update_and_one_old_member_is_refused(old):
+    for base in (jaxkv.Policy, jaxkv.Window):
+        with pytest.raises(jaxkv.UserError, match=rf"Half has .*replace {old} by") as caught:
+            type("Half", (base,), {"update": jaxkv.Window.update, old: None})
+        assert "\n" not in str(caught.value)
+
+
+def test_an_inherited_old_member_is_refused():
+    with pytest.raises(jaxkv.UserError, match="replace attend and extend by one update"):
+        type("Late", (OfOldContract, jaxkv.Policy), {})
+
+
+def test_an_array_is_no_policy_of_an_older_contract():
+    """Arrays have a method `take`."""
+    with pytest.raises(jaxkv.UserError, match="a policy is a value such as"):
+        check_is_policy(jnp.ones(3))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -168,7 +169,7 @@ def test_files_and_functions_are_short():
     long = []
     for path, text in python_files().items():
         count = len(text.splitlines())
-        if count > FILE_LINES and not path.startswith("tests/"):
+        if count > FILE_LINES:
             long.append(f"{path}: {count} lines, limit {FILE_LINES}")
         limit = KERNEL_LINES if path.startswith("pallas_kernels/") else FUNCTION_LINES
         for node in ast.walk(ast.parse(text)):
@@ -177,6 +178,30 @@ def test_files_and_functions_are_short():
                 if count > limit:
                     long.append(f"{path}:{node.lineno} {node.name}: {count} lines, limit {limit}")
     assert not long, "\n".join(long)
+
+
+def public_types(text):
+    """The names of the classes, and of the aliases of types at the top of a module."""
+    tree = ast.parse(text)
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        alias = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if re.fullmatch(r"[A-Z]+[a-z]\w*", alias):
+            yield alias
+
+
+def test_no_two_public_types_share_a_name():
+    where = defaultdict(list)
+    for path, text in python_files().items():
+        if not path.startswith("tests/"):
+            for found in public_types(text):
+                where[found].append(path)
+    assert not {n: paths for n, paths in where.items() if len(paths) > 1 and n[0] != "_"}
+
+
+def test_shared_names_are_found():
+    code = "class A: pass\nItem = TypeVar('Item')\nLIMIT = 1\nclass _B: pass"
+    assert list(public_types(code)) == ["A", "_B", "Item"]
 
 
 def test_no_file_is_large_or_names_a_local_path():

@@ -214,8 +214,7 @@ def test_describe():
         "type": "cache|absolute",
         "default": "cache",
     }
-    formula = "(sinks + window) * (2 * K * H * itemsize + 4) + 4"
-    assert table["streaming"]["bytes_per_sequence"] == formula
+    assert table["streaming"]["bytes_per_sequence"] == "(sinks + window) * t + 4"
 
 
 def test_bytes_per_sequence():

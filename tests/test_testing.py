@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import traceback
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +17,16 @@ from jaxkv.cache import ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
-from jaxkv.testing import LawError, check_law, check_laws, check_policy, make_subject, table
+from jaxkv.testing import (
+    LawError,
+    check_law,
+    check_laws,
+    check_policy,
+    check_protected,
+    check_unbiased,
+    make_subject,
+    table,
+)
 from jaxkv.testing.laws import LAWS
 from tests.seldom import seldom
 
@@ -192,6 +202,46 @@ def test_a_broken_policy_raises_with_the_law_and_the_leaf():
         check_policy(WrongLetter())
 
 
+class Raises(Broken):
+    def update(self, spec, state, chunk):
+        return self.of_this_policy(chunk)
+
+    def of_this_policy(self, chunk):
+        raise RuntimeError("no such slot\nand a second line")
+
+
+def test_the_exception_of_a_policy_is_the_cause_of_the_law_error():
+    with pytest.raises(LawError, match=r"law 1 .*: RuntimeError: no such slot$") as caught:
+        check_policy(Raises())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "of_this_policy" in "".join(traceback.format_exception(caught.value))
+    assert [type(result.error) for result in check_laws(Raises())][-1] is RuntimeError
+
+
+def test_an_unbiased_estimate_is_told_from_a_biased_one():
+    sample = jaxkv.Reservoir(1, 2, 4, weighted=True, positions="absolute")
+    check_unbiased(sample, 17)
+    with pytest.raises(LawError, match=r"law 12 .*standard errors from that of full attention"):
+        check_unbiased(dataclasses.replace(sample, exponent=0.5), 17)
+    with pytest.raises(LawError, match=r"law 12 .*does not depend on the seed"):
+        check_unbiased(jaxkv.Window(20), 17)
+
+
+def test_protected_tokens_are_those_that_stay():
+    check_protected(jaxkv.H2O(4, 3), first=0, newest=3)
+    check_protected(jaxkv.Streaming(2, 5), first=2, newest=5)
+    with pytest.raises(LawError, match=r"law 13 .*adversarial keys evict the tokens at \[0, 1\]"):
+        check_protected(jaxkv.Window(7), first=2)
+    with pytest.raises(LawError, match=r"law 13 .*adversarial keys evict"):
+        check_protected(jaxkv.H2O(4, 3), first=2)
+
+
+def test_the_other_laws_refuse_what_is_no_policy(unchecked):
+    for check in (check_unbiased, check_protected):
+        with pytest.raises(UserError, match="a policy is a value"):
+            check("streaming", 4)
+
+
 @pytest.mark.parametrize(
     "name", ["init", "update", "cached", "leaves", "bytes_per_sequence", "frozen dataclass"]
 )
@@ -240,6 +290,7 @@ def test_a_policy_may_attend_before_it_evicts(size, holds):
     assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
 
 
+@dataclasses.dataclass(frozen=True)
 class Old:
     """A policy of the contract before `update`."""
 

@@ -146,7 +146,7 @@ def attention_on_heaviest(
 
     q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
-    rows = heads.Layer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
+    rows = heads.CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
     logits = np.asarray(heads.last_queries(spec, rows, 0, 0).logits, np.float64)[..., between]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     ordered = np.sort(weights, axis=-1)[..., ::-1]

@@ -106,22 +106,22 @@ def locate_phrases(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> di
     return {name: place for name, place in found.items() if place is not None}
 
 
-def size_table(found: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.Text:
+def size_table(found: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.TextBox:
     """By policy: cached tokens per KV head, bytes, and the policy string."""
     lines = [f"{'tokens per KV head:':16}{'mean':>6}{'least':>7}{'most':>6}{'bytes':>12}  setting"]
     for name, held in found.items():
         held_by = f"{held.counts.mean():10.0f}{held.counts.min():7}{held.counts.max():6}"
         lines.append(f"{name:16}{held_by}{show(held.state_bytes):>12}  {settings[name]}")
-    return runtime.Text("\n".join(lines))
+    return runtime.TextBox("\n".join(lines))
 
 
-def share_table(found: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.Text:
+def share_table(found: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.TextBox:
     """By policy: the fraction of heads that cache the tokens of each place, and bytes."""
     lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
     for name, held in found.items():
         cells = "".join(f"{held.share(place):22.0%}" for place in places.values())
         lines.append(f"{name:16}{cells}{show(held.state_bytes):>12}")
-    return runtime.Text("\n".join(lines))
+    return runtime.TextBox("\n".join(lines))
 
 
 def highlight(

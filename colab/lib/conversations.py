@@ -25,7 +25,7 @@ from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import COLOURS
 from jaxkv.models.serving import make_engine
-from jaxkv.prefix import Chain, root_hash
+from jaxkv.prefix import BlockHasher, root_hash
 from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
@@ -126,17 +126,23 @@ def max_length(said: Turns) -> int:
 
 def block_hashes(ids: Sequence[int], block: int = 16) -> list[str]:
     """The first digits of the hash of each block of a prompt."""
-    return [hash.hex()[:6] for hash in Chain(block).hash_prompt(ids, root_hash(model="any")).hashes]
+    return [
+        hash.hex()[:6]
+        for hash in BlockHasher(block).hash_prompt(ids, root_hash(model="any")).hashes
+    ]
 
 
 def measure_hit_rates(
-    slots: Sequence[int], requests: int, seeds: int
+    concurrent: Sequence[int], requests: int, seeds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """The report's experiment with one prompt for all requests: hit rate in percent by slots.
+    """The report's experiment with one prompt for all requests: hit rate in percent by the
+    number of concurrent requests.
 
     `formula` predicts it if only requests of one step share blocks.
     """
-    settings = [replace(report.ONE_PROMPT, slots=each, requests=requests) for each in slots]
+    settings = [
+        replace(report.ONE_PROMPT, concurrent=each, requests=requests) for each in concurrent
+    ]
     found = {
         mode: [
             spread([report.hits(replace(one, mode=mode), seed) for seed in range(count)])
@@ -144,7 +150,7 @@ def measure_hit_rates(
         ]
         for mode, count in (("alias", 1), ("rekey", seeds), ("full", 1))
     }
-    formula = [spread([report.closed_form(one.slots, one)]) for one in settings]
+    formula = [spread([report.closed_form(one.concurrent, one)]) for one in settings]
     return found | {"formula": formula}
 
 
@@ -156,17 +162,17 @@ def hit_rate_by_capacity(trace: traces.Trace, shares: Sequence[float]) -> list[f
 
 
 def draw_hit_rates(
-    found: Mapping[str, Sequence[Mapping[str, float]]], slots: Sequence[int]
+    found: Mapping[str, Sequence[Mapping[str, float]]], concurrent: Sequence[int]
 ) -> runtime.Picture:
     """Hit rate by the number of concurrent requests."""
     figure, axes = pictures.begin(height=3.2)
-    at = np.arange(len(slots))
+    at = np.arange(len(concurrent))
     for mode, colour in MODES.items():
-        lines = dict(zip(slots, found[mode], strict=True))
+        lines = dict(zip(concurrent, found[mode], strict=True))
         draw_spreads(axes, at, lines, label=mode, color=colour, marker="o", ms=3)
     axes.plot(at, [one["median"] for one in found["formula"]], color=pictures.INK, lw=1.2,
               ls="dotted", zorder=3, label="rekey, formula")  # fmt: skip
-    axes.set_xticks(at, slots)
+    axes.set_xticks(at, concurrent)
     axes.set(xlabel="concurrent requests", ylabel="hit rate (% of blocks)", ylim=(-2, 102))
     pictures.legend(figure, 4)
     return runtime.picture(

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.magicpig import heads, matched_budgets, sparse, synthetic
-from jaxkv.evals.magicpig.heads import Layer
-from jaxkv.evals.magicpig.sparse import SINKS, WINDOW, Text
+from jaxkv.evals.magicpig.heads import CapturedLayer
+from jaxkv.evals.magicpig.sparse import SINKS, WINDOW, ScoredText
 from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, TopK, VAttention
 from jaxkv.typing import Float32
@@ -62,7 +62,7 @@ class Synthetic(NamedTuple):
     error: dict[str, np.ndarray]
 
 
-def pick_layers(layers: Sequence[Layer]) -> dict[int, Layer]:
+def pick_layers(layers: Sequence[CapturedLayer]) -> dict[int, CapturedLayer]:
     """At most MAX_LAYERS layers, evenly spaced, including the first and the last."""
     at = np.unique(
         np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int)
@@ -70,7 +70,7 @@ def pick_layers(layers: Sequence[Layer]) -> dict[int, Layer]:
     return {n: layers[n] for n in at.tolist()}
 
 
-def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
+def cumulative_weights(spec: Spec, layer: CapturedLayer) -> Float32[np.ndarray, "N S"]:
     """By query head, the total weight of the 1, 2, ... heaviest keys; mean over queries."""
     queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
@@ -83,7 +83,7 @@ def cumulative_weights(spec: Spec, layer: Layer) -> Float32[np.ndarray, "N S"]:
     return sums.reshape(kv_heads * group, size).astype(np.float32)
 
 
-def sink_weight(spec: Spec, layer: Layer) -> float:
+def sink_weight(spec: Spec, layer: CapturedLayer) -> float:
     """The weight of the first token; mean over heads and queries."""
     queries = heads.last_queries(spec, layer, 0, 1)
     logits = np.where(
@@ -111,7 +111,9 @@ def weight_of_fifth(sums: Float32[np.ndarray, "N S"]) -> np.ndarray:
     return sums[:, round(FIFTH * sums.shape[1]) - 1]
 
 
-def measure_heads(spec: Spec, layers: Mapping[int, Layer], share: float, seeds: int) -> Heads:
+def measure_heads(
+    spec: Spec, layers: Mapping[int, CapturedLayer], share: float, seeds: int
+) -> Heads:
     """Every query head of these layers, with the error of each of KINDS at one share of the keys;
     means over stretches and seeds."""
     fifth = {n: weight_of_fifth(cumulative_weights(spec, layer)) for n, layer in layers.items()}
@@ -144,15 +146,15 @@ def pick_heads(found: Heads) -> dict[str, int]:
     return {name: int(number) for name, number in at.items()}
 
 
-def single_head(spec: Spec, layer: Layer, head: int) -> tuple[Spec, Layer]:
+def single_head(spec: Spec, layer: CapturedLayer, head: int) -> tuple[Spec, CapturedLayer]:
     """One query head of a layer, with the keys that it reads."""
     own = slice(head, head + 1), slice(head // spec.group, head // spec.group + 1)
-    cut = Layer(layer.q[:, :, own[0]], layer.k[:, :, own[1]], layer.v[:, :, own[1]])
+    cut = CapturedLayer(layer.q[:, :, own[0]], layer.k[:, :, own[1]], layer.v[:, :, own[1]])
     return replace(spec, kv_heads=1, group=1), cut
 
 
 def errors_by_budget(
-    spec: Spec, layer: Layer, wanted: Sequence[float], seeds: int
+    spec: Spec, layer: CapturedLayer, wanted: Sequence[float], seeds: int
 ) -> dict[str, list[Measured]]:
     """The error of a layer's attention by share of the keys, for each of KINDS."""
     exact = heads.exact_attention(spec, layer, "by budget")
@@ -162,7 +164,9 @@ def errors_by_budget(
     }
 
 
-def measure(policy: Policy, spec: Spec, layer: Layer, exact: jax.Array, seeds: int) -> Measured:
+def measure(
+    policy: Policy, spec: Spec, layer: CapturedLayer, exact: jax.Array, seeds: int
+) -> Measured:
     """Means over stretches, heads and seeds."""
     attended = [heads.estimate(policy, spec, layer, seed) for seed in range(seeds)]
     error = np.mean([heads.errors(one.out, exact) for one in attended])
@@ -198,7 +202,7 @@ def measure_with_sink(keys: int, share: float) -> dict[str, dict[str, Measured]]
     return found
 
 
-def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
+def cosines(spec: Spec, layer: CapturedLayer, center: bool) -> np.ndarray:
     """Cosines of queries and the keys between the ends; center: with the mean key subtracted."""
     if center:
         _, found = heads.centred(spec, layer, SINKS, WINDOW)
@@ -214,7 +218,7 @@ def cosines(spec: Spec, layer: Layer, center: bool) -> np.ndarray:
 
 
 def measure_tables(
-    spec: Spec, layers: Mapping[int, Layer], pairs: Sequence[tuple[int, int]], seeds: int
+    spec: Spec, layers: Mapping[int, CapturedLayer], pairs: Sequence[tuple[int, int]], seeds: int
 ) -> dict[tuple[int, int, bool], Measured]:
     """Share read and error of hash tables, by K, L and whether keys are centred."""
     exact = {n: heads.exact_attention(spec, layer, "hash tables") for n, layer in layers.items()}
@@ -232,13 +236,13 @@ def policies_at_share(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
     made = matched_budgets.methods(share, pair, SINKS, WINDOW)
     shown = ("uniform", "magicpig", "topk", "oracle", "vattention")
     return {
-        "ends alone": matched_budgets.Ends(SINKS, WINDOW),
+        "ends alone": matched_budgets.EndsOnly(SINKS, WINDOW),
         **{name: made[name] for name in shown},
     }
 
 
 def measure_shares(
-    spec: Spec, layers: Mapping[int, Layer], policies: Mapping[str, Policy]
+    spec: Spec, layers: Mapping[int, CapturedLayer], policies: Mapping[str, Policy]
 ) -> dict[str, float]:
     """The mean share of the keys between the ends that the last queries read."""
     each = {
@@ -257,7 +261,7 @@ def measure_losses(
     """
     front, size = llm.tokenizer.front, len(ids) // stretches
     cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]
-    text = Text(llm, [], cuts, [])
+    text = ScoredText(llm, [], cuts, [])
     seeds = {name: 2 if name in matched_budgets.DRAWING else 1 for name in policies}
     with contextlib.redirect_stderr(io.StringIO()):
         base = sparse.losses(text, "full", 1, "full")
@@ -267,7 +271,7 @@ def measure_losses(
         }
 
 
-def heads_table(spec: Spec, layers: Mapping[int, Layer], found: Heads) -> str:
+def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], found: Heads) -> str:
     """By layer: tails of its heads, and the number of heads in which each of KINDS is best."""
     best = np.array(KINDS)[np.argmin([found.error[kind] for kind in KINDS], axis=0)]
     lines = ["        weight of the     of the     heads with the lowest error for"]

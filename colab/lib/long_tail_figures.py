@@ -11,7 +11,7 @@ from jaxkv.colab import long_tail, runtime
 from jaxkv.colab.long_tail import FIFTH, Heads, Measured, Synthetic
 from jaxkv.contract import Spec
 from jaxkv.evals.magicpig import inclusion
-from jaxkv.evals.magicpig.heads import Layer
+from jaxkv.evals.magicpig.heads import CapturedLayer
 from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, LINES
 
@@ -90,7 +90,9 @@ def format_log_axis(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" else "")
 
 
-def draw_inclusion(spec: Spec, layer: Layer, pairs: Sequence[tuple[int, int]]) -> runtime.Picture:
+def draw_inclusion(
+    spec: Spec, layer: CapturedLayer, pairs: Sequence[tuple[int, int]]
+) -> runtime.Picture:
     """The distribution of keys by cosine, and the probability that hash tables find them."""
     figure, axes = pictures.begin(7.0, 3.4)
     edges = np.linspace(-1, 1, 81)

@@ -207,7 +207,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBox:
     """Preformatted text that scrolls horizontally instead of wrapping."""
 
     text: str

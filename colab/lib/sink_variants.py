@@ -20,7 +20,7 @@ from jaxkv.colab import runtime
 from jaxkv.evals.training import backcopy
 from jaxkv.evals.training.sink_tables import logged
 from jaxkv.models import pictures, uncached
-from jaxkv.models.data import Tokens
+from jaxkv.models.data import DataFolder
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import VARIANTS
 from jaxkv.models.pretrain import pretrain
@@ -33,12 +33,12 @@ COMPARABLE_FROM = 2  # from this position on, every variant has seen the letters
 
 def train(
     variants: Sequence[str], steps: int, seed: int, folder: Path
-) -> tuple[dict[str, Llm], Tokens]:
+) -> tuple[dict[str, Llm], DataFolder]:
     """A model of each variant (`none`, `token`, `logit`, ...), and their training letters.
 
     folder: for data and runs; seeds may share one.
     """
-    tokens = backcopy.write(backcopy.Chain(0), folder / "data")
+    tokens = backcopy.write(backcopy.LetterChain(0), folder / "data")
     found = {}
     for variant in variants:
         recipe = dataclasses.replace(backcopy.recipe_of(variant, seed), steps=steps)
@@ -48,7 +48,7 @@ def train(
     return found, tokens
 
 
-def held_out(variant: Llm, tokens: Tokens, count: int, start: int = 0) -> list[int]:
+def held_out(variant: Llm, tokens: DataFolder, count: int, start: int = 0) -> list[int]:
     """Held-out letters, after the front tokens that this model expects."""
     return [*variant.tokenizer.front, *tokens.run("valid", start, count).tolist()]
 
@@ -64,14 +64,14 @@ def attention_maps(
     return np.asarray(seen[0][:, 0])
 
 
-def find_idle_stretch(variant: Llm, tokens: Tokens, count: int) -> int:
+def find_idle_stretch(variant: Llm, tokens: DataFolder, count: int) -> int:
     """Start of the held-out stretch, of `STRETCHES`, that attends most to its first token."""
     starts = [number * count for number in range(STRETCHES)]
     ids = [held_out(variant, tokens, count, start) for start in starts]
     return starts[int(attention_maps(variant, ids)[:, :, 0].mean(axis=1).argmax())]
 
 
-def mean_attention(variant: Llm, tokens: Tokens) -> tuple[float, float]:
+def mean_attention(variant: Llm, tokens: DataFolder) -> tuple[float, float]:
     """Mean attention of triggers to the letter before them, and of all other letters to themselves
     and the sink token, if there is one."""
     context, front = variant.config.context, variant.tokenizer.front
@@ -81,19 +81,19 @@ def mean_attention(variant: Llm, tokens: Tokens) -> tuple[float, float]:
     back, own = (np.diagonal(seen, offset, 1, 2) for offset in (-1, 0))
     idle = own + seen[:, :, 0] * len(front)
     begin = 1 + len(front)  # the first position with a letter before it
-    trigger = np.isin(ids, backcopy.Chain(0).triggers)[:, begin:]
+    trigger = np.isin(ids, backcopy.LetterChain(0).triggers)[:, begin:]
     return float(back[:, begin - 1 :][trigger].mean()), float(idle[:, begin:][~trigger].mean())
 
 
-def first_token_attention(variant: Llm, tokens: Tokens) -> Float32[np.ndarray, " V"]:
+def first_token_attention(variant: Llm, tokens: DataFolder) -> Float32[np.ndarray, " V"]:
     """Mean attention of each idle letter to the first token, in the second half of a sample, in
     descending order."""
-    chain, context = backcopy.Chain(0), variant.config.context
+    chain, context = backcopy.LetterChain(0), variant.config.context
     ids = tokens.run("valid", 0, 100 * context).tolist()
     return np.sort(backcopy.dormant(variant, chain, ids, context // 2))[::-1]
 
 
-def loss_by_position(variant: Llm, tokens: Tokens) -> Float32[np.ndarray, " T"]:
+def loss_by_position(variant: Llm, tokens: DataFolder) -> Float32[np.ndarray, " T"]:
     """The mean loss of held-out letters by position in a sample, in nats per letter.
 
     A sink token replaces the first letter of a sample. So the next letter is predicted without
@@ -142,11 +142,11 @@ def draw_learning(
 
 
 def draw_maps(
-    variants: Mapping[str, Llm], tokens: Tokens, letters: int, start: int
+    variants: Mapping[str, Llm], tokens: DataFolder, letters: int, start: int
 ) -> runtime.Picture:
     """Attention maps of a short text, by variant; triggers have a dot."""
     figure, all_axes = pictures.begin(3.3 * len(variants), 3.9, columns=len(variants))
-    triggers = set(backcopy.Chain(0).triggers.tolist())
+    triggers = set(backcopy.LetterChain(0).triggers.tolist())
     for axes, (name, variant) in zip(np.ravel(all_axes), variants.items(), strict=True):
         ids = held_out(variant, tokens, letters, start)
         front = len(variant.tokenizer.front)

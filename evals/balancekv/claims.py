@@ -6,6 +6,7 @@ shown for comparison.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import mean
 
 from jaxkv.evals.lib.claim import (
@@ -56,8 +57,20 @@ def nearer_than_uniform(r: Results) -> Finding:
         f"the share of the tokens between the ends that is cached; {joined(parts)}; walk steps "
         f"with a certain sign: {listed(r['saturated'], '{:.0%}'.format)}; of {len(uniform)} shares "
         f"the walk's error is below those of both uniform samplings by more than two standard "
-        f"errors in {sum(uniform)}, and below that of stratified in {sum(stratified)}"
+        f"errors in {sum(uniform)}, and below that of stratified in {sum(stratified)}; the walk's "
+        f"error over the lower one of both uniform samplings, by layer: {joined(by_layer(r))}"
     ), grade(all(uniform + stratified), any(uniform))
+
+
+def by_layer(r: Results) -> Iterator[str]:
+    """The error of the walk over that of the better uniform sampling, by layer and share."""
+    for layer, found in r["layers"].items():
+        ratios = {
+            f"one of {2 ** int(T)}": mean(found[PAPERS[0]][T])
+            / min(mean(found[name][T]) for name in ("uniform, weighted", "uniform"))
+            for T in map(str, r["rounds"])
+        }
+        yield f"{layer}: {listed(ratios)}"
 
 
 def of_stretches(errors: list[float]) -> str:
@@ -122,7 +135,9 @@ def uses_more(r: Results) -> Finding:
     return (
         f"{r['model']}, {len(r['texts'])} novels, {r['tokens'][1]:,} tokens of each, 256 slots per "
         "KV head for sinks, window and tree; levels x block, loss minus that of streaming of the "
-        "same bytes, nats per token, ± two standard errors over novels: "
+        "same bytes, nats per token, ± two standard errors over novels (cache-relative positions); "
+        f"error of attention in layers {', '.join(map(str, r['errors']['layers']))} (absolute "
+        "positions): "
         f"{listed({name: shown(name) for name in r['trees']}, str)}; reservoir, which uses all "
         f"slots, {over_base(rows['reservoir'])[1:-1]}; error of streaming "
         f"{error['streaming']['error']:.3f}; loss minus that of streaming of as many cached "
@@ -160,7 +175,7 @@ BALANCE.append(
        "PyramidKV and uniform sampling", "not claimed")  # fmt: skip
 def in_small(r: Results) -> Finding:
     """Policies that compress a prompt, and streaming."""
-    right = answers(r, (*r["thinned"], "streaming"), lambda distance: distance >= 16)
+    right = answers(r, (*r["compressed"], "streaming"), lambda distance: distance >= 16)
     others = [mean(right[n]) for n in ("uniform", "snapkv", "pyramidkv", "streaming")]
     ours = mean(right["balance"])
     return (

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
-from jaxkv.policies.merge_reduce import base, occupancy
+from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
-from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.base import TreePolicy, TreeState
 from jaxkv.typing import Array
 
 
@@ -34,13 +34,13 @@ class ContiguousStream(BalanceStream):
         state = _each(self.leaves, state, lambda leaf, array: _split(leaf, array, heads))
         rng = state.rng
 
-        def num_cached(settings: TreeSettings, num_evicted: Array) -> Array:
-            filled = occupancy.filled_slots(settings.size, num_evicted, rng)
+        def num_cached(self: TreePolicy, num_evicted: Array) -> Array:
+            filled = occupancy.filled_slots(self.size, num_evicted, rng)
             return jnp.sum(filled[:, 0], axis=-1, dtype=jnp.int32)
 
         one, chunk = dataclasses.replace(spec, kv_heads=1), _by_head(chunk, heads)
-        with mock.patch.object(base, "_num_sampled", num_cached):
-            found, state = base.update(self._settings, one, state, chunk)
+        with mock.patch.object(TreePolicy, "_num_sampled", num_cached):
+            found, state = super().update(one, state, chunk)
         found = Partial(*(_join_heads(x, heads) for x in found))
         return found, _each(self.leaves, state, lambda leaf, array: _join(leaf, array, heads))
 

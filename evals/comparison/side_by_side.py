@@ -28,12 +28,12 @@ from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets, sparse
-from jaxkv.evals.magicpig.sparse import Text
+from jaxkv.evals.magicpig.sparse import ScoredText
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.llm import Llm
 from jaxkv.policies import POLICIES, MagicPIG
-from jaxkv.policies.sparse_attention.base import Selector
+from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Array, Float
 
 SINKS, WINDOW, LEFT = 4, 61, 63  # ends of a prompt; tokens cached or attended between them
@@ -125,12 +125,12 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     stretches = [
         [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
     ]
-    text = Text(llm, [PASSAGE], stretches, [], prompt)
+    text = ScoredText(llm, [PASSAGE], stretches, [], prompt)
     short = settings(SHORT)
     base = sparse.losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "behind_a_prompt": sparse.excess_loss(
+        name: {"policy": setting, "after_prompt": sparse.excess_loss(
             base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
             base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
@@ -140,8 +140,8 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, each in endless.items():
-        rows[name]["without_end"] = sparse.excess_loss(each, endless["streaming"])
-        rows[name]["without_end"]["loss"] = float(each.mean())
+        rows[name]["endless"] = sparse.excess_loss(each, endless["streaming"])
+        rows[name]["endless"]["loss"] = float(each.mean())
     after_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
     for name in rows:
@@ -182,7 +182,7 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
     return np.stack(sparse.with_progress(map(one, range(seeds)), seeds, f"{name}, endless text"))
 
 
-def attended_after(text: Text, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(text: ScoredText, setting: str) -> dict[str, dict[str, float]]:
     """The number of attended tokens after the first stretch's prompt, and after its last token."""
     tokens, prompt = text.stretches[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
@@ -222,7 +222,7 @@ def attended(stream: models.Stream) -> dict[str, float]:
     Cached tokens are counted by layer and KV head; selected keys are averaged per layer.
     """
     llm, lengths = stream.llm, stream.lengths
-    if isinstance(stream.policies[0], Selector | MagicPIG):
+    if isinstance(stream.policies[0], SparsePolicy | MagicPIG):
         stream.reserve(1)
         stream.lengths = lengths
         between = int(lengths[0]) + 1 - SINKS - WINDOW
@@ -233,9 +233,11 @@ def attended(stream: models.Stream) -> dict[str, float]:
         )  # fmt: skip
         counts = SINKS + WINDOW - 1 + between * np.asarray(read)
     else:
-        kept = [policy.cached(llm.spec, state) for policy, state in
+        cached = [policy.cached(llm.spec, state) for policy, state in
                 zip(stream.policies, stream.decoding.states, strict=True)]  # fmt: skip
-        counts = np.stack([np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in kept])
+        counts = np.stack(
+            [np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in cached]
+        )
     return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}
 
 

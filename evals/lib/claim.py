@@ -11,28 +11,35 @@ HOLDS, PART, NOT, OPEN = "holds", "holds in part", "does not hold here", "not ru
 UNSEEN = "cannot be told here"  # it was run, but the effect did not occur
 Results = dict[str, Any]
 Finding = tuple[str, str]  # the measured figures as text; the verdict
-Find = Callable[[Results], Finding]
+Find = Callable[..., Finding]  # of the results, and of those beside them
 
 
 @dataclass(frozen=True)
 class Claim:
     """says: the claim. paper: where the paper makes it. record: the record that decides it.
 
-    find: the verdict function, or a string that says what a run would need.
+    find: the verdict function, or a string that says what a run would need. model: what was
+    measured, if it is not all that the record measured. beside: another record, whose results are
+    the second argument of the verdict function.
     """
 
     says: str
     paper: str
     record: str
     find: Find | str
+    model: str = ""
+    beside: str = ""
 
 
-def adder(claims: list[Claim]) -> Callable[[str, str, str], Callable[[Find], Find]]:
-    """A decorator `(record, says, paper)` that appends a claim with its verdict function."""
+def adder(claims: list[Claim]) -> Callable[..., Callable[[Find], Find]]:
+    """A decorator `(record, says, paper, model="", beside="")` that appends a claim with its
+    verdict function."""
 
-    def claim(record: str, says: str, paper: str) -> Callable[[Find], Find]:
+    def claim(
+        record: str, says: str, paper: str, model: str = "", beside: str = ""
+    ) -> Callable[[Find], Find]:
         def add(find: Find) -> Find:
-            claims.append(Claim(says, paper, record, find))
+            claims.append(Claim(says, paper, record, find, model, beside))
             return find
 
         return add

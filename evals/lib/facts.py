@@ -80,7 +80,7 @@ def question(
     return tuple(found.tolist()), tuple(known.tolist())
 
 
-def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.Tokens:
+def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.DataFolder:
     """The streams as a data folder, the last two held out; an existing folder is reused."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")

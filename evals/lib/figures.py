@@ -34,13 +34,14 @@ PAGES = (
         ROOT / "docs" / f"{name}.md"
         for name in ("pictures", "policies", "results", "serving", "training")
     ),
+    ROOT / "docs" / "decisions" / "compilation.md",
     ROOT / "evals" / "NEGATIVE.md",
-    ROOT / "ACCELERATOR.md",
+    *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )
 LEGENDS = {
     **dict.fromkeys(("sink_tables", "sink_tables_160m"), "upper right"),
     **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
-    **dict.fromkeys(("sampled", "recall", "recall_thinned"), "outside right upper"),
+    **dict.fromkeys(("sampled", "recall", "recall_compressed"), "outside right upper"),
     **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
     **dict.fromkeys(("sinks_in_front", "emergence"), "outside right upper"),
     "backcopy_curves": "center right",
@@ -140,7 +141,7 @@ def latency(axes: Any, results: dict[str, Any]) -> None:
 
 def sink_tables(axes: Any, results: dict[str, Any]) -> None:
     """Loss of every variant during training (StreamingLLM, Figure 6)."""
-    for variant in results["arms"].values():
+    for variant in results["variants"].values():
         steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
         sinks = variant["recipe"]["sinks"]
@@ -160,9 +161,9 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
     models with a trained sink lose when it is evicted. In the band the loss is the same to
     rounding (StreamingLLM, Table 3, at small scale)."""
     same = 1e-4  # nats; rounding gives 1e-5
-    for number, (variant, found) in enumerate(results["arms"].items()):
+    for number, (variant, found) in enumerate(results["variants"].items()):
         over = found["summary"]["loss_over_base"]
-        at = np.arange(len(over)) + 0.15 * (number - (len(results["arms"]) - 1) / 2)
+        at = np.arange(len(over)) + 0.15 * (number - (len(results["variants"]) - 1) / 2)
         draw_spreads(axes, at, over, fmt="o", markersize=5, color=VARIANTS[variant], label=variant)
     axes.axhspan(-same, same, color=COLOURS["full"], alpha=0.2, lw=0)
     for left in range(1, len(over)):
@@ -178,7 +179,7 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     """Attention on the first token during training of each model."""
     runs = [
         (variant, found["seeds"][0], VARIANTS[variant], "solid")
-        for variant, found in results["arms"].items()
+        for variant, found in results["variants"].items()
     ]
     tries = zip(results["tries"].items(), OTHERS, strict=True)
     runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
@@ -323,7 +324,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "sampled": ("sampled", reservoir_plots.sampled),
     "stream_losses": ("stream_losses", reservoir_plots.stream_losses),
     "recall": ("recall", reservoir_plots.recall),
-    "recall_thinned": ("recall", reservoir_plots.recall_thinned),
+    "recall_compressed": ("recall", reservoir_plots.recall_compressed),
     "sampling": ("sampling", sampling),
     "sampling_budgets": ("sampling", sampling_budgets),
     "tune_lsh": ("tune_lsh", tune_lsh),

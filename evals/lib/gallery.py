@@ -13,7 +13,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
     },
     "Trained sinks": {
         "sinks_in_front": "One sink is enough for SmolLM2, whichever it is",
-        "emergence": "Small models do not lean on their first token",
+        "emergence": "Small models grow no attention sink",
         "sink_tables": "Loss in training, by sink variant",
         "backcopy": "A trained sink must stay in the cache",
         "backcopy_curves": "Only trained sink tokens attract attention in this task",
@@ -22,7 +22,7 @@ CHAPTERS: dict[str, dict[str, str]] = {
         "stream_losses": "Loss of samples of the past, over streaming",
         "sampled": "A weighted sample costs loss; an unweighted one little",
         "recall": "Bounded caches: which facts are still known",
-        "recall_thinned": "Compressed prompts: which facts are still known",
+        "recall_compressed": "Compressed prompts: which facts are still known",
     },
     "Prompt compression": {
         "peers": "jaxkv and kvpress give the same loss",

@@ -20,6 +20,12 @@ def computations(text: str) -> dict[str, list[str]]:
     return found
 
 
+def copies(text: str, sizes: Collection[int]) -> list[str]:
+    """Lines anywhere in the program that copy arrays of these sizes."""
+    lines = (line.strip() for of_one in computations(text).values() for line in of_one)
+    return [line for line in lines if _copied(line) in sizes]
+
+
 def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
     """Lines in loop bodies, and in computations they call, that copy arrays of these sizes.
 
@@ -40,7 +46,12 @@ def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
             todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
             for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):
                 todo += [one.strip().lstrip("%") for one in several.split(",")]
-            array = re.search(r"= \(?\w+\[([\d,]*)\].* (?:copy|copy-start|transpose)\(", line)
-            if array and math.prod(map(int, filter(None, array[1].split(",")))) in sizes:
+            if _copied(line) in sizes:
                 found.append(line.strip())
     return found
+
+
+def _copied(line: str) -> int | None:
+    """The elements of the array that a line copies, if it copies one."""
+    array = re.search(r"= \(?\w+\[([\d,]*)\].* (?:copy|copy-start|transpose)\(", line)
+    return array and math.prod(map(int, filter(None, array[1].split(","))))

@@ -1,4 +1,4 @@
-"""Parts of a long experiment, kept under out/, so that an interrupted run continues.
+"""Parts of a long experiment, stored under out/, so that an interrupted run continues.
 
 A part is one array with the commit that computed it. A record lists the commits of its parts.
 """
@@ -42,9 +42,9 @@ class Parts:
         file = self.folder / f"{name.replace('/', '_')}.npz"
         self.done += name not in self.made
         if file.exists() and not again:
-            with np.load(file) as kept:
-                self.made[name] = str(kept["commit"])
-                return kept["value"]
+            with np.load(file) as part:
+                self.made[name] = str(part["commit"])
+                return part["value"]
         begun = time.perf_counter()
         value = compute()
         seconds = time.perf_counter() - begun

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.contract import Spec
 from jaxkv.evals.magicpig.heads import (
-    Layer,
+    CapturedLayer,
     attend,
     errors,
     exact_attention,
@@ -28,7 +28,7 @@ from jaxkv.policies.sparse_attention import base as sparse_attention
 FIFTH = 0.2  # of the keys, in Figures 2 and 4
 
 
-def geometry(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
+def geometry(spec: Spec, layer: CapturedLayer, title: str) -> dict[str, Any]:
     """Measures of one layer: means over its KV heads, of cosines also the minimum."""
     q, k = (np.asarray(a, np.float64) for a in rotate_queries_and_keys(spec, layer))
     sink, mean = k[:, :, 0], k.mean(axis=2)  # [B,K,H]
@@ -58,12 +58,12 @@ def _summary(values: np.ndarray) -> dict[str, float]:
     return {"mean": values.mean(), "min": values.min(), "max": values.max()}
 
 
-def _value_norms(layer: Layer) -> dict[str, float]:
+def _value_norms(layer: CapturedLayer) -> dict[str, float]:
     norms = np.linalg.norm(np.asarray(layer.v, np.float64), axis=-1)  # [B,T,K]
     return _summary(norms[:, 0] / norms[:, 1:].mean(axis=1))
 
 
-def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
+def _deviations(spec: Spec, layer: CapturedLayer, title: str) -> dict[str, float]:
     """Standard deviations over the keys of one query, averaged over queries: of log|v - o| and of
     the logits. The optimal sampling probability is proportional to the exponential of their sum."""
     scores = last_queries(spec, layer, 0, 0)
@@ -83,7 +83,7 @@ def _deviations(spec: Spec, layer: Layer, title: str) -> dict[str, float]:
     }
 
 
-def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
+def long_tail(spec: Spec, layer: CapturedLayer, title: str) -> dict[str, Any]:
     """The weight of the heaviest fifth of the keys, with and without the ends, and the error of
     attention to that fifth alone."""
     found = {}
@@ -97,7 +97,7 @@ def long_tail(spec: Spec, layer: Layer, title: str) -> dict[str, Any]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _top(chosen: TopK, spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+def _top(chosen: TopK, spec: Spec, layer: CapturedLayer) -> tuple[jax.Array, jax.Array]:
     """The share [B] of the softmax over the keys between the ends that the selected keys have."""
     scores = last_queries(spec, layer, chosen.sinks, chosen.window)
     bias = chosen.select(scores)

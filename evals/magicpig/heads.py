@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 INTERVAL = 10  # seconds between two lines of progress
 
 
-class Layer(NamedTuple):
+class CapturedLayer(NamedTuple):
     """q [B,T,N,H], k, v [B,T,K,H] of one layer and B stretches, before rotation."""
 
     q: jax.Array
@@ -46,28 +46,28 @@ class Estimate(NamedTuple):
     share: jax.Array
 
 
-def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[Layer]:
+def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[CapturedLayer]:
     """Every layer, recorded while the model read each stretch separately."""
     length = len(ids) // stretches
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
     seen = [capture(llm, cut) for cut in progress(cuts, "reading stretches")]
     stack = lambda *found: jnp.asarray(np.stack(found), jnp.float32)  # noqa: E731
-    return [Layer(*map(stack, *found)) for found in zip(*seen, strict=True)]
+    return [CapturedLayer(*map(stack, *found)) for found in zip(*seen, strict=True)]
 
 
-def rotate_queries_and_keys(spec: Spec, layer: Layer) -> tuple[jax.Array, jax.Array]:
+def rotate_queries_and_keys(spec: Spec, layer: CapturedLayer) -> tuple[jax.Array, jax.Array]:
     """The last queries [B,Q,N,H] and all keys [B,K,T,H], rotated to their positions."""
     at = positions_of(layer)
     q = spec.encoding.rotate(layer.q[:, -QUERIES:], at[:, -QUERIES:])
     return q, spec.encoding.rotate(layer.k, at).transpose(0, 2, 1, 3)
 
 
-def positions_of(layer: Layer) -> jax.Array:
+def positions_of(layer: CapturedLayer) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(layer.k.shape[1], dtype=jnp.uint32), layer.k.shape[:2])
 
 
 def last_queries(
-    spec: Spec, layer: Layer, sinks: int, window: int, seed: jax.Array | int = 0
+    spec: Spec, layer: CapturedLayer, sinks: int, window: int, seed: jax.Array | int = 0
 ) -> Candidates:
     """The last queries with their keys; without sinks and window every key is a candidate."""
     q, k = rotate_queries_and_keys(spec, layer)
@@ -83,7 +83,9 @@ def last_queries(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def estimate(chosen: Policy, spec: Spec, layer: Layer, seed: jax.Array | int = 0) -> Estimate:
+def estimate(
+    chosen: Policy, spec: Spec, layer: CapturedLayer, seed: jax.Array | int = 0
+) -> Estimate:
     """The output of the last queries under MagicPIG or another policy of sparse attention."""
     if isinstance(chosen, MagicPIG):
         return _sampled(chosen, spec, layer, seed)
@@ -104,7 +106,7 @@ def _count(between: jax.Array, heads: int) -> jax.Array:
     return np.float32(heads) * jnp.sum(between, axis=(1, 2, 3, 4)).astype(jnp.float32)
 
 
-def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) -> Estimate:
+def _sampled(chosen: MagicPIG, spec: Spec, layer: CapturedLayer, seed: jax.Array | int) -> Estimate:
     rows, length, heads = layer.q.shape[:3]
     at, there = positions_of(layer), jnp.ones((rows, length), bool)
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
@@ -114,7 +116,7 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
     state = index.append(spec, state, after, chosen.settings)
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
-    out = chosen.attend(spec, state, q, numbers, after.positions).out
+    out = chosen.attend_after_prefill(spec, state, q, numbers, after.positions).out
     each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     attended = jax.lax.map(
         lambda one: magicpig.find(state, chosen.settings, chosen.budget, *one).count, tuple(each)
@@ -125,7 +127,9 @@ def _sampled(chosen: MagicPIG, spec: Spec, layer: Layer, seed: jax.Array | int) 
 
 
 @partial(jax.jit, static_argnums=0)
-def centred(spec: Spec, layer: Layer, sinks: int, window: int) -> tuple[jax.Array, jax.Array]:
+def centred(
+    spec: Spec, layer: CapturedLayer, sinks: int, window: int
+) -> tuple[jax.Array, jax.Array]:
     """Keys [B,K,T,H] minus the mean key between the prompt's ends, as MagicPIG hashes them; and
     their cosines [B,K,G,Q,T] with the queries."""
     q, k = rotate_queries_and_keys(spec, layer)
@@ -170,7 +174,7 @@ def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
-def exact_attention(spec: Spec, layer: Layer, title: str) -> jax.Array:
+def exact_attention(spec: Spec, layer: CapturedLayer, title: str) -> jax.Array:
     """Full attention of the last queries [B,Q,N,H]. Raises SystemExit if it is not finite."""
     exact = estimate(TopK(share=1.0), spec, layer).out
     if not np.isfinite(np.asarray(exact)).all():

@@ -67,7 +67,7 @@ def main() -> None:
             results["bars"] += [
                 bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
                     found["times_faster"], ">=", FASTER[tokens]),
-                bar(f"bytes a token reads over dense, {tokens:,} tokens", found["share_read"],
+                bar(f"bytes read per token over dense, {tokens:,} tokens", found["share_read"],
                     "<=", READ),
             ]  # fmt: skip
     record.finish(results)
@@ -100,8 +100,8 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     filled = absorb(state, draw(room)[0])
     making = time_rounds(
         {
-            "seal": timed(lambda: jax.block_until_ready(finish(SPEC, reading))),
-            "again": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
+            "build": timed(lambda: jax.block_until_ready(finish(SPEC, reading))),
+            "rebuild": timed(lambda: jax.block_until_ready(POLICY.reserve(SPEC, filled, room + 1))),
         }, 3, "making tables",
     )  # fmt: skip
     again = POLICY.reserve(SPEC, filled, room + 1)
@@ -117,15 +117,15 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
         "best_dense": best,
         "times_faster": ratio(seconds[best], seconds["tables"]),
         "error": float(np.linalg.norm(outs["tables"] - wanted) / np.linalg.norm(wanted)),
-        "share_met": float(np.mean([one.total for one in found])) / tokens,
+        "share_attended": float(np.mean([one.total for one in found])) / tokens,
         "bytes_read": read,
         "dense_bytes": whole,
         "share_read": sum(read.values()) / whole,
         "table_bytes": sum(leaf.nbytes for leaf in state.tables),
         "cache_bytes": 2 * 4 * tokens * DIM,
         "keys_in_tables": hashed_keys,
-        "seconds_to_make_tables": spread(making["seal"]),
-        "seconds_to_make_them_anew": spread(making["again"]),
+        "seconds_to_make_tables": spread(making["build"]),
+        "seconds_to_rebuild_tables": spread(making["rebuild"]),
     }  # fmt: skip
 
 
@@ -161,7 +161,9 @@ def where(tokens: int) -> tuple[jax.Array, jax.Array]:
 def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     """The policy's attention for one token, without writing it to the cache."""
     number, position = where(tokens)
-    return POLICY.attend(SPEC, state, q[:, None], number[:, None], position[:, None]).out[:, 0]
+    return POLICY.attend_after_prefill(
+        SPEC, state, q[:, None], number[:, None], position[:, None]
+    ).out[:, 0]
 
 
 def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
@@ -195,7 +197,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     }
 
 
-def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dict[str, int]:
+def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.SampledPlaces) -> dict[str, int]:
     """Bytes that one token reads, by array: the sum over query heads, planes once."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]
@@ -213,7 +215,7 @@ def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.Found) -> dic
         "buckets": int(np.sum(attended)) * block + GROUP * POLICY.L * 8,
         "tallies": GROUP * places * 9 // 4,  # one byte and one bit per key, written and read
         "planes": state.planes.nbytes,
-        "zone": GROUP * POLICY.L * tail * state.tail_codes.dtype.itemsize,
+        "tail": GROUP * POLICY.L * tail * state.tail_codes.dtype.itemsize,
         "ends": (POLICY.sinks + POLICY.window) * 2 * 4 * DIM,
     }
 

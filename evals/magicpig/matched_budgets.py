@@ -27,7 +27,7 @@ from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.magicpig.lsh import MOST_TABLES
 from jaxkv.policies.sparse_attention import base as sparse_attention
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Float32
 
 PAGE = 4  # keys per page of Quest; with 16, a page of a short prompt exceeds the smallest share
@@ -39,7 +39,7 @@ Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of
 
 
 @dataclass(frozen=True)
-class Ends(Policy):
+class EndsOnly(SparsePolicy):
     """Attend to the first and the newest tokens of a prompt, and to none between."""
 
     sinks: int = 4
@@ -48,16 +48,6 @@ class Ends(Policy):
 
     summary: ClassVar[str] = "the first tokens of a prompt and the newest"
     source: ClassVar[str] = "the baseline of methods that read a share of the keys"
-    leaves: ClassVar[SparseState] = sparse_attention.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
-
-    init = sparse_attention.init
-    update = sparse_attention.update
-    bytes_per_sequence = sparse_attention.bytes_per_sequence
-    cached = staticmethod(sparse_attention.cached)
-    reserve = staticmethod(sparse_attention.reserve)
-    finish_prefill = staticmethod(sparse_attention.finish_prefill)
 
     def select(self, scores: Candidates) -> Float32[Array, "B K G T S"]:
         """Select no key between the ends."""
@@ -87,7 +77,7 @@ def methods(
     }
 
 
-class Angles(NamedTuple):
+class CosineHistogram(NamedTuple):
     """A histogram of the cosines of queries and the centred keys between the ends."""
 
     cosine: np.ndarray
@@ -135,7 +125,7 @@ def masses(
 
 def angles(
     spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
-) -> Angles:
+) -> CosineHistogram:
     """Cosines of queries after the prompt with the keys between its ends, in all layers.
 
     every: only every so-many-th query.
@@ -152,10 +142,10 @@ def angles(
                 between = k[sinks : number - window + 1]
                 cosine = np.einsum("kgh,skh->kgs", q[number], between).clip(-1, 1)
                 found += np.histogram(cosine, edges)[0] / cosine.size
-    return Angles((edges[1:] + edges[:-1]) / 2, found / found.sum())
+    return CosineHistogram((edges[1:] + edges[:-1]) / 2, found / found.sum())
 
 
-def tables(found: Angles, share: float) -> tuple[int, int]:
+def tables(found: CosineHistogram, share: float) -> tuple[int, int]:
     """K, and the L whose expected share is nearest to `share`.
 
     In Table 8 one bit less selects 2.5 times as many keys, so K is 10 at 2 %, 9 at 5 %, 7 at 20 %.

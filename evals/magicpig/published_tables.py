@@ -13,7 +13,7 @@ ROUNDED_8 = 0.0005  # or half of its last digit
 DIMS = 88  # of isotropic keys whose shares are those of Table 8
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a model that Table 7 depends on."""
 
     layers: int
@@ -25,12 +25,12 @@ class Sizes(NamedTuple):
 
 
 MODELS = {
-    "Llama-3.1-8B-Instruct": Sizes(32, 32, 8, 128, 4096, 14336),
-    "Llama-3.1-70B-Instruct": Sizes(80, 64, 8, 128, 8192, 28672),
-    "Code-Llama-13b-16K": Sizes(40, 40, 40, 128, 5120, 13824),
-    "Code-Llama-34b-16K": Sizes(48, 64, 8, 128, 8192, 22016),
+    "Llama-3.1-8B-Instruct": ModelSizes(32, 32, 8, 128, 4096, 14336),
+    "Llama-3.1-70B-Instruct": ModelSizes(80, 64, 8, 128, 8192, 28672),
+    "Code-Llama-13b-16K": ModelSizes(40, 40, 40, 128, 5120, 13824),
+    "Code-Llama-34b-16K": ModelSizes(48, 64, 8, 128, 8192, 22016),
 }
-# Model, K, L, thousands of tokens: KB of projectors, GiB of tables, % of computation, as printed.
+# Model, K, L, thousands of tokens: KB of projectors, GiB of tables, % of computation, as published.
 TABLE_7 = {
     ("Llama-3.1-8B-Instruct", 10, 150, 96): (384, 14, 3.8),
     ("Llama-3.1-8B-Instruct", 11, 300, 96): (825, 28, 8.5),
@@ -67,7 +67,7 @@ def table_8() -> list[dict[str, float]]:
     """By K and L: the published share, that of equation 21, and that of isotropic keys."""
     return [
         {
-            "K": bits, "L": tables, "printed": share / 100,
+            "K": bits, "L": tables, "published": share / 100,
             "equation 21": orthogonal(bits, tables), "isotropic": isotropic(bits, tables, DIMS),
         }
         for bits, shares in TABLE_8.items()

@@ -32,7 +32,7 @@ from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
 from jaxkv.evals.magicpig.heads import (
-    Layer,
+    CapturedLayer,
     errors,
     estimate,
     exact_attention,
@@ -141,7 +141,7 @@ def pick_layers(layers: int, quick: bool = False) -> list[int]:
 
 
 def of_model(
-    spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
+    spec: Spec, layers: Mapping[int, CapturedLayer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
@@ -172,14 +172,14 @@ def of_model(
     }  # fmt: skip
 
 
-def angles_of(spec: Spec, layer: Layer) -> matched_budgets.Angles:
+def angles_of(spec: Spec, layer: CapturedLayer) -> matched_budgets.CosineHistogram:
     """Cosines of the last queries with the hashed keys."""
     stretches = [[row] for row in zip(*map(np.asarray, layer), strict=True)]
     return matched_budgets.angles(spec, stretches, layer.k.shape[1] - QUERIES, SINKS, WINDOW)
 
 
 def measured(
-    spec: Spec, layers: Mapping[int, Layer], exact: Mapping[int, jax.Array],
+    spec: Spec, layers: Mapping[int, CapturedLayer], exact: Mapping[int, jax.Array],
     policies: Mapping[int, Policy], seeds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors and the share of the keys that was read, with one policy per layer."""
@@ -213,7 +213,7 @@ def tables(seeds: list[int]) -> dict[str, Any]:
     """The published tables by formula, and shares that are counted on random keys."""
     seven = [
         {"model": model, "K": K, "L": L, "thousand_tokens": n,
-         "printed": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
+         "published": dict(zip(("projector_kb", "table_gib", "computation_percent"), row,
                              strict=True)), **table_7(model, K, L, n)}
         for (model, K, L, n), row in TABLE_7.items()
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,14 +30,14 @@ from jaxkv.evals.lib.baseline import LARGE
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import matched_budgets, sparse_tokens
-from jaxkv.evals.magicpig.matched_budgets import DRAWING, Ends
+from jaxkv.evals.magicpig.heads import Item
+from jaxkv.evals.magicpig.matched_budgets import DRAWING, EndsOnly
 from jaxkv.models.device import cores
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Balance, Full, MagicPIG, SnapKV, Uniform
 from jaxkv.policy_spec import by_layer, format_policy
 from jaxkv.rotary import NoPosition
 
-Item = TypeVar("Item")
 SHARES = (0.02, 0.05, 0.1, 0.2)
 SINKS, WINDOW = 4, 16
 FLOOR, FLOORED = 1e-4, 0.05  # u_floor of the published code, and the share at which it is tried
@@ -82,8 +82,10 @@ def main() -> None:
         ask.error(f"--rounds and --written leave no room: {sparse_tokens.ROOM} tokens in all")
 
     try:
-        texts = [Text.of(models.load(), given.texts, given)]
-        texts += [Text.of(models.load(given.also[0]), given.also[1], given)] if given.also else []
+        texts = [ScoredText.of(models.load(), given.texts, given)]
+        texts += (
+            [ScoredText.of(models.load(given.also[0]), given.also[1], given)] if given.also else []
+        )
     except ValueError as error:
         ask.error(str(error))
     data = [path for text in texts for path in (*text.llm.files, *text.files)]
@@ -112,7 +114,7 @@ def middle(wanted: Sequence[float]) -> Sequence[float]:
     return wanted[1:3] if len(wanted) > 2 else wanted
 
 
-class Text(NamedTuple):
+class ScoredText(NamedTuple):
     """A model, stretches of text to score, and others between them to choose K and L on.
 
     first: tokens of a prompt; 0: three quarters of a stretch.
@@ -125,7 +127,7 @@ class Text(NamedTuple):
     first: int = 0
 
     @classmethod
-    def of(cls, llm: Llm, texts: Path, given: argparse.Namespace) -> Text:
+    def of(cls, llm: Llm, texts: Path, given: argparse.Namespace) -> ScoredText:
         """Stretches as long as the context. Raises ValueError if the text is too short."""
         front = llm.tokenizer.front
         wanted = given.stretches * given.apart
@@ -152,35 +154,36 @@ class Text(NamedTuple):
         return {share: matched_budgets.tables(found, share) for share in wanted}
 
 
-def perplexity(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
+def perplexity(texts: Sequence[ScoredText], given: argparse.Namespace) -> dict[str, Any]:
     """By model and method, the loss after prompts minus that of full attention; for the second
     model only at the middle shares and without evicting policies."""
     found = {}
     for text in texts:
         first = text is texts[0]
         wanted = given.shares if first else middle(given.shares)
-        kept = compressed(text.prompt) if first else {}
-        found[text.llm.name] = of_text(text, wanted, kept, given.seeds)
+        evicting = compressed(text.prompt) if first else {}
+        found[text.llm.name] = of_text(text, wanted, evicting, given.seeds)
     return found
 
 
 def of_text(
-    text: Text, wanted: Sequence[float], kept: dict[str, Policy], seeds: int
+    text: ScoredText, wanted: Sequence[float], evicting: dict[str, Policy], seeds: int
 ) -> dict[str, Any]:
-    """Every method at the wanted shares; kept: evicting policies."""
+    """Every method at the wanted shares; evicting: evicting policies."""
     llm, size = text.llm, len(text.stretches[0])
     base = losses(text, Full(max=size), 1, "full")
     found: dict[str, Any] = {
         "prompt": text.prompt, "scored": size - text.prompt - 1,
         "sinks": SINKS, "window": WINDOW, "stretches": len(text.stretches), "seeds": seeds,
-        "full": {"loss": float(base.mean()), "each": base[0].tolist()}, "shares": {}, "held": {},
+        "full": {"loss": float(base.mean()), "each": base[0].tolist()},
+        "shares": {}, "evicting": {},
     }  # fmt: skip
 
     def line(chosen: Policy, name: str, drawing: bool) -> dict[str, Any]:
         each = losses(text, chosen, seeds if drawing else 1, name)
         return {"policy": format_policy(chosen), "over_full": excess_loss(each, base)}
 
-    found["ends alone"] = line(Ends(sinks=SINKS, window=WINDOW), "ends alone", False)
+    found["ends alone"] = line(EndsOnly(sinks=SINKS, window=WINDOW), "ends alone", False)
     each = matched_budgets.captured(llm, text.stretches[:ANGLES])
     for share, tables in text.tables(wanted).items():
         chosen = matched_budgets.methods(share, tables, SINKS, WINDOW)
@@ -191,8 +194,8 @@ def of_text(
             | {"share_read": matched_budgets.read(llm, one, each, text.prompt)}
             for name, one in chosen.items()
         }
-    for name, one in kept.items():
-        found["held"][name] = line(one, name, not isinstance(one, SnapKV)) | {
+    for name, one in evicting.items():
+        found["evicting"][name] = line(one, name, not isinstance(one, SnapKV)) | {
             "state_bytes": prefilled_bytes(one, llm.spec, llm.config.layers, text.prompt)
         }
     return found
@@ -213,7 +216,7 @@ def compressed(prompt: int) -> dict[str, Policy]:
 
 
 def losses(
-    text: Text, chosen: Policy | Sequence[Policy], seeds: int, title: str, question: int = 0
+    text: ScoredText, chosen: Policy | Sequence[Policy], seeds: int, title: str, question: int = 0
 ) -> np.ndarray:
     """The mean loss after the prompt of each stretch, by seed and stretch."""
     count = len(text.stretches)
@@ -231,7 +234,7 @@ def losses(
 
 
 def after_prompt(
-    text: Text, chosen: Policy | Sequence[Policy], stretch: int, seed: int, question: int = 0
+    text: ScoredText, chosen: Policy | Sequence[Policy], stretch: int, seed: int, question: int = 0
 ) -> float:
     """The mean loss of a stretch after its prompt; question: this many of its last tokens are read
     after the end of prefill."""
@@ -272,7 +275,7 @@ def excess_loss(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     return {"mean": more.mean(), "two_errors": errors, "each": more.mean(axis=0).tolist()}
 
 
-def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
+def protocol(texts: Sequence[ScoredText], given: argparse.Namespace) -> dict[str, Any]:
     """MagicPIG at the smaller shares, with dense or sparse questions and with a dense layer."""
     text, found = texts[0], {}
     layers = text.llm.config.layers
@@ -295,12 +298,15 @@ def protocol(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]
     return {"question": QUESTION, "shares": found}
 
 
-def held(texts: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
+def bytes_by_method(texts: Sequence[ScoredText], given: argparse.Namespace) -> dict[str, Any]:
     """Bytes of the state after prefill, by method."""
     text = texts[0]
     own = {f"magicpig, {share:.0%}": MagicPIG(*tables, SINKS, WINDOW, start=text.prompt, tail=1)
            for share, tables in text.tables(given.shares).items()}  # fmt: skip
-    own |= {"topk, oracle, quest, vattention": Ends(start=text.prompt), **compressed(text.prompt)}
+    own |= {
+        "topk, oracle, quest, vattention": EndsOnly(start=text.prompt),
+        **compressed(text.prompt),
+    }
     found = {str(text.prompt): of_prompt(own, text.llm.spec, text.llm.config.layers, text.prompt)}
     heads = LARGE["heads"]
     dim = LARGE["width"] // heads
@@ -331,17 +337,17 @@ def prefilled_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int
     return layers * sparse_tokens.prefilled_bytes(chosen, spec, prompt)
 
 
-def recalled(_: Sequence[Text], given: argparse.Namespace) -> dict[str, Any]:
+def recalled(_: Sequence[ScoredText], given: argparse.Namespace) -> dict[str, Any]:
     """evals/magicpig/sparse_recall.py; it trains models, so it needs the extra `train`."""
     from jaxkv.evals.magicpig import sparse_recall
 
     return sparse_recall.recall(given)
 
 
-PARTS: dict[str, Callable[[Sequence[Text], argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Sequence[ScoredText], argparse.Namespace], dict[str, Any]]] = {
     "perplexity": perplexity,
     "protocol": protocol,
-    "bytes": held,
+    "bytes": bytes_by_method,
     "recall": recalled,
     "tokens": lambda _, given: sparse_tokens.tokens(given),
 }

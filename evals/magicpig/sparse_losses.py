@@ -27,7 +27,14 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.magicpig import matched_budgets
-from jaxkv.evals.magicpig.matched_budgets import ASKED, DRAWING, Angles, Ends, Masses, Seen
+from jaxkv.evals.magicpig.matched_budgets import (
+    ASKED,
+    DRAWING,
+    CosineHistogram,
+    EndsOnly,
+    Masses,
+    Seen,
+)
 from jaxkv.evals.magicpig.sparse import ANGLES, SHARES, SINKS, WINDOW, excess_loss
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
@@ -66,17 +73,17 @@ def main() -> None:
     short = [path.stem for path, ids in read.items() if len(ids) < 2 * size]
     if short:
         ask.error(f"--texts must have {2 * size} tokens, {', '.join(short)} has fewer; give others")
-    texts = [Text(llm, ids[:size], given.prompt) for ids in read.values()]
-    after = [Text(llm, ids[size:], given.prompt) for ids in read.values()]
+    texts = [RecordedText(llm, ids[:size], given.prompt) for ids in read.values()]
+    after = [RecordedText(llm, ids[size:], given.prompt) for ids in read.values()]
     record = Record(
         "sparse_135m", [*llm.files, *given.texts], list(range(given.seeds)), given.quick
     )
-    found = Losses(llm, texts, after[:ANGLES], given.seeds, record).all(given.shares)
+    found = MethodLosses(llm, texts, after[:ANGLES], given.seeds, record).all(given.shares)
     record.finish({"texts": [path.stem for path in given.texts], "perplexity": {llm.name: found}})
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class RecordedText:
     """The beginning of one text: a prompt, and tokens after it of which all but the last are fed.
 
     tokens: of both. prompt: tokens of the prompt.
@@ -159,11 +166,16 @@ class Text:
         return gather(models.losses(self.llm, some, chunk=1, stream=stream))[1] / TIMED
 
 
-class Losses:
+class MethodLosses:
     """The losses of all methods on some texts."""
 
     def __init__(
-        self, llm: Llm, texts: Sequence[Text], between: Sequence[Text], seeds: int, record: Record
+        self,
+        llm: Llm,
+        texts: Sequence[RecordedText],
+        between: Sequence[RecordedText],
+        seeds: int,
+        record: Record,
     ):
         """between: of other tokens, on which K, L and the mass are chosen."""
         self.llm, self.texts, self.between, self.seeds, self.record = (
@@ -183,7 +195,8 @@ class Losses:
             "prompt": prompt, "scored": scored, "sinks": SINKS, "window": WINDOW,
             "stretches": len(self.texts), "seeds": self.seeds, "timed": TIMED,
             "full": {"loss": full["loss"].mean(), "each": full["loss"][0].tolist()} | cost(full),
-            "ends alone": self.line(Ends(sinks=SINKS, window=WINDOW), False, base), "shares": {},
+            "ends alone": self.line(EndsOnly(sinks=SINKS, window=WINDOW), False, base),
+            "shares": {},
         }  # fmt: skip
         angles, masses = self.angles(), self.masses()
         for share in shares:
@@ -226,12 +239,12 @@ class Losses:
         times = [text.seconds(policy, seed) for text, seed in zip(self.texts, seeds, strict=True)]
         return np.column_stack([found, times])
 
-    def angles(self) -> Angles:
+    def angles(self) -> CosineHistogram:
         """Those by which K and L are chosen."""
         found = self.part("angles", self.between, lambda: np.stack(
             matched_budgets.angles(self.llm.spec, *self.seen_between(), SINKS, WINDOW, EVERY)
         ))  # fmt: skip
-        return Angles(*found)
+        return CosineHistogram(*found)
 
     def masses(self) -> Masses:
         """Those by which the mass of top-p is chosen."""
@@ -243,7 +256,9 @@ class Losses:
     def seen_between(self) -> tuple[list[Seen], int]:
         return [text.seen for text in self.between], self.between[0].prompt
 
-    def part(self, name: str, texts: Sequence[Text], compute: Callable[[], np.ndarray]) -> Any:
+    def part(
+        self, name: str, texts: Sequence[RecordedText], compute: Callable[[], np.ndarray]
+    ) -> Any:
         """A part, named by what it depends on."""
         every = np.concatenate([np.asarray(text.tokens, np.int32) for text in texts])
         prompt, hash_ = texts[0].prompt, zlib.crc32(every.tobytes())

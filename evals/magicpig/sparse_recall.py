@@ -19,7 +19,7 @@ from jaxkv.contract import Policy
 from jaxkv.evals.lib import facts
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES
 from jaxkv.evals.magicpig import matched_budgets
-from jaxkv.evals.magicpig.matched_budgets import Ends, Seen
+from jaxkv.evals.magicpig.matched_budgets import EndsOnly, Seen
 from jaxkv.evals.reservoir import recall as questions
 from jaxkv.evals.reservoir.recall import CONTEXT, DISTANCES, LEARNT, LENGTH_WITHIN
 from jaxkv.models.llm import Llm
@@ -81,7 +81,7 @@ def of_model(llm: Llm, given: Namespace, seed: int) -> dict[str, Any]:
     seen = captured(llm, ANGLES)
     angles = matched_budgets.angles(llm.spec, seen, prompt, SINKS, WINDOW)
     seen = captured(llm, MEASURED)
-    found = answered({"full": "full", "ends alone": Ends(sinks=SINKS, window=WINDOW)})
+    found = answered({"full": "full", "ends alone": EndsOnly(sinks=SINKS, window=WINDOW)})
     found = {"full": found["full"], "ends alone": found["ends alone"], "shares": {}}
     for share in (*FEWER, *given.shares):
         chosen = matched_budgets.methods(

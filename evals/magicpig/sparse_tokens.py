@@ -59,8 +59,8 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
     for name in sorted(policies, reverse=True):
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
-            found["seconds_to_seal"] = time_finish_prefill(streams[name])
-    found["share_met"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
+            found["seconds_to_index"] = time_finish_prefill(streams[name])
+    found["share_attended"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
     found["compile_seconds"] = {}
     variants: dict[str, Variant] = {}
     for name, stream in streams.items():

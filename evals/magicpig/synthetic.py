@@ -17,7 +17,7 @@ import numpy as np
 from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.magicpig.heads import Layer, attend, progress
+from jaxkv.evals.magicpig.heads import CapturedLayer, attend, progress
 from jaxkv.evals.magicpig.inclusion import isotropic
 from jaxkv.evals.magicpig.matched_budgets import methods
 from jaxkv.policies import MagicPIG, Oracle, TopK
@@ -54,17 +54,17 @@ def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION)
 
 def layer(
     sigma: float, seeds: Sequence[int], keys: int = KEYS, follow: float = CORRELATION
-) -> Layer:
+) -> CapturedLayer:
     """One stretch per seed; all its queries are equal, with the logits of one drawing."""
     drawings = [draw(sigma, seed, keys, follow) for seed in seeds]
     k, v = (
         jnp.asarray(np.stack(each))[:, :, None] for each in list(zip(*drawings, strict=True))[1:]
     )
     q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)
-    return Layer(jnp.broadcast_to(q, k.shape), k, v)
+    return CapturedLayer(jnp.broadcast_to(q, k.shape), k, v)
 
 
-def cone(flat: Layer, sigma: float) -> Layer:
+def cone(flat: CapturedLayer, sigma: float) -> CapturedLayer:
     """The layer with all keys shifted by FAR along the second direction, opposite to the queries.
 
     The first key, the sink, is moved in the direction of the queries, so that it gets about half of
@@ -76,7 +76,7 @@ def cone(flat: Layer, sigma: float) -> Layer:
     k[:, 0] = 0.0
     k[:, 0, :, 1] = FAR - half
     v[:, 0] = 0.0
-    return Layer(*map(jnp.asarray, (q, k, v)))
+    return CapturedLayer(*map(jnp.asarray, (q, k, v)))
 
 
 def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:
@@ -113,7 +113,7 @@ def error_of_tables(
     state = chosen.reserve(SPEC, chosen.init(SPEC, 1, jax.random.key(seed)), count)
     state = chosen.finish_prefill(SPEC, chosen.update(SPEC, state, prompt)[1])
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
-    out = chosen.attend(SPEC, state, q[:, None], number, last).out
+    out = chosen.attend_after_prefill(SPEC, state, q[:, None], number, last).out
     selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
     of = queries(drawing.logits, seed)
     exact = attend(of, sparse_attention.unweighted(of.selectable), v).out

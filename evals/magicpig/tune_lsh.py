@@ -24,8 +24,8 @@ from jaxkv.errors import UserError
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig.heads import (
+    CapturedLayer,
     Estimate,
-    Layer,
     attend,
     centred,
     errors,
@@ -107,7 +107,7 @@ def policy_of(point: Mapping[str, Any]) -> str:
 
 
 def of_model(
-    spec: Spec, layers: Mapping[int, Layer], given: argparse.Namespace, name: str
+    spec: Spec, layers: Mapping[int, CapturedLayer], given: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     """Every K and L, their Pareto frontier, and the recommended policy."""
     exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
@@ -144,7 +144,7 @@ def of_model(
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
 def by_tables(
-    spec: Spec, layer: Layer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
+    spec: Spec, layer: CapturedLayer, how: Hashing, tables: tuple[int, ...], seed: jax.Array | int
 ) -> list[Estimate]:
     """Attention with each of these L in ascending order, using the first planes of `how`."""
     scores = last_queries(spec, layer, SINKS, WINDOW, seed)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies import ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
@@ -61,27 +61,29 @@ class PromptEnds(Policy):
         return base.init(spec, batch, rng, self.start)
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, Ends(self.sinks, self.window))
+        return base.reserve(spec, state, tokens, ExactEnds(self.sinks, self.window))
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         return base.nbytes(spec, self.start, tokens)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             none = per_head.init(spec, tokens.k.shape[0], 1)
             return base.weighted_sample(none, jnp.zeros_like(count), 0.0)
 
-        return base.finish_prefill(spec, state, Ends(self.sinks, self.window), choose)
+        return base.finish_prefill(spec, state, ExactEnds(self.sinks, self.window), choose)
 
 
-def kept(prompt: int, ratio: float) -> int:
-    """The tokens that kvpress keeps of a prompt, per KV head."""
+def budget(prompt: int, ratio: float) -> int:
+    """The number of tokens that kvpress caches of a prompt, per KV head."""
     return max(1, int(prompt * (1 - ratio)))
 
 
 def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple[Policy, ...]]:
     """The policies of one ratio, by case; a tuple has one per layer."""
-    capacity, start = kept(prompt, ratio), {"start": prompt}
+    capacity, start = budget(prompt, ratio), {"start": prompt}
     snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"} | start
     found: dict[str, Policy | tuple[Policy, ...]] = {
         "snapkv": SnapKV(capacity, **snap),
@@ -98,7 +100,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
 
 
 def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
-    """The tokens that kvpress's PyramidKV keeps in each layer.
+    """The number of tokens that kvpress's PyramidKV caches in each layer.
 
     The first layer has at most the prompt without the window. Where the last layer would get less
     than a window, all layers have the same budget.

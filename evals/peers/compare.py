@@ -6,7 +6,7 @@ They take no part in the compression. kvpress runs in an environment of its own:
     python -m venv PEERS && PEERS/bin/pip install torch kvpress==0.5.5
     python -m jaxkv.evals.peers.compare --peer-python PEERS/bin/python --texts TEXT ...
 
-Intervals are over texts. Parts are kept under out/, so that an interrupted run continues.
+Intervals are over texts. Parts are stored under out/, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def run(
 
 
 def of_jaxkv(llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key]) -> np.ndarray:
-    """A row per case and one for full attention: the tokens kept, then the losses."""
+    """A row per case and one for full attention: the cached tokens, then the losses."""
     begin, answer = ids[:prompt], ids[prompt:]
     read = our_losses.read_prompt(llm, begin)
     rows = []
     for name, ratio in keys:
         policy = cases.policies(prompt, ratio, llm.config.layers)[name]
         if isinstance(policy, Streaming):
-            kept, losses = our_losses.streamed(policy, llm, begin, answer)
+            cached, losses = our_losses.streamed(policy, llm, begin, answer)
         else:
-            kept, losses = our_losses.losses_of(policy, read, answer)
-        rows.append([kept, *losses])
-    kept, losses = our_losses.losses_of(PromptEnds(0, prompt, prompt), read, answer)
-    return np.array([*rows, [kept, *losses]])
+            cached, losses = our_losses.losses_of(policy, read, answer)
+        rows.append([cached, *losses])
+    cached, losses = our_losses.losses_of(PromptEnds(0, prompt, prompt), read, answer)
+    return np.array([*rows, [cached, *losses]])
 
 
 def of_kvpress(
@@ -114,9 +114,9 @@ def of_kvpress(
             "prompt": prompt, "cases": different, "check": different.index(cases.press(*CHECKED)),
         }  # fmt: skip
         found = json.loads(called(python, str(SCRIPT), given=json.dumps(given)))
-    each = [[kept, *one] for kept, one in zip(found["kept"], found["losses"], strict=True)]
+    each = [[cached, *one] for cached, one in zip(found["cached"], found["losses"], strict=True)]
     rows = [each[different.index(one)] for one in asked]
-    checked = [found["kept"][given["check"]], *found["checked"]]
+    checked = [found["cached"][given["check"]], *found["checked"]]
     return np.array([*rows, [prompt, *found["full"]], checked])
 
 
@@ -147,11 +147,11 @@ def table(
     for number, (name, ratio) in enumerate(keys):
         losses = {"ours": [one[number, 1:].mean() for one in ours],
                   "theirs": [one[number, 1:].mean() for one in theirs]}  # fmt: skip
-        kept = {"ours": ours[0][number, 0], "theirs": theirs[0][number, 0]}
+        cached = {"ours": ours[0][number, 0], "theirs": theirs[0][number, 0]}
         tokens = [np.abs(a[number, 1:] - b[number, 1:]).max()
                   for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
         found["cases"].setdefault(name, {})[f"{ratio:g}"] = row(losses, full) | {
-            "kept": kept, "largest_difference_of_a_token": max(tokens),
+            "cached": cached, "largest_difference_of_a_token": max(tokens),
         }  # fmt: skip
     checked = keys.index(CHECKED)
     found["checked"] = {

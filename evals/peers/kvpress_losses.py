@@ -5,7 +5,7 @@ tokens; prompt, how many of them are compressed; cases, a list of presses with t
 the number of one case. The prompt is read once, and each press compresses a copy of its cache, as
 its hook does. The case `check` is also measured by kvpress's own context manager, token by token.
 
-Standard output is one JSON object: losses, by case; kept, the mean number of tokens per layer;
+Standard output is one JSON object: losses, by case; cached, the mean number of tokens per layer;
 full, the losses without compression; checked, the losses of the case `check`.
 """
 
@@ -36,12 +36,14 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     tokens, prompt = torch.tensor([asked["tokens"]]), asked["prompt"]
     presses = [getattr(kvpress, one["press"])(**one["fields"]) for one in asked["cases"]]
     read = read_prompt(model, tokens[:, :prompt])
-    found: dict[str, Any] = {"losses": [], "kept": []}
+    found: dict[str, Any] = {"losses": [], "cached": []}
     for press in presses:
-        cache, kept = compressed(model, press, *read)
-        found["losses"].append(answer(model, cache, tokens, prompt, len(set(kept)) == 1))
-        found["kept"].append(sum(kept) / len(kept))
-        print(f"{press}: {sum(kept) / len(kept):g} tokens per layer", file=sys.stderr, flush=True)
+        cache, cached = compressed(model, press, *read)
+        found["losses"].append(answer(model, cache, tokens, prompt, len(set(cached)) == 1))
+        found["cached"].append(sum(cached) / len(cached))
+        print(
+            f"{press}: {sum(cached) / len(cached):g} tokens per layer", file=sys.stderr, flush=True
+        )
     whole, _ = compressed(model, None, *read)
     found["full"] = answer(model, whole, tokens, prompt, True)
     found["checked"] = by_context_manager(model, presses[asked["check"]], tokens, prompt)
@@ -72,7 +74,7 @@ def compressed(
     """A new cache with what a press keeps (None: everything), and the tokens of each layer."""
     from transformers import DynamicCache
 
-    new, kept = DynamicCache(), []
+    new, cached = DynamicCache(), []
     for number, layer in enumerate(model.model.layers):
         attention, named = layer.self_attn, given[number]
         attention.rotary_emb = model.model.rotary_emb
@@ -81,8 +83,8 @@ def compressed(
             hidden = named["hidden_states"]
             keys, values = press.compress(attention, hidden, keys, values, None, named)
         new.update(keys.clone(), values.clone(), number)
-        kept.append(keys.shape[2])
-    return new, kept
+        cached.append(keys.shape[2])
+    return new, cached
 
 
 def answer(model: Any, cache: Any, tokens: Any, prompt: int, at_once: bool) -> list[float]:

@@ -29,7 +29,7 @@ from jaxkv.typing import Float
 
 
 @dataclass(frozen=True)
-class Reader(ExpectedAttention):
+class PromptRecorder(ExpectedAttention):
     """Stores all tokens, the summary of the queries, and the last queries."""
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> ExpectedState:
@@ -39,7 +39,7 @@ class Reader(ExpectedAttention):
 
 def read_prompt(llm: Llm, tokens: Sequence[int]) -> models.Stream:
     """The prompt, read exactly."""
-    stream = models.Stream(llm, Reader(sinks=SINKS, start=len(tokens)), tokens=len(tokens))
+    stream = models.Stream(llm, PromptRecorder(sinks=SINKS, start=len(tokens)), tokens=len(tokens))
     stream.prefill([tokens], len(tokens))
     return stream
 

@@ -2,7 +2,7 @@
 
 Every turn of a session sends the whole conversation again; the sessions are interleaved. A full
 cache stores pages of one chunk and evicts nothing: it saves every prefix of whole chunks, in memory
-that grows with the text. For evicting caches, whole states are stored, up to the number of slots.
+that grows with the text. For evicting caches, whole states are stored, up to the number of entries.
 Bytes are those of the default model, for the largest number of stored states; `distinct` counts
 shared pages once, although the engine reserves memory for each.
 (evals.prefix_caching.engine sends such turns through the engine.)
@@ -35,7 +35,7 @@ POLICIES = (
     "reservoir:sinks=4,window=126,sample=126",
     "balance-stream:sinks=4,window=124,levels=3,block=64",
 )
-SLOTS = (4, 8, 16, 32, 64, 128, 512)
+ENTRIES = (4, 8, 16, 32, 64, 128, 512)
 CHUNK = 128
 
 
@@ -54,11 +54,13 @@ def main() -> None:
     llm, turns = models.load(), traces.read(given.trace).requests
     results = measure(llm, turns[:40] if given.quick else turns)
     for policy, found in results["policies"].items():
-        most = max(point["saved"] for point in found["slots"].values())
-        slots = min(slots for slots, point in found["slots"].items() if point["saved"] == most)
-        point = found["slots"][slots]
+        most = max(point["saved"] for point in found["entries"].values())
+        entries = min(
+            entries for entries, point in found["entries"].items() if point["saved"] == most
+        )
+        point = found["entries"][entries]
         memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
-        print(f"{policy}: {point['of_full']:.1%} of what full saves by {slots} states of "
+        print(f"{policy}: {point['of_full']:.1%} of what full saves by {entries} states of "
               f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
     record.finish(results)
 
@@ -79,18 +81,20 @@ def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
             "saved": saved, "share": saved / tokens,
             "bytes": full.entries * state_bytes(policies, llm.spec, 1, CHUNK),
         },
-        "policies": {policy: {"slots": {}} for policy in POLICIES},
+        "policies": {policy: {"entries": {}} for policy in POLICIES},
     }  # fmt: skip
-    for policy, slots in ((policy, slots) for policy in POLICIES for slots in SLOTS):
-        found = snapshots(llm, policy, turns, slots)
-        results["policies"][policy]["slots"][slots] = found | {"of_full": found["saved"] / saved}
+    for policy, entries in ((policy, entries) for policy in POLICIES for entries in ENTRIES):
+        found = snapshots(llm, policy, turns, entries)
+        results["policies"][policy]["entries"][entries] = found | {
+            "of_full": found["saved"] / saved
+        }
     return results
 
 
-def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], slots: int) -> dict[str, Any]:
+def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], entries: int) -> dict[str, Any]:
     """Saved tokens with this many states of an evicting cache, and the peak of their bytes."""
     layers = by_layer(policy, llm.config.layers)
-    index = Snapshots(slots, CHUNK)
+    index = Snapshots(entries, CHUNK)
     record, page = bytes_of(llm, layers)
     rewritten = pool.pages_of(layers[0]) if pool.snapshot_layout(layers).max_pages else None
     named: dict[int, set] = {}
@@ -115,8 +119,8 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
     states = jax.eval_shape(
         lambda: tuple(layer.init(llm.spec, 1, jax.random.key(0)) for layer in layers)
     )
-    kept = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
-    return batch.nbytes(kept.records), batch.nbytes(kept.pages)
+    stored = jax.eval_shape(lambda: pool.empty(pool.snapshot_layout(layers), states, 1, 1))
+    return batch.nbytes(stored.records), batch.nbytes(stored.pages)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def one_prompt(r: Results) -> Finding:
     whole = found["identical"]["alias, block 16"]["16"]["mean"]
     why = greedy["mean"] > max(found["identical"]["rekey, block 16"]["16"]["max"], 1) * 2
     return (
-        "six tokens, 16 slots, block hashes that change with generated tokens: "
-        f"{of_seeds(short)} % (hit rates by slots, fifteen tokens: "
+        "six tokens, 16 requests at a time, block hashes that change with generated tokens: "
+        f"{of_seeds(short)} % (hit rates by concurrent requests, fifteen tokens: "
         f"{listed(found['ten_seeds'], of_seeds)}); equal answers do not help: {of_seeds(greedy)} "
         "%. A prompt shorter than a block loses its hash with the first generated token, so only "
         f"requests admitted in the same step hit; with a second, fixed hash {whole:.1f} % hit"
@@ -70,9 +70,10 @@ def faster(r: Results) -> Finding:
     last = shares[max(shares, key=float)]
     each = last["items_per_second"]
     return (
-        f"jaxkv's engine, the default model, {last['slots']} slots, prompts of 15 tokens in blocks "
-        f"of {last['chunk']}; answers per second at p = 1: {spread(each['none'])} without and "
-        f"{spread(each['kept'])} with prefix caching; ratio: {listed(times, spread)}"
+        f"jaxkv's engine, the default model, max_batch={last['max_batch']}, prompts of 15 tokens "
+        f"in blocks of {last['chunk']}; answers per second at p = 1: "
+        f"{spread(each['none'])} without and "
+        f"{spread(each['cached'])} with prefix caching; ratio: {listed(times, spread)}"
     ), grade(all(felt), felt[max(range(len(felt)), key=lambda n: float(list(shares)[n]))])
 
 
@@ -90,12 +91,12 @@ def evicting_caches(r: Results) -> Finding:
     """Agents that send the whole conversation with every turn."""
     shown, near, full = [], [], r["full"]
     for policy, found in r["policies"].items():
-        most = max(pick(found, "slots/*/saved").values())
-        slots = min(int(n) for n, x in found["slots"].items() if x["saved"] == most)
-        point = found["slots"][str(slots)]
+        most = max(pick(found, "entries/*/saved").values())
+        entries = min(int(n) for n, x in found["entries"].items() if x["saved"] == most)
+        point = found["entries"][str(entries)]
         near.append(point["of_full"] >= 0.9 and point["bytes"] < full["bytes"])
         shown.append(
-            f"{policy.split(':')[0]} {point['of_full']:.1%} by {slots} states in "
+            f"{policy.split(':')[0]} {point['of_full']:.1%} by {entries} states in "
             f"{point['bytes'] / 2**20:.0f} MiB, {point['distinct'] / 2**20:.0f} MiB with each "
             "shared page counted once"
         )
@@ -116,7 +117,8 @@ def through_the_engine(r: Results) -> Finding:
             shown.append(
                 f"{name}, {policy.split(':')[0]}: {found['hit_rate_tokens']:.0%} of the tokens "
                 f"cached, {spread(times)} times the answers per second, median time to first token "
-                f"{first['none']['median']:.3f} s without and {first['kept']['median']:.3f} s with"
+                f"{first['none']['median']:.3f} s without and "
+                f"{first['cached']['median']:.3f} s with"
             )
     return (
         f"the default model, lengths divided by 8 except for sessions; {joined(shown)}"

@@ -133,7 +133,7 @@ def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
 
 def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
     """The report's generator: prompts of 15 tokens, which fill one block of 8."""
-    setting, rng = report.Setting(p=share, requests=count), np.random.default_rng(0)
+    setting, rng = report.ReplaySetting(p=share, requests=count), np.random.default_rng(0)
     prompts = report.draw_prompts(setting, rng, (FIRST_ID, llm.config.vocab))
     new = rng.integers(setting.outputs[0], setting.outputs[1] + 1, count).tolist()
     each = enumerate(zip(prompts, new, strict=True))
@@ -141,7 +141,7 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
 
 
 def run(
-    llm: Llm, load: Load, policy: str, slots: int, kept: int, count: int, title: str
+    llm: Llm, load: Load, policy: str, max_batch: int, num_blocks: int, count: int, title: str
 ) -> dict[str, Any]:
     """Items per second and seconds to the first token, with and without this many cached prefixes.
 
@@ -149,9 +149,9 @@ def run(
     """
     longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
     engines = {
-        name: make_engine(llm, policy, max_batch=slots, max_len=longest, chunk=load.chunk,
+        name: make_engine(llm, policy, max_batch=max_batch, max_len=longest, chunk=load.chunk,
                         queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
-        for name, prefixes in (("none", None), ("kept", PrefixConfig(num_blocks=kept)))
+        for name, prefixes in (("none", None), ("cached", PrefixConfig(num_blocks=num_blocks)))
     }  # fmt: skip
     answers: dict[str, list] = {}
 
@@ -164,17 +164,17 @@ def run(
     seconds = time_rounds(
         {name: lambda name=name: all_of_them(name) for name in engines}, count, title
     )
-    if [one.tokens for one in answers["kept"]] != [one.tokens for one in answers["none"]]:
+    if [one.tokens for one in answers["cached"]] != [one.tokens for one in answers["none"]]:
         raise RuntimeError(f"{title}: prefix caching changes answers")
-    return summary(load, answers, seconds, engines["kept"]) | {
-        "policy": policy, "slots": slots, "prefixes": kept,
+    return summary(load, answers, seconds, engines["cached"]) | {
+        "policy": policy, "max_batch": max_batch, "prefixes": num_blocks,
     }  # fmt: skip
 
 
 def summary(
     load: Load, answers: dict[str, Sequence], seconds: dict[str, list[float]], engine: Engine
 ) -> dict[str, Any]:
-    cached = sum(one.outcome.cached_tokens for one in answers["kept"])
+    cached = sum(one.outcome.cached_tokens for one in answers["cached"])
     return {
         "requests": len(load.requests), "chunk": load.chunk,
         "prompt_tokens": sum(len(one.tokens) for one in load.requests),
@@ -184,7 +184,7 @@ def summary(
         "items_per_second": {
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
         },
-        "times_faster": ratio(seconds["none"], seconds["kept"]),
+        "times_faster": ratio(seconds["none"], seconds["cached"]),
         "first_token_seconds": {name: first_tokens(ones) for name, ones in answers.items()},
     }  # fmt: skip
 

@@ -18,8 +18,8 @@ RULES = (
 
 
 def report(axes: Any, results: dict[str, Any]) -> None:
-    """Hit rate by the share of frequent prompts, for several modes, blocks and slots; minimum to
-    maximum of seeds (the report's Figure 1)."""
+    """Hit rate by the share of frequent prompts, for several modes, blocks and numbers of
+    concurrent requests; minimum to maximum of seeds (the report's Figure 1)."""
     curves = results["report"]["curves"]
     drawn = [name.split(", ")[0] for name in curves]
     for number, (name, curve) in enumerate(curves.items()):
@@ -35,7 +35,8 @@ def report(axes: Any, results: dict[str, Any]) -> None:
 
 
 def snapshots(axes: Any, results: dict[str, Any]) -> None:
-    """Cached tokens of Mooncake's conversations, by slots and by rule for storing states."""
+    """Cached tokens of Mooncake's conversations, by the number of stored states and by the rule for
+    storing them."""
     for colour, (where, row) in zip(RULES, results["snapshots"].items(), strict=True):
         shares = [100 * point["share"] for point in row.values()]
         axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
@@ -51,7 +52,7 @@ def items(axes: Any, results: dict[str, Any]) -> None:
     shares = results["report"]["shares"]
     at = [100 * float(p) for p in shares]
     for name, label, colour in (("none", "no prefix caching", COLOURS["full"]),
-                                ("kept", "prefix caching", COLOURS["streaming"])):  # fmt: skip
+                                ("cached", "prefix caching", COLOURS["streaming"])):  # fmt: skip
         found = {end: np.array([one["items_per_second"][name][end] for one in shares.values()])
                  for end in ("median", "min", "max")}  # fmt: skip
         axes.plot(at, found["median"], "o-", markersize=3, color=colour, label=label)
@@ -66,27 +67,27 @@ def agents(panels: Any, results: dict[str, Any]) -> None:
     left, right = panels
     saved = {
         name.split(":")[0]: [
-            100 * at["saved"] / results["tokens"] for at in found["slots"].values()
+            100 * at["saved"] / results["tokens"] for at in found["entries"].values()
         ]
         for name, found in results["policies"].items()
     }
     groups: dict[tuple, list[str]] = {}  # policies that save the same tokens share a line
     for policy, shares in saved.items():
         groups.setdefault(tuple(shares), []).append(policy)
-    slots = list(next(iter(results["policies"].values()))["slots"])
+    entries = list(next(iter(results["policies"].values()))["entries"])
     for shares, policies in groups.items():
-        left.plot(range(len(slots)), shares, "o-", color=COLOURS[policies[0]], markersize=4)
-        left.annotate("\n".join(policies), (len(slots) - 1, shares[-1]), (0, -8), fontsize=8,
+        left.plot(range(len(entries)), shares, "o-", color=COLOURS[policies[0]], markersize=4)
+        left.annotate("\n".join(policies), (len(entries) - 1, shares[-1]), (0, -8), fontsize=8,
                       textcoords="offset points", ha="right", va="top")  # fmt: skip
     left.axhline(100 * results["full"]["share"], color=COLOURS["full"], ls="dashed", lw=1)
     left.annotate("full", (0, 100 * results["full"]["share"]), (0, 4), fontsize=8,
                   textcoords="offset points")  # fmt: skip
-    left.set_xticks(range(len(slots)), slots)
+    left.set_xticks(range(len(entries)), entries)
     left.set(xlabel="stored states", ylabel="tokens without prefill (%)", ylim=(0, 100))
     largest = 0.99 * max(max(shares) for shares in saved.values())
     # The fewest states that save nearly as much as the most.
-    few = next(n for i, n in enumerate(slots) if all(s[i] >= largest for s in saved.values()))
-    states = {name.split(":")[0]: of["slots"][few] for name, of in results["policies"].items()}
+    few = next(n for i, n in enumerate(entries) if all(s[i] >= largest for s in saved.values()))
+    states = {name.split(":")[0]: of["entries"][few] for name, of in results["policies"].items()}
     states["full"] = results["full"]
     for row, (policy, found) in enumerate(states.items()):
         size = found["bytes"] / 2**20

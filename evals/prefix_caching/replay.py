@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching import report, traces
-from jaxkv.prefix import Chain
+from jaxkv.prefix import BlockHasher
 from jaxkv.prefix.block_hash import root_hash
 from jaxkv.prefix.blocks import MODES
 from jaxkv.prefix.eviction import ORDERS
@@ -38,7 +38,7 @@ BLOCK = 16  # default tokens per block
 MOST = 10**7  # limit for the tokens of all prompts of the report's experiment
 OF_REPORT = {
     "p": "chance of a frequent prompt", "frequent": "prompts; 1: all are the same",
-    "slots": "requests that run at once", "length": "tokens of a prompt",
+    "concurrent": "requests that run at once", "length": "tokens of a prompt",
     "requests": "that come one after another", "greedy": "equal prompts, equal answers",
     "seed": "of all that is drawn",
 }  # fmt: skip
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     )
     options = ask.add_argument_group("of the report")
     for name, about in OF_REPORT.items():
-        default = getattr(report.Setting, name, 0)
+        default = getattr(report.ReplaySetting, name, 0)
         help = f"{about} (default: {default})"
         if name == "greedy":
             options.add_argument(f"--{name}", action="store_true", help=about)
@@ -116,11 +116,11 @@ def check(given: argparse.Namespace) -> None:
         refuse(f"prompts may have {MOST} tokens together, got {size}; give fewer or shorter ones")
 
 
-def setting_of(given: argparse.Namespace) -> report.Setting:
+def setting_of(given: argparse.Namespace) -> report.ReplaySetting:
     """The report's experiment as requested."""
-    names = {field.name for field in fields(report.Setting)}
+    names = {field.name for field in fields(report.ReplaySetting)}
     given_fields = {name: value for name, value in vars(given).items() if name in names}
-    return report.Setting(**{k: v for k, v in given_fields.items() if v is not None})
+    return report.ReplaySetting(**{k: v for k, v in given_fields.items() if v is not None})
 
 
 def refuse(message: str) -> NoReturn:
@@ -157,16 +157,17 @@ def replay_report(given: argparse.Namespace) -> dict[str, Any]:
     setting, seed = setting_of(given), given.seed or 0
     counts, seconds = report.simulate(setting, seed)
     found = counts.lookups
-    rates = traces.Found(
+    rates = traces.ReplayResult(
         found.blocks, found.blocks_hit, found.tokens, found.tokens_hit, found.requests,
         found.requests_hit, counts.evictions, found.missed, seconds,
     ).rates()  # fmt: skip
     return rates | {
         "trace": "report", "timed": "looking prompts up, not the tokens written",
         "mode": setting.mode, "block": setting.block, "capacity": named(given.capacity),
-        "order": setting.order, "cap": setting.cap, "slots": setting.slots, "p": setting.p,
-        "frequent": setting.frequent, "length": setting.length, "greedy": setting.greedy,
-        "seed": seed, "requests": found.requests, "blocks": found.blocks,
+        "order": setting.order, "cap": setting.cap,
+        "concurrent": setting.concurrent, "p": setting.p, "frequent": setting.frequent,
+        "length": setting.length, "greedy": setting.greedy, "seed": seed,
+        "requests": found.requests, "blocks": found.blocks,
         "tokens": found.tokens, "missed_tokens": found.missed,
     }  # fmt: skip
 
@@ -230,11 +231,12 @@ def record(given: argparse.Namespace) -> None:
         "snapshots": {},
         "bars": [],
     }
-    for slots, (_, least, most) in report.TEN_SEEDS.items():
-        mean = results["report"]["ten_seeds"][slots]["mean"]
+    for concurrent, (_, least, most) in report.TEN_SEEDS.items():
+        mean = results["report"]["ten_seeds"][concurrent]["mean"]
         off = max(least - mean, mean - most, 0)
+        beyond = "distance of the mean from the range of ten reference seeds"
         results["bars"].append(
-            bar(f"report, {slots} slots: distance of the mean from reference seeds", off, "<=", 0)
+            bar(f"report, {concurrent} concurrent requests: {beyond}", off, "<=", 0)
         )
     for capacity, wanted in traces.MOONCAKE.items():
         found = traces.replay(trace, capacity)
@@ -242,17 +244,18 @@ def record(given: argparse.Namespace) -> None:
         del rates["microseconds_per_block"]  # speed has its own rounds
         results["mooncake"][named(capacity)] = rates | {"reference": wanted}
         off = abs(rates["hit_rate_blocks"] - wanted)
-        results["bars"].append(
-            bar(f"Mooncake, {named(capacity)} blocks: error against reference", off, "<=", 0.0005)
-        )
+        name = f"Mooncake, {named(capacity)} blocks: error against the reference"
+        results["bars"].append(bar(name, off, "<=", 0.0005))
     for where, wanted in traces.SNAPSHOTS.items():
-        shares = [traces.replay_snapshots(trace, where, slots) for slots in traces.SLOTS]
+        shares = [traces.replay_snapshots(trace, where, entries) for entries in traces.ENTRIES]
         results["snapshots"][where] = {
-            named(slots): {"share": share, "reference": reference}
-            for slots, share, reference in zip(traces.SLOTS, shares, wanted, strict=True)
+            named(entries): {"share": share, "reference": reference}
+            for entries, share, reference in zip(traces.ENTRIES, shares, wanted, strict=True)
         }
         off = max(abs(share - reference) for share, reference in zip(shares, wanted, strict=True))
-        results["bars"].append(bar(f"snapshots, {where}: error against reference", off, "<=", 0.01))
+        results["bars"].append(
+            bar(f"snapshots, {where}: error against the reference", off, "<=", 0.01)
+        )
     results["speed"] = speed(trace)
     for keys in ("ids", "tokens"):
         slowest = min(results["speed"][keys].values(), key=lambda each: each["median"])
@@ -264,28 +267,28 @@ def record(given: argparse.Namespace) -> None:
 
 def measure_report() -> dict[str, Any]:
     """The report's experiment, in every setting of the reference."""
-    base, one = report.Setting(), report.ONE_PROMPT
+    base, one = report.ReplaySetting(), report.ONE_PROMPT
     measure, found = report.measure, {}
     found["ten_seeds"] = {
-        slots: measure(replace(one, slots=slots), 10)
-        | {"closed_form": report.closed_form(slots), "reference": reference}
-        for slots, reference in report.TEN_SEEDS.items()
+        concurrent: measure(replace(one, concurrent=concurrent), 10)
+        | {"closed_form": report.closed_form(concurrent), "reference": reference}
+        for concurrent, reference in report.TEN_SEEDS.items()
     }
     found["identical"] = {
         f"{mode}, block {block}": {
-            slots: measure(replace(one, mode=mode, block=block, slots=slots))
+            concurrent: measure(replace(one, mode=mode, block=block, concurrent=concurrent))
             | {"reference": reference}
-            for slots, reference in row.items()
+            for concurrent, reference in row.items()
         }
         for (mode, block), row in report.IDENTICAL.items()
     }
     found["curves"] = {
-        f"{mode}, block {block}, {slots} slots": {
-            p: measure(replace(base, mode=mode, block=block, slots=slots, p=p))
+        f"{mode}, block {block}, {concurrent} at a time": {
+            p: measure(replace(base, mode=mode, block=block, concurrent=concurrent, p=p))
             | {"reference": reference}
             for p, reference in zip(report.SHARES, row, strict=True)
         }
-        for (mode, block, slots), row in report.CURVES.items()
+        for (mode, block, concurrent), row in report.CURVES.items()
     }
     found["pools"] = {
         f"{mode}, block {block}": {
@@ -301,7 +304,8 @@ def measure_report() -> dict[str, Any]:
     }  # fmt: skip
     found["greedy"] = measure(replace(one, greedy=True))
     found["equal_outputs"] = {
-        slots: measure(replace(one, slots=slots, outputs=(112, 112))) for slots in (4, 16, 64)
+        concurrent: measure(replace(one, concurrent=concurrent, outputs=(112, 112)))
+        for concurrent in (4, 16, 64)
     }
     return found
 
@@ -318,7 +322,7 @@ def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
         return found.blocks / found.seconds
 
     prompt, name = list(range(4096)), root_hash()
-    read = {how: Chain(BLOCK, how) for how in ("chained", "direct")}
+    read = {how: BlockHasher(BLOCK, how) for how in ("chained", "direct")}
     hashing = time_rounds(
         {
             how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))

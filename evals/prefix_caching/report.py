@@ -1,10 +1,10 @@
 """The experiment of "Hashing Table Prefixing Implementation Report" (2024), repeated.
 
-A thousand requests are queued. A step admits requests while a slot is free. It looks each prompt up
-once and publishes it immediately, so that requests of one step can share blocks. Then every running
-request generates a token, and finished ones release their blocks. Only the index runs, because hits
-do not depend on a model. What the report does not specify (slots, block, output lengths, the pool
-of frequent prompts) is an argument here.
+A thousand requests are queued. A step admits requests while fewer than `concurrent` run. It looks
+each prompt up once and publishes it immediately, so that requests of one step can share blocks.
+Then every running request generates a token, and finished ones release their blocks. Only the index
+runs, because hits do not depend on a model. What the report does not specify (concurrent requests,
+block, output lengths, the pool of frequent prompts) is an argument here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jaxkv.prefix import BlockPool, Counts, Lease, root_hash
 
 VOCABULARY = 32_000
 SHARES = tuple(round(0.1 * n, 1) for n in range(1, 11))
-# Figure 1 of the report in the reference: mode, block and slots, and hit rates in percent by p.
+# Figure 1 of the report in the reference: mode, block, concurrent requests, and hit rates in
+# percent by p.
 CURVES = {
     ("full", 8, 16): (4.3, 9.4, 14.8, 19.8, 25.3, 29.7, 34.5, 40.0, 45.0, 50.3),  # within 0.8
     ("rekey", 16, 16): (0.0, 0.1, 0.1, 0.3, 0.3, 0.5, 0.7, 1.0, 1.2, 1.6),
@@ -30,14 +31,14 @@ CURVES = {
     ("alias", 16, 16): (8.7, 18.6, 29.5, 39.3, 50.3, 58.9, 68.3, 79.0, 88.9, 99.0),
 }
 TEN_SEEDS = {8: (3.76, 3.0, 4.8), 16: (7.47, 6.5, 8.7), 32: (15.26, 13.5, 17.7),
-             64: (28.40, 26.3, 29.5)}  # slots: mean, least, most; in percent  # fmt: skip
+             64: (28.40, 26.3, 29.5)}  # concurrent: mean, least, most; in percent  # fmt: skip
 # Hit rates in percent by the number of unused blocks that stay cached; p = 0.5. All use the same
 # three draws, with 49.7 % frequent prompts, so they deviate from the reference in one direction.
 POOLS = {
     ("alias", 16): {0: 22.3, 16: 24.1, 64: 29.6, 256: 42.8, 1024: 50.2},
     ("full", 4): {0: 20.9, 16: 22.3, 64: 23.5, 256: 27.7, 1024: 34.9},
 }
-IDENTICAL = {  # hits in percent with one prompt for all, by slots
+IDENTICAL = {  # hits in percent with one prompt for all, by concurrent requests
     ("rekey", 16): {1: 0.0, 4: 1.5, 16: 8.3, 64: 29.1, 256: 69.5},
     ("rekey", 8): {1: 50.0, 4: 50.7, 16: 54.1, 64: 64.5, 256: 84.7},
     ("rekey", 4): {1: 74.9, 4: 75.3, 16: 77.0, 64: 82.2, 256: 92.3},
@@ -50,10 +51,10 @@ IDENTICAL = {  # hits in percent with one prompt for all, by slots
 
 
 @dataclass(frozen=True)
-class Setting:
+class ReplaySetting:
     """The settings of the experiment.
 
-    mode, block, capacity, order, hashing, cap: of the pool. slots: concurrent requests. p:
+    mode, block, capacity, order, hashing, cap: of the pool. concurrent: requests at a time. p:
     probability of a frequent prompt, of which there are `frequent`; others are random. length:
     tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a function
     of the text before them; otherwise they are unique.
@@ -61,7 +62,7 @@ class Setting:
 
     mode: str = "rekey"
     block: int = 16
-    slots: int = 16
+    concurrent: int = 16
     p: float = 1.0
     frequent: int = 10
     length: int = 15
@@ -80,10 +81,10 @@ class Running:
     left: int  # tokens to generate
 
 
-ONE_PROMPT = Setting(frequent=1)
+ONE_PROMPT = ReplaySetting(frequent=1)
 
 
-def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
+def simulate(setting: ReplaySetting, seed: int) -> tuple[Counts, float]:
     """The counts of the index after one run, and the seconds of its look-ups."""
     rng = np.random.default_rng(seed)
     prompts = draw_prompts(setting, rng)
@@ -96,7 +97,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
     name, running, fresh = root_hash(), [], VOCABULARY
     waiting, seconds = True, 0.0
     while waiting or running:
-        while waiting and len(running) < setting.slots:
+        while waiting and len(running) < setting.concurrent:
             request = next(queue, None)
             if request is None:
                 waiting = False
@@ -120,7 +121,7 @@ def simulate(setting: Setting, seed: int) -> tuple[Counts, float]:
 
 
 def draw_prompts(
-    setting: Setting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
+    setting: ReplaySetting, rng: np.random.Generator, ids: tuple[int, int] = (0, VOCABULARY)
 ) -> list[list[int]]:
     """All prompts in order. ids: the first token id, and the one after the last."""
     shape = (setting.frequent, setting.length)
@@ -132,20 +133,20 @@ def draw_prompts(
 
 
 @cache
-def hits(setting: Setting, seed: int) -> float:
+def hits(setting: ReplaySetting, seed: int) -> float:
     """Hit rate in percent of the looked-up blocks."""
     found = simulate(setting, seed)[0].lookups
     return 100 * found.blocks_hit / found.blocks
 
 
-def measure(setting: Setting, seeds: int = 3) -> dict[str, float]:
+def measure(setting: ReplaySetting, seeds: int = 3) -> dict[str, float]:
     """Hit rate in percent: mean, minimum and maximum of some seeds."""
     found = [hits(setting, seed) for seed in range(seeds)]
     return {"mean": float(np.mean(found)), "min": min(found), "max": max(found), "n": seeds}
 
 
-def closed_form(slots: int, setting: Setting = ONE_PROMPT) -> float:
+def closed_form(concurrent: int, setting: ReplaySetting = ONE_PROMPT) -> float:
     """Hit rate in percent if prompts shorter than a block match only those of the same step."""
-    load = slots / np.mean(setting.outputs)
+    load, count = concurrent / np.mean(setting.outputs), setting.requests
     alone = (1 - math.exp(-load)) / load
-    return 100 * (slots - 1 + (setting.requests - slots) * (1 - alone)) / setting.requests
+    return 100 * (concurrent - 1 + (count - concurrent) * (1 - alone)) / count

@@ -24,8 +24,8 @@ IDS = 2**32 // MOONCAKE_BLOCK  # ids whose tokens fit in 32 bits
 LONGEST = 2**24  # maximal tokens of a prompt
 # Block hit rates of the reference with LRU eviction.
 MOONCAKE = {1_000: 0.0445, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
-SLOTS = (64, 256, 1024, 4096, None)
-SNAPSHOTS = {  # token hit rates of the reference, by slots
+ENTRIES = (64, 256, 1024, 4096, None)
+SNAPSHOTS = {  # token hit rates of the reference, by entries
     "every=1": (0.040, 0.043, 0.046, 0.097, 0.373),
     "every=16+last": (0.044, 0.067, 0.228, 0.349, 0.362),
     "last": (0.048, 0.133, 0.281, 0.344, 0.350),
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     requests: list[RecordedRequest]
 
 
-class Found(NamedTuple):
+class ReplayResult(NamedTuple):
     """Counts of hits, blocks and requests; seconds: spent in the index."""
 
     blocks: int
@@ -185,7 +185,7 @@ def replay(
     order: str = "lru",
     cap: bool = False,
     prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
-) -> Found:
+) -> ReplayResult:
     """The hits of an index with this capacity in blocks (None: unlimited).
 
     block: keys per block. prepare: applied to each request before its look-up, not timed.
@@ -201,20 +201,20 @@ def replay(
         seconds += perf_counter() - begun
         hit_tokens += min(lease.cached * one.piece, one.tokens)
     found = pool.counts.lookups
-    return Found(
+    return ReplayResult(
         found.blocks, found.blocks_hit, sum(one.tokens for one in trace.requests), hit_tokens,
         found.requests, found.requests_hit, pool.counts.evictions,
         {reason: count for reason, count in found.missed.items() if count}, seconds,
     )  # fmt: skip
 
 
-def replay_snapshots(trace: Trace, where: str, slots: int | None) -> float:
+def replay_snapshots(trace: Trace, where: str, entries: int | None) -> float:
     """The share of cached tokens if states are stored by the rule `where`.
 
     trace: of Mooncake, by its ids. A request copies the state it resumes from before it stores its
     own states, so that the used state may be evicted for them.
     """
-    index = Snapshots(slots, 1, where)
+    index = Snapshots(entries, 1, where)
     name, hit = root_hash(), 0
     for one in trace.requests:
         plan = index.plan_prefill(index.hash_prompt(one.keys, name))

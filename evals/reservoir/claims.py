@@ -11,12 +11,14 @@ from itertools import pairwise
 from statistics import mean
 
 from jaxkv.evals.lib.claim import (
+    UNSEEN,
     Claim,
     Finding,
     Results,
     adder,
     by_all,
     grade,
+    joined,
     listed,
     over_base,
     pick,
@@ -26,6 +28,7 @@ from jaxkv.evals.lib.paired_losses import compare
 from jaxkv.evals.reservoir.stream_losses import SKIP
 
 ACCEPTED = 119.9  # 99.99th percentile of chi-square with 63 degrees of freedom
+SAMPLES = ("reservoir", "stratified", "balance-stream")
 FELT = 0.05  # of all answers: the smallest difference that counts
 OURS = "the default model"
 RESERVOIR: list[Claim] = []
@@ -47,7 +50,33 @@ def equally_likely(r: Results) -> Finding:
     ), grade(fair and listing, fair)
 
 
-@claim("recall", "A sample of the evicted tokens improves long-term memory",
+@claim("tasks", "A sample of the evicted tokens improves long-term memory",
+       "sections 6 and 7, no figure")  # fmt: skip
+def finds_needles(r: Results) -> Finding:
+    """Right answers about needles that the window of streaming has evicted."""
+    shown, better = [], []
+    for task, by_length in r["tasks"].items():
+        for length, found in by_length.items():
+            for ratio, rows in found["ratios"].items():
+                if not found["scored"] or not {"streaming", "reservoir"} <= set(rows):
+                    continue
+                caches = {n: rows[n] for n in ("streaming", *SAMPLES) if n in rows}
+                evicted = int(len(found["full"]["by_depth"]) * (1 - float(ratio)))
+                far = {n: mean(x["by_depth"][:evicted]) for n, x in caches.items()}
+                better.append(far["reservoir"] > far["streaming"] + FELT)
+                depths = {n: " ".join(f"{x:.0%}" for x in row["by_depth"])
+                          for n, row in ({"full": found["full"]} | caches).items()}  # fmt: skip
+                every = listed({n: x["score"] for n, x in caches.items()}, "{:.0%}".format)
+                shown.append(
+                    f"{task}, {int(length):,} tokens, caches of {float(ratio):.0%}, by part of the "
+                    f"context, of which the first {evicted} are evicted: {listed(depths, str)}; "
+                    f"all: {every}"
+                )
+    text = f"{r['samples']} samples, right answers; {joined(shown)}"
+    return (text, by_all(better)) if better else (text, UNSEEN)
+
+
+@claim("recall", "In small models, a sample of the evicted tokens improves long-term memory",
        "sections 6 and 7, no figure")  # fmt: skip
 def remembers(r: Results) -> Finding:
     """Right answers about facts older than the window, compared with streaming."""

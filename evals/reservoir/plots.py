@@ -49,10 +49,10 @@ def recall(axes: Any, results: dict[str, Any]) -> None:
     axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
 
 
-def recall_thinned(axes: Any, results: dict[str, Any]) -> None:
+def recall_compressed(axes: Any, results: dict[str, Any]) -> None:
     """The same task; the prompt is compressed before the question. Mean over trained models, from
     the lowest to the highest. Dashed: a guess."""
-    names = [name for name in results["thinned"] if ", " not in name]
+    names = [name for name in results["compressed"] if ", " not in name]
     draw_recall(axes, results, ["full", "streaming", *names])
 
 

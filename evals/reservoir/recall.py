@@ -55,7 +55,7 @@ POLICIES = {  # of equal slots, unless the name has another number
 }
 # Number of tokens that remain of a prompt of LENGTH_WITHIN after compression.
 LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
-THINNED = {
+COMPRESSED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
     "uniform": "uniform:sinks=1,window=16,rounds=2",
     "uniform, unweighted": "uniform:sinks=1,window=16,rounds=2,weighted=false",
@@ -78,7 +78,7 @@ def main() -> None:
     record = Record("recall", [], given.seeds, quick=given.quick)
     results: dict[str, Any] = {
         "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": given.rows,
-        "policies": POLICIES, "thinned": THINNED, "seeds": {},
+        "policies": POLICIES, "compressed": COMPRESSED, "seeds": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         runs = given.runs or Path(scratch)
@@ -96,8 +96,8 @@ def main() -> None:
         for seed, llm in trained.items():
             read = partial(accuracy, llm, rows=given.rows, seed=seed)
             results["seeds"][str(seed)] = {
-                "within": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN),
-                "needle": read(POLICIES | THINNED, DISTANCES, LENGTH_WITHIN, facts=False),
+                "within": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN),
+                "needle": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN, facts=False),
                 "beyond": read(endless(llm), FAR, FAR[-1] + 64),
             }
     results["recipe"] = dataclasses.asdict(recipe)

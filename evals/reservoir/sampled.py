@@ -3,7 +3,7 @@
 Three experiments, by their names for --only:
   "worth"     an endless stream of books through every cache at equal bytes: loss per block, memory
   "token"     time per token over that of `streaming` at equal slots, with all halving included
-  "thinning"  compressing a long prompt, against prefill (a Llama of 110 million random weights)
+  "compression"  compressing a long prompt, against prefill (a Llama of 110 million random weights)
 """
 
 from __future__ import annotations
@@ -183,12 +183,13 @@ def time_compression(llm: Llm, ids: Sequence[int], given: argparse.Namespace) ->
         "state_bytes": [whole, *left],
         "seconds": spread(seconds[1:]),
         "share": share,
-        "bars": [bar(f"compressing a prompt of {given.prompt:,} (T = {parse_policy(LONG).rounds}) "
-                     "over reading it", share, "<=", SHARE)],
+        "bars": [bar(f"time to compress a prompt of {given.prompt:,} tokens "
+                     f"(T = {parse_policy(LONG).rounds}) over time of its prefill",
+                     share, "<=", SHARE)],
     }  # fmt: skip
 
 
-PARTS = {"worth": worth, "token": token, "thinning": time_compression}
+PARTS = {"worth": worth, "token": token, "compression": time_compression}
 
 
 if __name__ == "__main__":

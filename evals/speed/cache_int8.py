@@ -77,16 +77,19 @@ def main() -> None:
 def bars(found: dict[str, Any]) -> list[dict[str, object]]:
     lines = []
     for name in POLICIES:
-        what = f"{name} with cache=int8 over floats"
+        what = f"{name} with cache=int8 over floating point"
         share, loss = found["bytes"][name], found["loss"][name]
         lines += [
             bar(f"{what}: bytes, of float32", share["float32"], "<=", 0.27),
             bar(f"{what}: bytes, of bfloat16", share["bfloat16"], "<=", 0.53),
             bar(f"{what}: loss, nats per token", loss["difference"], "<=", 0.002),
-            bar(f"{what}: tokens a second, batch 1", found["speed"][name]["faster"], ">=", 0.95),
+            bar(f"{what}: tokens per second, batch 1", found["speed"][name]["faster"], ">=", 0.95),
         ]
     far = max(one["rows_off"] for one in found["drift"].values())
-    return [*lines, bar("rows further than half a scale from their token", far, "<=", 0)]
+    return [
+        *lines,
+        bar("rows that differ from their token by more than half a scale", far, "<=", 0),
+    ]
 
 
 def forms(name: str) -> dict[str, str]:

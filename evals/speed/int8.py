@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
+from jaxkv import defaults, models
 from jaxkv.evals.lib.record import Record, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import smollm2
 from jaxkv.models.llm import Llm
-from jaxkv.models.streams import DEFAULT_POLICY
 
 FORMS = {"float32": None, "int8": "int8"}
 SIDE = 4096  # of the matrix that measures the bandwidth
@@ -44,9 +43,9 @@ def main() -> None:
     found["bars"] = [
         bar("bytes of weights in int8 over float32",
             found["bytes"]["int8"] / found["bytes"]["float32"], "<=", 0.26),
-        bar("loss of int8 weights over float32, nats per token, in size",
+        bar("loss of int8 weights over float32, nats per token, absolute",
             abs(found["difference"]), "<=", 0.01),
-        bar("decoding with int8 weights over float32, batch 1: tokens a second",
+        bar("decoding with int8 weights over float32, batch 1: tokens per second",
             found["faster"]["batch 1"], ">=", 1.5),
     ]  # fmt: skip
     record.finish(found)
@@ -78,14 +77,14 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
     variants = {"bandwidth": timed(lambda: jax.block_until_ready(product(matrix, vector)))}
     for batch in (1, 8):
         for name, llm in llms.items():
-            stream = models.Stream(llm, DEFAULT_POLICY, batch=batch)
+            stream = models.Stream(llm, defaults.POLICY, batch=batch)
             stream.prefill([prompt(llm, 300, seed) for seed in range(batch)])
             variants[f"{name}, batch {batch}"] = decode_variant(stream, new)
     seconds = time_rounds(variants, rounds, "int8")
     bandwidth = matrix.nbytes / np.array(seconds["bandwidth"])
     one = {name: np.array(seconds[f"{name}, batch 1"]) / new for name in llms}
     return {
-        "policy": DEFAULT_POLICY,
+        "policy": defaults.POLICY,
         "tokens_per_second": {
             name: spread(int(name[-1]) * new / np.array(values))
             for name, values in seconds.items()

@@ -263,7 +263,7 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         "batch_8_over_batch_1": gain,
         "bars": [
             bar("110M batch 1: share of the JAX gemv bound", share, ">=", 0.75),
-            bar("110M batch 8: tokens a second over batch 1", gain, ">=", 3.3),
+            bar("110M batch 8: tokens per second over batch 1", gain, ">=", 3.3),
         ],
     }
 

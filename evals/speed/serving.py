@@ -1,9 +1,9 @@
 """Throughput of the engine, time to first token with prefix hits, and the cost of misses.
 
 The default model and books; compared variants alternate in one process. `throughput`: answers per
-second with 64 concurrent requests, and one at a time with models.generate, with an engine of one
-slot and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens and of a
-cached one. `cost`: new prompts only, with and without prefix caching.
+second with 64 concurrent requests, and one at a time with models.generate, with an engine of
+max_batch=1 and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens
+and of a cached one. `cost`: new prompts only, with and without prefix caching.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
         {
             "alone, models.generate": timed(generated),
             "together": timed(lambda: answer(many, asked)),
-            "alone, an engine of one slot": timed(lambda: one_by_one(one)),
+            "alone, an engine with max_batch=1": timed(lambda: one_by_one(one)),
             "alone, the same engine": timed(lambda: one_by_one(many)),
         }, count, "throughput",
     )  # fmt: skip
@@ -109,8 +109,8 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
         "items_per_second": {name: spread(1 / taken) for name, taken in each.items()},
         "times": times,
         "bars": [
-            bar(f"{slots} at a time over one at a time, {name.removeprefix('alone, ')}",
-                found, ">=", FASTER)
+            bar(f"answers per second, {slots} at a time over one at a time, "
+                f"{name.removeprefix('alone, ')}", found, ">=", FASTER)
             for name, found in times.items()
         ],
     }  # fmt: skip
@@ -138,9 +138,8 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
         results["policies"][policy] = {
             "seconds": {name: spread(taken) for name, taken in seconds.items()}, "share": share,
         }  # fmt: skip
-        results["bars"].append(
-            bar(f"first token of a hit over a miss, {size} tokens, {policy}", share, "<=", SOONER)
-        )
+        name = f"time to first token, a hit over a miss, {size} tokens, {policy}"
+        results["bars"].append(bar(name, share, "<=", SOONER))
     return results
 
 
@@ -158,7 +157,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
     for policy in POLICIES:
         engines = {
             name: make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
-            for name, prefixes in (("none", None), ("kept", PrefixConfig(num_blocks=64)))
+            for name, prefixes in (("none", None), ("cached", PrefixConfig(num_blocks=64)))
         }
         size = 512 if quick else LONG // 2
         new = {name: passages(texts, 3) for name in engines}
@@ -168,14 +167,13 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
 
         variants = {name: lambda name=name, read=read: read(name) for name in engines}
         seconds = time_rounds(variants, 12 * count, f"cost of a miss, {policy}")
-        over = ratio(seconds["kept"], seconds["none"])
+        over = ratio(seconds["cached"], seconds["none"])
         results["policies"][policy] = {
             "prompt_tokens": size, "over": over,
             "seconds": {name: spread(taken) for name, taken in seconds.items()},
         }  # fmt: skip
-        results["bars"].append(
-            bar(f"a miss over no caching, {size} tokens, {policy}", over, "<=", DEARER)
-        )
+        name = "time to first token, a miss over an engine without prefix caching"
+        results["bars"].append(bar(f"{name}, {size} tokens, {policy}", over, "<=", DEARER))
     return results
 
 

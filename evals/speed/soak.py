@@ -2,8 +2,8 @@
 
 Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
 come in any order, streamed or whole; some clients disconnect before or during the answer. Memory
-and open files are those of the server's process, counted while it is idle; slots and prefixes are
-those that the server reports.
+and open files are those of the server's process, counted while it is idle; cache usage and prefixes
+are those that the server reports.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ async def rest(port: int, pid: int) -> dict[str, float]:
         "resident": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024,
         "files": len(os.listdir(f"/proc/{pid}/fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
-        "prefixes": figures["jaxkv:prefix_snapshot_slots_used"],
-        "held": figures["jaxkv:prefix_snapshot_slots_held"],
+        "prefixes": figures["jaxkv:prefix_entries_stored"],
+        "prefixes_in_use": figures["jaxkv:prefix_entries_in_use"],
         "compilations": figures["jaxkv:compilations_total"],
     }
 
@@ -230,7 +230,7 @@ def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
             "<=", 0),
         bar(f"memory at the end over memory after {2 * REST:,} requests, {policy}",
             last["resident"] / first["resident"], "<=", GROWTH),
-        bar(f"prefixes in use while no request runs, {policy}", last["held"], "<=", 0),
+        bar(f"prefixes in use while no request runs, {policy}", last["prefixes_in_use"], "<=", 0),
         bar(f"programs compiled during serving, {policy}",
             last["compilations"] - first["compilations"], "<=", 0),
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv import models
+from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 from jaxkv.models import smollm2
@@ -32,7 +32,6 @@ from jaxkv.models.decoding import compiled_decode_block, prefill_programs
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.llm import Llm, without_weights
 from jaxkv.models.published import open_published
-from jaxkv.models.streams import DEFAULT_POLICY
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -40,7 +39,7 @@ ENGINE = f"""
 import sys
 from jaxkv import models
 from jaxkv.models.serving import make_engine
-make_engine(models.load("{smollm2.NAME}"), "{DEFAULT_POLICY}")
+make_engine(models.load("{smollm2.NAME}"), "{defaults.POLICY}")
 print("ready")
 """
 PROMPT, TOKENS = "Once upon a time", "64"
@@ -58,8 +57,8 @@ def main() -> None:
     rounds = 1 if given.quick else given.rounds
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
     depths = by_depth(DEPTHS[:2] if given.quick else DEPTHS, rounds)
-    with tempfile.TemporaryDirectory() as kept:
-        seconds = time_rounds(variants(kept), rounds, "startup")
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = time_rounds(variants(folder), rounds, "startup")
     results = {
         "seconds": {name: spread(values) for name, values in seconds.items()},
         "depths": depths,
@@ -68,19 +67,19 @@ def main() -> None:
     record.finish(results)
 
 
-def variants(kept: str) -> dict[str, Callable[[], float]]:
-    """Every measured start. kept: the folder of the compilation cache, which starts empty."""
+def variants(folder: str) -> dict[str, Callable[[], float]]:
+    """Every measured start. folder: the folder of the compilation cache, which starts empty."""
     generate = ["generate", PROMPT, "--max-new-tokens", TOKENS, "--temperature", "0"]
     real = [*COMMAND, *generate, "--model", smollm2.NAME]
     engine = [sys.executable, "-c", ENGINE]
     found = {
-        "help": partial(first_output, [*COMMAND, "--help"], kept),
-        "import jax": partial(first_output, IMPORT, kept),
-        "first text": partial(first_output, [*COMMAND, *generate], kept),
-        "compile and run, kept": partial(compile_and_run, generate, kept),
-        "compile and run, not kept": partial(compile_and_run, generate, "off"),
+        "help": partial(first_output, [*COMMAND, "--help"], folder),
+        "import jax": partial(first_output, IMPORT, folder),
+        "first text": partial(first_output, [*COMMAND, *generate], folder),
+        "compile and run, cached": partial(compile_and_run, generate, folder),
+        "compile and run, not cached": partial(compile_and_run, generate, "off"),
     }
-    for suffix, cache in (("", kept), (", nothing compiled", "off")):
+    for suffix, cache in (("", folder), (", nothing compiled", "off")):
         found[f"first text of SmolLM2{suffix}"] = partial(first_output, real, cache)
         found[f"engine of SmolLM2{suffix}"] = partial(first_output, engine, cache)
         for policy in POLICIES:
@@ -107,7 +106,7 @@ def bars(
         bar("jaxkv --help over import jax", ratio(seconds["help"], seconds["import jax"]),
             "<=", 1.2),
         bar("compile and run with a filled compilation cache, over without a cache",
-            ratio(seconds["compile and run, kept"], seconds["compile and run, not kept"]),
+            ratio(seconds["compile and run, cached"], seconds["compile and run, not cached"]),
             "<=", 0.35),
     ]  # fmt: skip
     for policy, most in POLICIES.items():
@@ -171,10 +170,12 @@ def programs(llm: Llm) -> dict[str, list[float]]:
     return found
 
 
-def first_output(command: list[str], kept: str) -> float:
+def first_output(command: list[str], folder: str) -> float:
     """Seconds from the start of a process to its first byte on standard output."""
     begun = perf_counter()
-    with subprocess.Popen(command, cwd=ROOT, env=environment(kept), stdout=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(folder), stdout=subprocess.PIPE
+    ) as run:
         assert run.stdout is not None
         first = run.stdout.read(1)
         seconds = perf_counter() - begun
@@ -184,16 +185,16 @@ def first_output(command: list[str], kept: str) -> float:
     return seconds
 
 
-def compile_and_run(command: list[str], kept: str) -> float:
+def compile_and_run(command: list[str], folder: str) -> float:
     """Seconds of compilation, prefill and decode in one process, without imports and loading."""
-    done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(kept),
+    done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(folder),
                           stdout=subprocess.PIPE, check=True)  # fmt: skip
     reported = json.loads(done.stdout)
     return float(np.sum([reported[f"{part}_seconds"] for part in ("compile", "prefill", "decode")]))
 
 
-def environment(kept: str) -> dict[str, str]:
-    return os.environ | {"JAXKV_COMPILATION_CACHE": kept}
+def environment(folder: str) -> dict[str, str]:
+    return os.environ | {"JAXKV_COMPILATION_CACHE": folder}
 
 
 if __name__ == "__main__":

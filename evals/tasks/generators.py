@@ -1,6 +1,6 @@
 """Generators of long-context tasks after RULER's definitions (Hsieh et al. 2024).
 
-Each is a function (rng, tokenizer, length, depth) -> Sample. It fills a context up to `length`
+Each is a function (rng, tokenizer, length, depth) -> TaskSample. It fills a context up to `length`
 tokens, to within one sentence or list item. Sentences, words and names are our own; what is asked
 and how it is scored follows the paper. The paper's lengths begin at 4,096 tokens.
 """
@@ -18,7 +18,7 @@ from jaxkv.evals.tasks import haystack
 from jaxkv.models.tokenizer import Tokenizer
 
 
-class Sample(NamedTuple):
+class TaskSample(NamedTuple):
     """One question about one context.
 
     lead: the beginning of the model's answer, with which the answer begins, as in RULER. answers:
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     answers: tuple[str, ...]
 
 
-Generator = Callable[[np.random.Generator, Tokenizer, int, float], Sample]
+Generator = Callable[[np.random.Generator, Tokenizer, int, float], TaskSample]
 
 
 class Task(NamedTuple):
@@ -51,7 +51,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def needle(
     rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> Sample:
+) -> TaskSample:
     """One number in a novel (RULER: single needle in essays), at this share of the sentences."""
     thing, number = rng.choice(THINGS), _number(rng, DIGITS)
     first = int(rng.integers(len(haystack.novel())))
@@ -64,12 +64,12 @@ def needle(
 
     context, _ = haystack.largest(tokenizer, length, build)
     question = f"What is the secret number of the {thing} that the text mentions?"
-    return Sample(context, question, f"The secret number of the {thing} is", (number,))
+    return TaskSample(context, question, f"The secret number of the {thing} is", (number,))
 
 
 def passkey(
     rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> Sample:
+) -> TaskSample:
     """A pass key, said twice in one place, in repeated sentences (Mohtashami and Jaggi 2023)."""
     number = _number(rng, PASSKEY_DIGITS)
     fact = f"The pass key is {number}. Keep it in mind: {number} is the pass key."
@@ -80,12 +80,12 @@ def passkey(
         return intro + haystack.spread(rng, sentences, [fact], depth)
 
     context, _ = haystack.largest(tokenizer, length, build)
-    return Sample(context, "What is the pass key?", "The pass key is", (number,))
+    return TaskSample(context, "What is the pass key?", "The pass key is", (number,))
 
 
 def variable_tracking(
     rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> Sample:
+) -> TaskSample:
     """All names of one value: a chain of assignments, each at a place of its own; no depth."""
     names, example = _names(rng, 2 * (HOPS + 1)), _number(rng, DIGITS - 2)
     value = _number(rng, DIGITS - 2)
@@ -103,12 +103,12 @@ def variable_tracking(
         return intro + shown + intro + haystack.spread(places, sentences, _chain(names, value))
 
     context, _ = haystack.largest(tokenizer, length, build, least=HOPS)
-    return Sample(context, _ask(value), _lead(value), names)
+    return TaskSample(context, _ask(value), _lead(value), names)
 
 
 def common_words(
     rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> Sample:
+) -> TaskSample:
     """The ten words that a numbered list has most often; no depth.
 
     They occur 10 times each and all others once; from 4,096 tokens on 30 and 3 times, as in RULER.
@@ -128,12 +128,12 @@ def common_words(
         return intro + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
 
     context, _ = haystack.largest(tokenizer, length, build)
-    return Sample(context, question, lead, tuple(common))
+    return TaskSample(context, question, lead, tuple(common))
 
 
 def frequent_words(
     rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> Sample:
+) -> TaskSample:
     """The three most frequent coded words; no depth.
 
     Word number k occurs in proportion to k^-2. The most frequent one is dots, which do not count.
@@ -153,7 +153,7 @@ def frequent_words(
     context, _ = haystack.largest(tokenizer, length, build, least=100)
     question = f"What are the {FREQUENT} most frequent words in the coded text above?"
     lead = f"The {FREQUENT} most frequent words are:"
-    return Sample(context, question, lead, tuple(codes[1 : FREQUENT + 1]))
+    return TaskSample(context, question, lead, tuple(codes[1 : FREQUENT + 1]))
 
 
 TASKS = {
@@ -166,7 +166,9 @@ TASKS = {
 BY_DEPTH = ("needle", "passkey")
 
 
-def samples(name: str, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Sample]:
+def samples(
+    name: str, tokenizer: Tokenizer, length: int, count: int, seed: int
+) -> list[TaskSample]:
     """The first `count` samples of a task; each depends only on the seed and its own number."""
     check_choice("--tasks", name, TASKS)
     number = list(TASKS).index(name)

@@ -13,7 +13,7 @@ MARK = "\ue000message\ue001"  # private-use characters, which templates copy unc
 ROOM = 256  # tokens of a question and an answer, at most
 
 
-class Prompt(NamedTuple):
+class TaskPrompt(NamedTuple):
     """context: ids read before the end of prefill. rest: ids after it, up to the model's answer."""
 
     context: list[int]
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 
 def prompts(
     llm: Llm, task: str, length: int, count: int, seed: int, query_aware: bool = False
-) -> list[Prompt]:
+) -> list[TaskPrompt]:
     """The prompts of a task; their contexts have at most `length` tokens, the template's included.
 
     query_aware: the question is read before the end of prefill too, beyond these tokens.
@@ -50,7 +50,7 @@ def prompts(
             )
         if query_aware:
             context, rest = context + rest, []
-        found.append(Prompt(front + context, rest + lead, sample.answers))
+        found.append(TaskPrompt(front + context, rest + lead, sample.answers))
     return found
 
 

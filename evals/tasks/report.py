@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from jaxkv.evals.lib.claim import Results
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.state.memory import show
-
-Results = dict[str, Any]
 
 
 def cases(results: Results) -> Iterator[tuple[str, str, Results]]:

@@ -20,7 +20,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Partial, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.tasks import score
-from jaxkv.evals.tasks.prompts import ROOM, Prompt
+from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.decoding import Static
 from jaxkv.models.llm import Llm
@@ -46,7 +46,7 @@ class Batch:
     """
 
     llm: Llm
-    prompts: Sequence[Prompt]
+    prompts: Sequence[TaskPrompt]
     tokens: int
     slots: int
     seeds: Sequence[int]

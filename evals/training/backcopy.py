@@ -46,7 +46,7 @@ def main() -> None:
         prog="python -m jaxkv.evals.training.backcopy", description=__doc__
     )
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    ask.add_argument("--arms", nargs="+", default=VARIANTS, choices=VARIANTS)
+    ask.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
     ask.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
     ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
@@ -56,11 +56,11 @@ def main() -> None:
     record = Record("backcopy", [], given.seeds, quick=given.quick)
     with tempfile.TemporaryDirectory() as scratch:
         runs = given.runs or Path(scratch)
-        chain = Chain(0)
+        chain = LetterChain(0)
         tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, given.tokens).tolist()
         variants: dict[str, Any] = {}
-        for variant in given.arms:
+        for variant in given.variants:
             found = [
                 run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
                 for seed in given.seeds
@@ -74,14 +74,14 @@ def main() -> None:
     results = {
         "recipe": dataclasses.asdict(PRESETS["backcopy"]),
         "floor": chain.floor(chain.letters(10**6, 99)),
-        "arms": variants,
+        "variants": variants,
         "tries": tries,
     }
     record.finish(results)
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class LetterChain:
     """The distribution of the stream: successors of each letter, and the triggers."""
 
     seed: int
@@ -115,7 +115,7 @@ class Chain:
         return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
 
 
-def write(chain: Chain, folder: Path) -> data.Tokens:
+def write(chain: LetterChain, folder: Path) -> data.DataFolder:
     """The stream as a data folder; an existing folder is reused."""
     if (folder / "tokens").exists():
         return data.read(folder / "tokens")
@@ -140,7 +140,12 @@ def recipe_of(variant: str, seed: int) -> Recipe:
 
 
 def run(
-    recipe: Recipe, chain: Chain, tokens: data.Tokens, ids: Sequence[int], out: Path, name: str = ""
+    recipe: Recipe,
+    chain: LetterChain,
+    tokens: data.DataFolder,
+    ids: Sequence[int],
+    out: Path,
+    name: str = "",
 ) -> dict[str, Any]:
     """Train one model and score the held-out letters."""
     llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
@@ -165,7 +170,7 @@ def run(
     }
 
 
-def dormant(llm: Llm, chain: Chain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
+def dormant(llm: Llm, chain: LetterChain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
     """Mean attention of each idle letter to the first token, in the layer with the largest mean."""
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
     seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]

@@ -27,7 +27,7 @@ BOTH = ("none", "token")
 
 def trained(r: Results, sinks: str) -> dict[int, dict[str, Any]]:
     """The models with one kind of sink, by their seeds."""
-    of_kind = [x for x in r["arms"].values() if x["recipe"]["sinks"] == sinks]
+    of_kind = [x for x in r["variants"].values() if x["recipe"]["sinks"] == sinks]
     return {x["recipe"]["seed"]: x for x in of_kind}
 
 
@@ -39,7 +39,7 @@ def pairs(r: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def size_of(r: Results) -> str:
     """The size, training tokens and seeds, which all variants share."""
-    models = list(r["arms"].values())
+    models = list(r["variants"].values())
     weights = max(x["weights"] for x in models) / 1e6
     seeds = len({x["recipe"]["seed"] for x in models})
     return (
@@ -169,8 +169,8 @@ claim = adder(TRAINING)
 def small_table(r: Results, *kinds: str) -> str:
     """Table 3 of the smallest models: medians over the seeds, and the range."""
     signed = lambda x: f"{x['median']:+.3f} ({x['min']:+.3f} to {x['max']:+.3f})"  # noqa: E731
-    over = {kind: pick(r, f"arms/{kind}/summary/loss_over_base") for kind in kinds}
-    seeds = r["arms"][kinds[0]]["summary"]["first_token"]["n"]
+    over = {kind: pick(r, f"variants/{kind}/summary/loss_over_base") for kind in kinds}
+    seeds = r["variants"][kinds[0]]["summary"]["first_token"]["n"]
     shown = (f"{kind}: {', '.join(f'{key} {signed(x)}' for key, x in lines.items())}"
              for kind, lines in over.items())  # fmt: skip
     return f"one layer, one head, seeds: {seeds}; loss over that of 4+20: {joined(shown)}"
@@ -181,7 +181,7 @@ def small_table(r: Results, *kinds: str) -> str:
        "Table 3; the stream is that of Guo et al. 2024 (arXiv 2410.13835)")  # fmt: skip
 def small_one_enough(r: Results) -> Finding:
     """The token is needed and enough, and plain softmax needs more than one."""
-    over = pick(r, "arms/*/summary/loss_over_base")
+    over = pick(r, "variants/*/summary/loss_over_base")
     token, plain = over["token"], over["none"]
     holds = max(abs(token["1+23"][end]) for end in ("min", "max")) < FELT < token["0+24"]["min"]
     text = small_table(r, "token", "none", "zero", "logit")
@@ -193,7 +193,7 @@ def small_one_enough(r: Results) -> Finding:
 @claim("backcopy", "Two sink tokens in training are then both needed",
        "appendix: no gain from a second")  # fmt: skip
 def small_two_needed(r: Results) -> Finding:
-    over = pick(r, "arms/two_tokens/summary/loss_over_base")
+    over = pick(r, "variants/two_tokens/summary/loss_over_base")
     return small_table(r, "two_tokens"), grade(over["1+23"]["min"] > FELT)
 
 

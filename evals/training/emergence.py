@@ -1,4 +1,4 @@
-"""When heads begin to lean on the first token: its share of attention in the course of training.
+"""When heads become attention sinks: the share of the first token in the course of training.
 
 Reads the logs of runs of `jaxkv pretrain`. Each evaluation of a run measures the attention on the
 first token, as Gu et al. (2024, arXiv 2410.10781) do for models of 60 million weights and more.

@@ -75,13 +75,15 @@ def main() -> None:
         where.mkdir(parents=True, exist_ok=True)
         (where / f"{given.name}_{variant}.png").write_bytes(draw(llm, texts, variant))
     record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
-    record.finish({"arms": variants})
+    record.finish({"variants": variants})
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
     """Exit if two runs have the same variant and seed, or differ in another setting."""
     if len(set(names)) < len(names):
-        raise SystemExit(f"every run must be an arm and a seed of its own, got {', '.join(names)}")
+        raise SystemExit(
+            f"every run must be a variant and a seed of its own, got {', '.join(names)}"
+        )
     for run in runs[1:]:
         mine, first = (
             {**r, **r["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for r in (run, runs[0])

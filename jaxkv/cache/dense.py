@@ -24,6 +24,15 @@ LEAVES = Ring(
 MAX_SLOTS = 2**30
 
 
+def check(sinks: int, window: int, start: int, example: str) -> None:
+    """Raise UserError for impossible sinks, window or first slots; example: ones that would do."""
+    if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
+        raise UserError(
+            f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
+            f"{sinks}, {window} and {start}; try {example}"
+        )
+
+
 def slots_for(tokens: int, start: int, most: int) -> int:
     """The number of slots for `tokens` tokens, doubled from `start` as often as needed.
 

@@ -26,7 +26,7 @@ _NEVER = np.int32(2**31 - 1)
 _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
 
-class Sample(NamedTuple):
+class SampledTokens(NamedTuple):
     """S slots per sequence and KV head; their order is up to the policy."""
 
     k: Rows  # [B,K,S,H]
@@ -40,16 +40,16 @@ class Evicted(NamedTuple):
     index [B,T]: of the evicted token in `tokens`. valid [B,T]: whether a token is evicted.
     """
 
-    tokens: Sample
+    tokens: SampledTokens
     index: Int32[Array, "B T"]
     valid: Bool[Array, "B T"]
 
 
-LEAVES = Sample(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
+LEAVES = SampledTokens(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
 
 
-def leaves(cache: Cache, like: Sample = LEAVES) -> Sample:
-    """The leaves of a Sample; like: those of the same sample in floats."""
+def leaves(cache: Cache, like: SampledTokens = LEAVES) -> SampledTokens:
+    """The leaves of a SampledTokens; like: those of the same sample in floats."""
     return like._replace(k=rows.leaf(cache, like.k), v=rows.leaf(cache, like.v))
 
 
@@ -66,10 +66,10 @@ def check_exponent(exponent: float, weighted: bool) -> None:
         raise UserError(f"exponent={exponent} belongs to weighted=true; give both or neither")
 
 
-def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> Sample:
+def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> SampledTokens:
     """Empty slots."""
     empty = rows.zeros(spec, batch, slots, cache)
-    return Sample(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
+    return SampledTokens(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
 
 
 def seeds(rng: jax.Array, spec: Spec, batch: int) -> UInt32[Array, "B K 2"]:
@@ -93,7 +93,7 @@ def _mix(x: UInt32[Array, "B K S"]) -> UInt32[Array, "B K S"]:
     return x ^ (x >> np.uint32(15))
 
 
-def pick(sample: Sample, places: Int32[Array, "B K X"]) -> Sample:
+def pick(sample: SampledTokens, places: Int32[Array, "B K X"]) -> SampledTokens:
     """The slots at these places."""
 
     def take(leaf: Array) -> Array:
@@ -102,11 +102,11 @@ def pick(sample: Sample, places: Int32[Array, "B K X"]) -> Sample:
     return jax.tree.map(take, sample)
 
 
-def join(*parts: Sample) -> Sample:
+def join(*parts: SampledTokens) -> SampledTokens:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
 
 
-def put(sample: Sample, at: Array, takes: Array, token: Sample) -> Sample:
+def put(sample: SampledTokens, at: Array, takes: Array, token: SampledTokens) -> SampledTokens:
     """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head where `takes`."""
 
     def one(old: Array, new: Array, at: Array, takes: Array) -> Array:
@@ -118,7 +118,7 @@ def put(sample: Sample, at: Array, takes: Array, token: Sample) -> Sample:
     return jax.tree.map(lambda old, new: each(old, new, at, takes), sample, token)
 
 
-def ranks(sample: Sample, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
+def ranks(sample: SampledTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
     """How many filled slots of the same KV head store an older token."""
     # Positions may wrap, so ages are distances back from the first slot.
     first = sample.positions[:, :, :1]
@@ -144,7 +144,7 @@ def attend(
     spec: Spec,
     q: Float[Array, "B T N H"],
     query_positions: UInt32[Array, "B T"],
-    sample: Sample,
+    sample: SampledTokens,
     bias: Float32[Array, "B K T S"],
 ) -> Partial:
     """Attention of queries at these positions to a sample; bias: log weights, -inf where masked."""
@@ -171,16 +171,16 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
     nth = jnp.concatenate([nth, chunk_nth], axis=1)
     order = jnp.argsort(nth, axis=1).astype(jnp.int32)
     positions = jnp.concatenate([recent.positions[:, sinks:], chunk.positions], axis=1)
-    stored = (rows.cut(leaf, sinks, sinks + window) for leaf in recent[:2])
-    fresh = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
-    both = (
-        jax.tree.map(
-            lambda old, new: jnp.concatenate([old, new], axis=2), old, rows.store(new, old)
-        )
-        for old, new in zip(stored, fresh, strict=True)
-    )
-    tokens = Sample(
-        *both,
+    k, v = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
+
+    def with_chunk(stored: Rows, new: Array) -> Rows:
+        old = rows.cut(stored, sinks, sinks + window)
+        pairs = old, rows.store(new, old)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *pairs)
+
+    tokens = SampledTokens(
+        with_chunk(recent.k, k),
+        with_chunk(recent.v, v),
         jnp.broadcast_to(positions[:, None], (positions.shape[0], kv_heads, positions.shape[1])),
     )
     return Evicted(tokens, jnp.take_along_axis(order, before, axis=1), gone > before)
@@ -196,5 +196,5 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
 
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
-    token = Sample(*jax.tree.map(one, recent[:2]), position)
+    token = SampledTokens(*jax.tree.map(one, recent[:2]), position)
     return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

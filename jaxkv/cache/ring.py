@@ -192,10 +192,11 @@ def write(
         out = write_slots(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
         if evict:
             out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
-    return out._replace(
-        count=_advance(ring.count, new, sinks, size, evict),
-        sinks=ring.sinks and write_sinks(ring, chunk, given, numbers, sinks)[0],
-    )
+    out = out._replace(count=_advance(ring.count, new, sinks, size, evict))
+    if ring.sinks is None:
+        return out
+    first, _ = write_sinks(ring, chunk, given, numbers, sinks)
+    return out._replace(sinks=first)
 
 
 def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
@@ -234,13 +235,12 @@ def _write_one(
     fresh = tuple(map(rows.store, given, ring[:2]))
     k, v = jax.tree.map(lambda old, new: _put(old, new, slot, written), ring[:2], fresh)
     new = chunk.valid[:, 0].astype(jnp.int32)
-    return Ring(
-        k=k,
-        v=v,
-        positions=_put(ring.positions, chunk.positions, slot, written),
-        count=_advance(ring.count, new, sinks, size, evict),
-        sinks=ring.sinks and write_sinks(ring, chunk, given, numbers, sinks)[0],
-    )
+    positions = _put(ring.positions, chunk.positions, slot, written)
+    out = Ring(k, v, positions, _advance(ring.count, new, sinks, size, evict))
+    if ring.sinks is None:
+        return out
+    first, _ = write_sinks(ring, chunk, given, numbers, sinks)
+    return out._replace(sinks=first)
 
 
 def cache_relative_positions(
@@ -317,7 +317,9 @@ def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]
 
 def first_rows(ring: Ring, sinks: int) -> Sinks:
     """The sinks, in full precision if they are stored so."""
-    return ring.sinks or Sinks(*(rows.cut(leaf, 0, sinks) for leaf in ring[:2]))
+    if ring.sinks is not None:
+        return ring.sinks
+    return Sinks(rows.cut(ring.k, 0, sinks), rows.cut(ring.v, 0, sinks))
 
 
 def write_sinks(

@@ -11,13 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jaxkv import defaults
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
     from jaxkv.models import Llm, Sampling
-
-DEFAULT_POLICY = "streaming:sinks=4,window=252"
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -131,7 +130,7 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def add_policy(parser: argparse.ArgumentParser, default: str = DEFAULT_POLICY) -> None:
+def add_policy(parser: argparse.ArgumentParser, default: str = defaults.POLICY) -> None:
     parser.add_argument(
         "--policy",
         action=Once,

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv import defaults
 from jaxkv.cli import flags
 from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
@@ -63,12 +64,12 @@ FLAGS = (
     (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
      "takes longer"),
     (ENGINE, "memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
-     "prefixes, such as 4GiB (default: 90%% of what is free)"),
+     f"prefixes, such as 4GiB (default: {defaults.MEMORY_SHARE:.0%}% of what is free)"),
     (ENGINE, "max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
-     "(default: 16, or fewer if --memory holds fewer)"),
+     f"(default: {defaults.MAX_BATCH}, or fewer if --memory holds fewer)"),
     (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
-     "prompt and its answer together (default: 4096 for growing caches, which reserve memory for "
-     "it; for other caches 131072 for each of the two)"),
+     f"prompt and its answer together (default: {defaults.GROWING_LEN} for growing caches, which "
+     f"reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the two)"),
     (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
      "tokens of running answers, at least a chunk (default: a chunk)"),
     (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
@@ -79,7 +80,7 @@ FLAGS = (
      "requests"),
     (PREFIXES, "prefix-memory", flags.memory, None, "SIZE", "device memory of the prefix cache, "
      "such as 4GiB; 0 disables it (default: what --memory leaves; without --memory, at most "
-     "512MiB)"),
+     f"{defaults.PREFIX_MEMORY // 2**20}MiB)"),
     (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
      "device evicts (default 0)"),
     (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
@@ -282,7 +283,7 @@ def make(
     prefixes: PrefixConfig | None,
     has_keys: bool = False,
 ) -> Engine:
-    """The engine, compiled and ready. has_keys: no API key can take every decode slot."""
+    """The engine, compiled and ready. has_keys: no API key can take every batch entry."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     with Progress("compiling"):

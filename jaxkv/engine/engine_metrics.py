@@ -55,14 +55,18 @@ class EngineMetrics:
 
 
 def prefix_metrics(
-    counts: Counts, capacity: int = 0, used: int = 0, held: int = 0, host_capacity: int = 0,
-    host_used: int = 0,
+    counts: Counts, capacity: int = 0, stored: int = 0, in_use: int = 0, host_capacity: int = 0,
+    host_stored: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """The metrics of a prefix store; without arguments, those of none. held: entries in use."""
+    """The metrics of a prefix store; without arguments, those of none.
+
+    An entry is a block or a snapshot. in_use: entries that requests use.
+    """
     return {
         "prefix_queries": counts.lookups.tokens, "prefix_hits": counts.lookups.tokens_hit,
-        "snapshot_slots": capacity, "snapshot_slots_used": used, "snapshot_slots_held": held,
-        "host_slots": host_capacity, "host_slots_used": host_used,
+        "prefix_entries": capacity, "prefix_entries_stored": stored,
+        "prefix_entries_in_use": in_use,
+        "host_entries": host_capacity, "host_entries_stored": host_stored,
         "misses": dict(counts.lookups.missed), "evictions": counts.evictions,
         "demotions": counts.demotions, "promotions": counts.promotions,
     }  # fmt: skip

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.contract import Policy
+from jaxkv.defaults import GROWING_LEN
 from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
 from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError, check_int
 from jaxkv.sampling import Knobs, knobs_of_sequence
 from jaxkv.typing import Float32
-
-GROWING_LEN = 4096  # tokens of a sequence under growing caches, which reserve memory for them
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxkv.defaults import MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
 from jaxkv.engine import pool
 from jaxkv.engine.handle import resolve_max_len
 from jaxkv.engine.model import Model
@@ -13,10 +14,6 @@ from jaxkv.engine.programs import PREFILLS, empty_batch, init_prefill
 from jaxkv.errors import UserError
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
-
-MAX_BATCH = 16  # sequences, where neither they nor memory set fewer
-PREFIX_MEMORY = 2**29  # bytes for prefixes, where neither they nor memory are given
-SHARE = 0.9  # of the free memory, where none is given
 
 
 class ServingMemory(NamedTuple):
@@ -30,7 +27,7 @@ class ServingMemory(NamedTuple):
     prefixes: int
 
 
-class Sizes(NamedTuple):
+class EngineBytes(NamedTuple):
     """Bytes of the weights, all prefills, one sequence of the decode batch, and one prefix."""
 
     weights: int
@@ -39,25 +36,25 @@ class Sizes(NamedTuple):
     prefix: int
 
 
-def sizes(model: Model, max_len: int | None, chunk: int) -> Sizes:
+def sizes(model: Model, max_len: int | None, chunk: int) -> EngineBytes:
     """The sizes of a model's arrays; shapes of weights suffice."""
     max_len = resolve_max_len(model.policies, max_len)
     state = jax.eval_shape(lambda: init_prefill(model, max_len, jax.numpy.uint32(0)))
     batch = jax.eval_shape(lambda: empty_batch(model, 1, max_len))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
     prefix = pool.bytes_per_prefix(layout, model.policies, state.states)
-    return Sizes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
+    return EngineBytes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
 
 
 def plan_memory(
-    sizes: Sizes,
+    sizes: EngineBytes,
     given: int | None = None,
     max_batch: int | None = None,
     prefixes: int | None = None,
     free: int | None = None,
     host_prefixes: int = 0,
 ) -> ServingMemory:
-    """Divide `given` bytes, or SHARE of the `free` ones: weights, then sequences, then prefixes.
+    """Divide `given` bytes, or MEMORY_SHARE of the `free` ones: weights, sequences, then prefixes.
 
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
     take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
@@ -76,14 +73,14 @@ def plan_memory(
             f"--prefix-memory must hold one prefix ({show(sizes.prefix)}), got {show(prefixes)}; "
             "give more, or 0 for no prefix cache"
         )
-    limit = given if given is not None or free is None else int(free * SHARE)
+    limit = given if given is not None or free is None else int(free * MEMORY_SHARE)
     if limit is None:
         chosen = PREFIX_MEMORY if prefixes is None else prefixes
         return ServingMemory(None, max_batch or MAX_BATCH, chosen)
     fixed = sizes.weights + sizes.prefills + (prefixes or 0) + host_prefixes
     least = fixed + (max_batch or 1) * sizes.sequence
     if least > limit:
-        what = "memory" if given is not None else f"{SHARE:.0%} of the free memory"
+        what = "memory" if given is not None else f"{MEMORY_SHARE:.0%} of the free memory"
         parts = _parts(sizes, max_batch, prefixes, host_prefixes)
         raise UserError(
             f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
@@ -97,7 +94,9 @@ def plan_memory(
     return ServingMemory(limit, batch, left if left >= sizes.prefix else 0)
 
 
-def _parts(sizes: Sizes, batch: int | None, prefixes: int | None, host_prefixes: int) -> list[str]:
+def _parts(
+    sizes: EngineBytes, batch: int | None, prefixes: int | None, host_prefixes: int
+) -> list[str]:
     """What memory must hold, each part with its bytes."""
     show, count = memory.show, batch or 1
     parts = [

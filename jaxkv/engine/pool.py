@@ -8,18 +8,17 @@ stored whole, as a record. A batch entry is a copy and never a view of this pool
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.contract import Leaf as ContractLeaf
-from jaxkv.contract import Pages, Policy, State
+from jaxkv.contract import Leaf, Pages, Policy, State
 from jaxkv.state import batch
+from jaxkv.state.batch import Shaped
 from jaxkv.typing import Array, Int32
 
 States = tuple[State, ...]
-Leaf = Any  # an array or its shape
 SKIP = 2**31 - 1  # index of a page or a record that is not written
 
 
@@ -146,7 +145,7 @@ def load(
     """
     pages, records = iter(pool.pages), iter(pool.records)
 
-    def made(leaf: Leaf, axis: int | None) -> Array:
+    def made(leaf: Shaped, axis: int | None) -> Array:
         head = jax.lax.dynamic_index_in_dim(next(records), record, 0)
         if axis is None:
             return head
@@ -176,13 +175,11 @@ def put(pool: Pool, taken: Pool, page: Int32[Array, ""], record: Int32[Array, ""
     return Pool(pages, [leaf.at[record].set(one) for leaf, one in pairs])
 
 
-def _axes(
-    policies: tuple[Policy, ...], paged: Callable[[ContractLeaf], bool]
-) -> tuple[int | None, ...]:
+def _axes(policies: tuple[Policy, ...], paged: Callable[[Leaf], bool]) -> tuple[int | None, ...]:
     """For each leaf of all layers its axis S if it is paged, else None."""
     leaves = jax.tree.leaves([policy.leaves for policy in policies])
     return tuple(leaf.letters.index("S") if paged(leaf) else None for leaf in leaves)
 
 
-def _leaves(layout: Layout, states: States) -> list[tuple[Leaf, int | None]]:
+def _leaves(layout: Layout, states: States) -> list[tuple[Shaped, int | None]]:
     return list(zip(jax.tree.leaves(states), layout.axes, strict=True))

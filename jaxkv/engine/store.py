@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Pages as SlotPages
+from jaxkv.defaults import PREFIX_MEMORY
 from jaxkv.engine import pool
 from jaxkv.engine.engine_metrics import prefix_metrics
 from jaxkv.engine.host_tier import HostTier, transfer
@@ -48,7 +49,7 @@ class PrefixConfig:
     Raises UserError for bad numbers and unknown names.
     """
 
-    memory: int = 2**29
+    memory: int = PREFIX_MEMORY
     order: str = "lru"
     where: str = "last+branch"
     host_memory: int = 0

@@ -32,6 +32,13 @@ class Full(Policy):
 
     summary: ClassVar[str] = "every token, up to a maximum"
     source: ClassVar[str] = "dense attention"
+    use_for: ClassVar[str] = (
+        "texts within the trained context; the reference for every other policy"
+    )
+    avoid_for: ClassVar[str] = (
+        "longer texts: its loss rises beyond the trained context, and its memory grows"
+    )
+    bytes_formula: ClassVar[str] = "min(start, max) * t + 4, doubling to max"
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -57,7 +64,6 @@ class Full(Policy):
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """min(start, max) * (2 * K * H * itemsize + 4) + 4, doubling to max"""
         start = min(self.start, self.max)
         return ring.nbytes(spec, dense.slots_for(tokens, start, self.max), self.cache)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.attention import blend, scores
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.chunked_scan import chunked_scan
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -24,7 +24,7 @@ class H2OState(NamedTuple):
     """sample: the cached tokens, in no order. score: the attention that each has received, summed
     over the query heads of its KV head. count: filled slots."""
 
-    sample: Sample
+    sample: SampledTokens
     score: Float32[Array, "B K S"]
     count: Int32[Array, " B"]
 
@@ -50,6 +50,11 @@ class H2O(Policy):
 
     summary: ClassVar[str] = "the newest tokens, and those before them that got most attention"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
+    use_for: ClassVar[str] = "texts within the trained context, in less memory"
+    avoid_for: ClassVar[str] = (
+        "endless text: positions are absolute and outgrow the trained context"
+    )
+    bytes_formula: ClassVar[str] = "(heavy + window) * K * (2 * H * itemsize + 8) + 4"
 
     def __post_init__(self) -> None:
         if self.heavy < 1 or self.window < 1:
@@ -82,7 +87,6 @@ class H2O(Policy):
         return Cached(state.sample.positions, weight)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(heavy + window) * K * (2 * H * itemsize + 8) + 4"""
         return per_head.nbytes(spec, self.slots, self.cache) + 4 * spec.kv_heads * self.slots + 4
 
     def _update_one(self, spec: Spec, state: H2OState, chunk: Chunk) -> tuple[Partial, H2OState]:
@@ -112,7 +116,7 @@ class H2O(Policy):
         filled = jnp.arange(self.slots)[None, None] < state.count[:, None, None]
         return jnp.broadcast_to(filled, state.score.shape)
 
-    def _newest(self, tokens: Sample, newest: Array) -> Bool[Array, "B K S"]:
+    def _newest(self, tokens: SampledTokens, newest: Array) -> Bool[Array, "B K S"]:
         """The `window` newest tokens, the last of them at position `newest`."""
         return newest[:, None, None] - tokens.positions < np.uint32(self.window)
 
@@ -124,12 +128,12 @@ class H2O(Policy):
         return bias if penalty is None else bias + penalty
 
 
-def _tokens(spec: Spec, chunk: Chunk, like: Sample) -> Sample:
+def _tokens(spec: Spec, chunk: Chunk, like: SampledTokens) -> SampledTokens:
     """A chunk as slots of a sample."""
     keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.broadcast_to(chunk.positions[:, None], keys.shape[:3])
-    return Sample(rows.store(keys, like.k), rows.store(values, like.v), positions)
+    return SampledTokens(rows.store(keys, like.k), rows.store(values, like.v), positions)
 
 
 def _attention_received(

@@ -26,8 +26,8 @@ class Streaming(Policy):
     positions: with `cache`, a token's position is its index within the cache (section 3.2), so no
     distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
     some other implementations. The published code attends before it evicts, so its queries see one
-    more key. cache: `int8` stores keys and values in int8, with a scale for each token and KV head,
-    and sinks in full precision.
+    more key: a published cache of 4+252 equals `sinks=4,window=253` here. cache: `int8` stores keys
+    and values in int8, with a scale for each token and KV head, and sinks in full precision.
     """
 
     sinks: int = 4
@@ -37,6 +37,9 @@ class Streaming(Policy):
 
     summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    use_for: ClassVar[str] = "endless text, with any model; try it first"
+    avoid_for: ClassVar[str] = "questions about evicted text"
+    bytes_formula: ClassVar[str] = "(sinks + window) * t + 4"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
@@ -64,5 +67,4 @@ class Streaming(Policy):
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4) + 4"""
         return ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)

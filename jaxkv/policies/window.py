@@ -29,6 +29,9 @@ class Window(Policy):
 
     summary: ClassVar[str] = "the newest tokens and nothing else"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
+    use_for: ClassVar[str] = "models trained with a sliding window"
+    avoid_for: ClassVar[str] = "models with attention sinks: they fail without their first tokens"
+    bytes_formula: ClassVar[str] = "window * t + 4"
 
     def __post_init__(self) -> None:
         ring.check(0, self.window, "cache")
@@ -52,5 +55,4 @@ class Window(Policy):
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """window * (2 * K * H * itemsize + 4) + 4"""
         return ring.nbytes(spec, self.window, self.cache)

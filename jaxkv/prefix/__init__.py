@@ -3,7 +3,7 @@
 `blocks` shares equal blocks among requests. `snapshots` stores whole states at chunk boundaries.
 """
 
-from jaxkv.prefix.block_hash import Chain, HashedPrompt, encode, root_hash
+from jaxkv.prefix.block_hash import BlockHasher, HashedPrompt, encode, root_hash
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.counts import MISS_REASONS, Counts, Lookups
 from jaxkv.prefix.lease import Copy, Lease, Match
@@ -12,8 +12,8 @@ from jaxkv.prefix.tier import Transfer
 
 __all__ = [
     "MISS_REASONS",
+    "BlockHasher",
     "BlockPool",
-    "Chain",
     "Copy",
     "Counts",
     "HashedPrompt",

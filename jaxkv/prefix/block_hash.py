@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv.errors import UserError, check_choice, check_int, is_whole
 
 Hash = Callable[[bytes], bytes]
-Tokens = Sequence[Any] | np.ndarray  # whole numbers; `encode` checks their type
+TokenIds = Sequence[Any] | np.ndarray  # whole numbers; `encode` checks their type
 HASHINGS = ("chained", "direct")
 TOKEN = 4  # bytes of an encoded token
 LENGTH = struct.Struct("<Q")
@@ -79,7 +79,7 @@ def _tagged(tag: bytes, value: bytes) -> bytes:
     return tag + LENGTH.pack(len(value)) + value
 
 
-def encode(tokens: Tokens) -> bytes:
+def encode(tokens: TokenIds) -> bytes:
     """Encode tokens as unsigned 32-bit little endian, equal for ints and all integer arrays.
 
     Raises UserError for anything but whole numbers from 0 to 2^32 - 1.
@@ -99,7 +99,7 @@ def encode(tokens: Tokens) -> bytes:
     )
 
 
-def _invalid(tokens: Tokens) -> str:
+def _invalid(tokens: TokenIds) -> str:
     """The first invalid token, or the type of the whole."""
     if isinstance(tokens, np.ndarray) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
         return f"an array of {tokens.dtype} with {tokens.ndim} axes"
@@ -126,7 +126,7 @@ class HashedPrompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain:
+class BlockHasher:
     """The rule that turns tokens into block hashes.
 
     block_size: tokens in a block. hashing: `chained` hashes the parent's hash and the block's own
@@ -143,7 +143,7 @@ class Chain:
         check_choice("hashing", self.hashing, HASHINGS)
 
     def hash_prompt(
-        self, tokens: Tokens, root: bytes, partial: bool = False, owner: str | None = None
+        self, tokens: TokenIds, root: bytes, partial: bool = False, owner: str | None = None
     ) -> HashedPrompt:
         """Hash the full blocks of a prompt. partial: also hash a last block that is not full.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.prefix.allocator import PageAllocator
-from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, encode, sha256
+from jaxkv.prefix.block_hash import TOKEN, BlockHasher, Hash, HashedPrompt, TokenIds, encode, sha256
 from jaxkv.prefix.counts import Counts
 from jaxkv.prefix.eviction import ORDERS
 from jaxkv.prefix.index import BlockIndex
@@ -57,7 +57,7 @@ class BlockPool:
                 check_int(name, value, least)
         if host_blocks and mode != "full":
             raise UserError(f"mode must be full with host_blocks, got {mode!r}; choose full")
-        self.chain = Chain(block_size, hashing, hash)
+        self.chain = BlockHasher(block_size, hashing, hash)
         self.block_size, self.capacity, self.mode, self.cap = block_size, capacity, mode, cap
         self.counts = Counts()
         self._index = BlockIndex(block_size, mode == "alias", ghosts)
@@ -92,7 +92,7 @@ class BlockPool:
         """The hashes in the index."""
         return len(self._index)
 
-    def hash_prompt(self, tokens: Tokens, root: bytes, owner: str | None = None) -> HashedPrompt:
+    def hash_prompt(self, tokens: TokenIds, root: bytes, owner: str | None = None) -> HashedPrompt:
         """Hash a prompt for `match` and `admit`. Raises UserError for no or invalid tokens.
 
         owner: who has its blocks; owners have equal shares of the pages (owners.py).

@@ -22,7 +22,7 @@ class Owned(Protocol):
     refs: int
 
 
-Item = TypeVar("Item", bound=Owned)
+OwnedItem = TypeVar("OwnedItem", bound=Owned)
 
 
 class Shares:
@@ -43,8 +43,6 @@ class Shares:
         """The owners, the first to lose an entry first. sizes: their numbers of entries."""
         if len(self._used) > 2 * len(sizes) + 64:
             self._used = {owner: at for owner, at in self._used.items() if owner in sizes}
-        if len(sizes) == 1:
-            return list(sizes)
         since, used = monotonic() - IDLE, self._used
         return sorted(
             sizes,
@@ -59,24 +57,27 @@ class FairOrder:
     def __init__(self, order: str, shares: Shares) -> None:
         self._make, self._shares = ORDERS[order], shares
         self._orders: dict[Owner, EvictionOrder] = {}
+        self._sizes: dict[Owner, int] = {}
 
     def add(self, item: Owned, time: int, depth: int, uses: int) -> None:
-        own = self._orders.get(item.owner)
-        if own is None:
-            own = self._orders[item.owner] = self._make()
-        own.add(item, time, depth, uses)
+        owner = item.owner
+        if owner in self._sizes:
+            self._sizes[owner] += 1
+        else:
+            self._orders[owner], self._sizes[owner] = self._make(), 1
+        self._orders[owner].add(item, time, depth, uses)
 
     def remove(self, item: Owned) -> None:
         self._orders[item.owner].remove(item)
-        self._forget_empty(item.owner)
+        self._removed(item.owner)
 
     def available(self, wanting: Owner, held: int, most: int) -> int:
         """How many items may be evicted for an owner, counted up to `most` of other owners.
 
         held: entries that are not here and count for this owner.
         """
-        others = {owner: len(own) for owner, own in self._orders.items() if owner != wanting}
-        own, taken = len(self) - sum(others.values()), 0
+        others, taken = dict(self._sizes), 0
+        own = others.pop(wanting, 0)
         while others and taken < most:
             sizes = others | {wanting: held + own + taken}
             first = self._shares.order(sizes, wanting)[0]
@@ -90,58 +91,63 @@ class FairOrder:
 
     def pop(self, wanting: Owner, held: int = 0) -> Hashable:
         """Remove and return the next item to evict for an owner. held: as in `available`."""
-        sizes = {owner: len(own) for owner, own in self._orders.items()}
-        sizes[wanting] = sizes.get(wanting, 0) + held
-        order = self._shares.order(sizes, wanting)
+        order = self._orders
+        if len(self._orders) > 1:  # one owner is the usual case
+            sizes = self._sizes | {wanting: self._sizes.get(wanting, 0) + held}
+            order = self._shares.order(sizes, wanting)
         owner = next(owner for owner in order if owner in self._orders)
         item = self._orders[owner].pop()
-        self._forget_empty(owner)
+        self._removed(owner)
         return item
 
-    def _forget_empty(self, owner: Owner) -> None:
-        if not len(self._orders[owner]):
-            del self._orders[owner]
+    def _removed(self, owner: Owner) -> None:
+        self._sizes[owner] -= 1
+        if not self._sizes[owner]:
+            del self._orders[owner], self._sizes[owner]
 
     def __len__(self) -> int:
-        return sum(map(len, self._orders.values()))
+        return sum(self._sizes.values())
 
     def __iter__(self) -> Iterator[Hashable]:
         """All items, each owner's in eviction order."""
         return chain.from_iterable(self._orders.values())
 
 
-class FairLRU(Generic[Item]):
+class FairLRU(Generic[OwnedItem]):
     """Items by owner, least recently used first. Items in use stay."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._items: dict[Owner, OrderedDict[Item, None]] = {}
+        self._items: dict[Owner, OrderedDict[OwnedItem, None]] = {}
 
-    def add(self, item: Item) -> None:
+    def add(self, item: OwnedItem) -> None:
         """Insert an item as the most recently used of its owner."""
         self._items.setdefault(item.owner, OrderedDict())[item] = None
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: OwnedItem) -> None:
         """Mark an item as the most recently used of its owner."""
         self._items[item.owner].move_to_end(item)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: OwnedItem) -> None:
         own = self._items[item.owner]
         del own[item]
         if not own:
             del self._items[item.owner]
 
-    def oldest(self, wanting: Owner) -> Item | None:
+    def oldest(self, wanting: Owner) -> OwnedItem | None:
         """The item that loses its entry to an owner; None if all are in use."""
-        sizes = {owner: len(own) for owner, own in self._items.items()}
-        for owner in self._shares.order(sizes, wanting):
+        order = self._items
+        if len(self._items) > 1:
+            sizes = {owner: len(own) for owner, own in self._items.items()}
+            order = self._shares.order(sizes, wanting)
+        for owner in order:
             found = next((item for item in self._items[owner] if not item.refs), None)
             if found is not None:
                 return found
         return None
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: OwnedItem) -> bool:
         return item in self._items.get(item.owner, ())
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[OwnedItem]:
         return chain.from_iterable(self._items.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxkv.errors import UserError, check_int
-from jaxkv.prefix.block_hash import TOKEN, Chain, Hash, HashedPrompt, Tokens, sha256
+from jaxkv.prefix.block_hash import TOKEN, BlockHasher, Hash, HashedPrompt, TokenIds, sha256
 from jaxkv.prefix.counts import MISS_REASONS, Counts
 from jaxkv.prefix.owners import Owner, Shares
 from jaxkv.prefix.recent import RecentSet
@@ -87,7 +87,7 @@ class Snapshots:
                                    ("memory", memory, 2)):  # fmt: skip
             if value is not None or name != "capacity":
                 check_int(name, value, least)
-        self.chain = Chain(chunk, hash=hash)
+        self.chain = BlockHasher(chunk, hash=hash)
         self.chunk, self.where = chunk, where
         self.counts = Counts()
         self.transfers: list[Transfer] = []
@@ -108,7 +108,7 @@ class Snapshots:
     def host_taken(self) -> int:
         return self._host.taken
 
-    def hash_prompt(self, tokens: Tokens, root: bytes, owner: Owner = None) -> HashedPrompt:
+    def hash_prompt(self, tokens: TokenIds, root: bytes, owner: Owner = None) -> HashedPrompt:
         """Hash a prompt for the other methods. Raises UserError for no or invalid tokens.
 
         owner: who has the snapshots that are stored for it; owners have equal shares.

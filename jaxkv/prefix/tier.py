@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple
 
-from jaxkv.prefix.owners import FairLRU, Item, Shares
+from jaxkv.prefix.owners import FairLRU, OwnedItem, Shares
 
 
 class Transfer(NamedTuple):
@@ -16,7 +16,7 @@ class Transfer(NamedTuple):
     target_index: int
 
 
-class Tier(Generic[Item]):
+class Tier(Generic[OwnedItem]):
     """Entries of one memory by number.
 
     name: of the memory. capacity: its entries; None for as many as are taken. used: the items
@@ -25,7 +25,7 @@ class Tier(Generic[Item]):
 
     def __init__(self, name: str, capacity: int | None, shares: Shares) -> None:
         self.name, self.capacity = name, capacity
-        self.used: FairLRU[Item] = FairLRU(shares)
+        self.used: FairLRU[OwnedItem] = FairLRU(shares)
         self._free: list[int] = []
         self._made = 0
 

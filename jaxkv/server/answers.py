@@ -22,7 +22,7 @@ from jaxkv.server import job
 from jaxkv.server.api_keys import ConcurrencyLimit
 from jaxkv.server.body import Bodies, Gone
 from jaxkv.server.body_parsers import BodyParsers
-from jaxkv.server.choices import FINISHED, Choice, End, Event, Hangup, Mailbox, Piece, Reader
+from jaxkv.server.choices import FINISHED, AnswerReader, Choice, End, Event, Hangup, Mailbox, Piece
 from jaxkv.server.drain import Drain
 from jaxkv.server.faults import Fault
 from jaxkv.server.formats import Json, ResponseFormat, usage
@@ -208,9 +208,9 @@ class Answers:
             await writer.write(COMMENT)
         return checked(event)
 
-    def _readers(self, parsed: Job) -> list[Reader]:
+    def _readers(self, parsed: Job) -> list[AnswerReader]:
         return [
-            Reader(self.language, request.tokens, echo, offset, parsed.scored)
+            AnswerReader(self.language, request.tokens, echo, offset, parsed.scored)
             for request, echo, offset in zip(
                 parsed.requests, parsed.echoes, parsed.offsets, strict=True
             )

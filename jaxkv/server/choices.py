@@ -124,7 +124,7 @@ class TokenText(NamedTuple):
     offset: int
 
 
-class Reader:
+class AnswerReader:
     """Turns the events of one answer into text and token scores for a client.
 
     prompt: its ids. echo: its text if the answer begins with it. offset: the characters of its

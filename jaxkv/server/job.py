@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from jaxkv.defaults import MAX_TOKENS
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError
 from jaxkv.sampling import TEMPERATURE, Sampling
@@ -22,7 +23,6 @@ from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 PROBED = 16  # characters per token of max_len that are tokenized first
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
-MAX_TOKENS = 2**17  # of a prompt, and of an answer, where max_len sets no limit
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -292,7 +292,7 @@ def _max_new_tokens(
         raise Fault(400, message, "context_length_exceeded", param)
     if requested is None:
         return int(min(left, format.default_tokens))
-    # A longer answer would keep its decode slot from other clients for hours.
+    # A longer answer would keep its batch entry from other clients for hours.
     if left == math.inf and requested > MAX_TOKENS:
         message = f"{name} may be at most {MAX_TOKENS} on this server, got {requested}"
         raise Fault(400, f"{message}; continue the text in another request", param=name)

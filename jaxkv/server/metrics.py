@@ -28,19 +28,12 @@ GAUGES = (
     ("memory_weights_bytes", "bytes_of_weights", "Bytes of the weights"),
     ("memory_sequences_bytes", "bytes_of_sequences", "Bytes allocated for sequences"),
     ("memory_prefixes_bytes", "bytes_of_prefixes", "Bytes allocated for the prefix cache"),
-    (
-        "prefix_snapshot_slots",
-        "snapshot_slots",
-        "Blocks or snapshots that fit on the device",
-    ),
-    ("prefix_snapshot_slots_used", "snapshot_slots_used", "Blocks or snapshots stored"),
-    (
-        "prefix_snapshot_slots_held",
-        "snapshot_slots_held",
-        "Blocks or snapshots in use",
-    ),
-    ("prefix_host_slots", "host_slots", "Blocks or snapshots that fit on the host"),
-    ("prefix_host_slots_used", "host_slots_used", "Blocks or snapshots on the host"),
+    # An entry of the prefix cache is a block or a snapshot.
+    ("prefix_entries", "prefix_entries", "Blocks or snapshots that fit on the device"),
+    ("prefix_entries_stored", "prefix_entries_stored", "Blocks or snapshots stored"),
+    ("prefix_entries_in_use", "prefix_entries_in_use", "Blocks or snapshots that requests use"),
+    ("prefix_host_entries", "host_entries", "Blocks or snapshots that fit on the host"),
+    ("prefix_host_entries_stored", "host_entries_stored", "Blocks or snapshots on the host"),
 )
 COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens that were looked up"),

@@ -1,4 +1,7 @@
-"""The states of all layers as a compiled loop carries them: shared arrays once, heads flattened."""
+"""The states of all layers as a compiled loop carries them: shared arrays once, heads flattened.
+
+Record workarounds, rows flatten_heads and shared_leaves.
+"""
 
 from __future__ import annotations
 

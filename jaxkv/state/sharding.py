@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxkv import driver
+from jaxkv import arguments, driver
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.rotary import Alibi
@@ -93,7 +93,7 @@ def sharded_step(
 
     Raises UserError where the mesh does not divide the batch or the KV heads evenly.
     """
-    driver.check(policy, spec, state, q, k, v, positions, valid, sink)
+    arguments.check(policy, spec, state, q, k, v, positions, valid, sink)
     batch, heads = axes_in(mesh)
     check(mesh, q.shape[0], spec.kv_heads)
     spec = _of_one_device(mesh, spec)

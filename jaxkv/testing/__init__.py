@@ -5,15 +5,22 @@
 
 Each law runs on random tokens, past three times the capacity of the policy, and compares with plain
 numpy or with the policy itself in another arrangement. The numbers are those of jaxkv/contract.py.
-Statistical laws (12, 13) need settings of their own; tests/laws has them for the policies here.
+
+Two laws hold for some policies and need a number, so they have functions of their own:
+
+    check_unbiased(MyPolicy(), tokens=17)    # law 12: the estimate after 17 tokens is unbiased
+    check_protected(MyPolicy(), first=4)     # law 13: the first 4 tokens stay, whatever the keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
-from jaxkv.contract import Policy, check_is_policy
+from jaxkv.arguments import check_is_policy
+from jaxkv.contract import Policy
+from jaxkv.testing.estimates import estimates_are_unbiased, protected_tokens_stay
 from jaxkv.testing.laws import LAWS, Law
 from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find_capacity
 
@@ -23,6 +30,8 @@ __all__ = [
     "check_law",
     "check_laws",
     "check_policy",
+    "check_protected",
+    "check_unbiased",
     "make_subject",
     "table",
 ]
@@ -33,12 +42,16 @@ class LawError(AssertionError):
 
 
 class LawResult(NamedTuple):
-    """The check of one law. reason: what was found if the law does not hold."""
+    """The check of one law.
+
+    reason: what was found if the law does not hold. error: the exception, if the policy raised one.
+    """
 
     number: int
     statement: str
     holds: bool
     reason: str = ""
+    error: Exception | None = None
 
 
 def check_policy(
@@ -52,16 +65,45 @@ def check_policy(
     cached_tokens: the meaning of the policy in plain Python, for law 15: from the number of a
     query's token to the numbers of all cached tokens, each of weight one and at its position in the
     text.
-    Raises LawError, which names each broken law, the leaf and what was expected; UserError for a
-    value that is no policy.
+    Raises LawError, which names each broken law, the leaf and what was expected, from the first
+    exception of the policy, if it raised any; UserError for a value that is no policy.
     """
     check_is_policy(policy)
     results = check_laws(policy, capacity, cached_tokens)
-    broken = [result for result in results if not result.holds]
+    _raise_broken(policy, results)
+    return results
+
+
+def check_unbiased(policy: Policy, tokens: int) -> None:
+    """Raise LawError unless the estimate after `tokens` tokens is unbiased over seeds (law 12).
+
+    An exact policy fails too: it has no draws, so its estimates do not vary.
+    """
+    check_is_policy(policy)
+    check = partial(estimates_are_unbiased, tokens=tokens)
+    law = 12, "the estimate is unbiased", check
+    _raise_broken(policy, [check_law(law, make_subject(policy, 1))])
+
+
+def check_protected(policy: Policy, first: int, newest: int = 0) -> None:
+    """Raise LawError unless adversarial keys leave the first and newest tokens (law 13).
+
+    first, newest: how many tokens must stay cached with the weight 1.
+    """
+    check_is_policy(policy)
+    check = partial(protected_tokens_stay, first=first, newest=newest)
+    law = 13, "the first and newest tokens stay cached", check
+    capacity = find_capacity(make_subject(policy, 1))
+    _raise_broken(policy, [check_law(law, make_subject(policy, capacity))])
+
+
+def _raise_broken(policy: Policy, results: Sequence[LawResult | None]) -> None:
+    """Raise LawError if a law does not hold, from the first exception of the policy."""
+    broken = [result for result in results if result and not result.holds]
     if broken:
         lines = [f"law {r.number} ({r.statement}): {r.reason}" for r in broken]
-        raise LawError(f"{policy!r} breaks {len(broken)} law(s)\n" + "\n".join(lines))
-    return results
+        cause = next((r.error for r in broken if r.error), None)
+        raise LawError(f"{policy!r} breaks {len(broken)} law(s)\n" + "\n".join(lines)) from cause
 
 
 def check_laws(
@@ -113,5 +155,5 @@ def check_law(law: tuple[int, str, Law], subject: Subject) -> LawResult | None:
                 return LawResult(number, statement, False, what)
     except Exception as error:  # a policy of somebody else's may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return LawResult(number, statement, False, reason)
+        return LawResult(number, statement, False, reason, error)
     return LawResult(number, statement, True) if checked else None

@@ -46,7 +46,7 @@ ORDER = (2, 0, 1, 3)  # another order of the four sequences
 
 
 def padding_changes_nothing(subject: Subject) -> Checks:
-    policy, state = subject.policy, subject.half()
+    policy, state = subject.policy, subject.after_prompt()
     for size in subject.sizes[:2]:
         new = subject.next(size)
         pad = widen(new._replace(valid=np.zeros_like(new.valid)), subject.width(size))
@@ -106,11 +106,15 @@ def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
         found = cached(subject.policy, subject.spec, state)
         filled = np.asarray(found.log_weight) > -np.inf
         for index in range(BATCH):
-            kept = np.sort(tokens.positions[index, :count][tokens.valid[index, :count]])
+            written = tokens.positions[index, :count][tokens.valid[index, :count]]
+            expected_positions = np.sort(written)
             for head in range(subject.spec.kv_heads):
                 there = np.sort(np.asarray(found.positions)[index, head][filled[index, head]])
-                what = f"after {count} tokens `cached` must give positions {kept}, got {there}"
-                yield what, np.array_equal(there, kept)
+                yield (
+                    f"after {count} tokens `cached` must give positions {expected_positions}, got "
+                    f"{there}",
+                    np.array_equal(there, expected_positions),
+                )
 
 
 def chunking_changes_nothing(subject: Subject) -> Checks:
@@ -130,7 +134,7 @@ def chunking_changes_nothing(subject: Subject) -> Checks:
 
 def kv_heads_are_independent(subject: Subject) -> Checks:
     """What sharding over KV heads relies on: each head gives alone what it gives among others."""
-    policy, state, tokens = subject.policy, subject.half(), subject.next(1)
+    policy, state, tokens = subject.policy, subject.after_prompt(), subject.next(1)
     (out, _), after = subject.step(state, tokens)
     alone, group = dataclasses.replace(subject.spec, kv_heads=1), tokens.q.shape[2]
     group //= subject.spec.kv_heads
@@ -144,7 +148,7 @@ def kv_heads_are_independent(subject: Subject) -> Checks:
 
 
 def sequences_can_be_moved(subject: Subject) -> Checks:
-    state, order = subject.half(), [3, 1, 0, 2]
+    state, order = subject.after_prompt(), [3, 1, 0, 2]
     mixed = batch.take(state, order)
     yield "taking and putting changes a state", same_bits(batch.put(mixed, order, mixed), state)
     with tempfile.TemporaryDirectory() as folder:
@@ -302,7 +306,7 @@ def it_caches_what_it_means(subject: Subject) -> Checks:
 
 def gradients_exist(subject: Subject) -> Checks:
     size = subject.sizes[1]
-    state, tokens = subject.half(), subject.next(size)
+    state, tokens = subject.after_prompt(), subject.next(size)
     weights = np.random.default_rng(9).normal(size=tokens.q.shape).astype(np.float32)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

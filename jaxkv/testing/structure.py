@@ -20,7 +20,8 @@ def the_members_exist(subject: Subject) -> Checks:
 
 def update_keeps_the_state(subject: Subject) -> Checks:
     policy, spec = subject.policy, subject.spec
-    for begin in (subject.init, subject.half):  # `half` runs `update`, so it comes second
+    # `after_prompt` runs `update`, so it comes second.
+    for begin in (subject.init, subject.after_prompt):
         state = policy.reserve(spec, begin(), subject.count)
         for size in (1, 3):
             _, after = update.eval_shape(policy, spec, state, subject.next(size))

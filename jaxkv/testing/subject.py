@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State
 from jaxkv.rotary import Alibi, Rotary, rotary
 from jaxkv.state import batch
+from jaxkv.state.batch import Shaped
 from jaxkv.typing import Bool, Float
 
 BATCH = 4
@@ -25,7 +26,6 @@ MAX_BYTES = 1 << 28  # of the states of one run
 QUICK = {"xla_backend_optimization_level": 0}
 COMPILED = Counter()  # (policy, spec) -> how many programs of `update` were traced
 DType = str | np.dtype
-Shaped = Any  # an array, or its shape
 Checks = Iterator[tuple[str, bool]]  # what is wrong, and whether the check passes
 # The number of a query's token -> the numbers of the tokens that are cached when it attends.
 CachedTokens = Callable[[int], Sequence[int]]
@@ -79,7 +79,7 @@ class Subject:
         return self.policy.init(self.spec, sequences, jax.random.key(7))
 
     def read(self, size: int) -> Trajectory:
-        """All tokens in chunks of `size`; kept, because several laws ask for it."""
+        """All tokens in chunks of `size`; memoised, because several laws ask for it."""
         if size not in self.runs:
             self.runs[size] = self.read_tokens(self.tokens, size)
         return self.runs[size]
@@ -114,7 +114,7 @@ class Subject:
         """The compiled width of a chunk: compiling every size would take most of the time."""
         return size if size == 1 or self.real_widths else max(self.sizes)
 
-    def half(self) -> State:
+    def after_prompt(self) -> State:
         """The state after the prompt, where its prefill has finished, with room for more."""
         run = self.read(self.sizes[0])
         state = run.states[run.counts.index(min(self.prompt, self.count))]
@@ -123,7 +123,7 @@ class Subject:
         return self.policy.reserve(self.spec, state, self.count)
 
     def next(self, size: int) -> Chunk:
-        """New tokens for `half`; the last sequence has only padding."""
+        """New tokens for `after_prompt`; the last sequence has only padding."""
         new = draw_tokens(self.spec, size, seed=5, dtype=self.tokens.q.dtype)
         before = self.tokens.valid[:, : self.prompt].sum(axis=1, keepdims=True)
         positions = (before + np.arange(size)).astype(np.uint32)
@@ -260,13 +260,10 @@ def close(one: State, other: State, tolerance: float = 1e-6) -> bool:
     return True
 
 
-def dense(
-    spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
-) -> Float[np.ndarray, "B T N H"]:
-    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
-    group = tokens.q.shape[2] // spec.kv_heads
+def dense_logits(spec: Spec, tokens: Chunk) -> Float[np.ndarray, "B N T S"]:
+    """The logits of all pairs of tokens in plain numpy."""
     q, k = (rotate(spec, np.asarray(x, np.float64), tokens.positions) for x in tokens[:2])
-    k, v = (np.repeat(np.asarray(x, np.float64), group, axis=2) for x in (k, tokens.v))
+    k = np.repeat(k, tokens.q.shape[2] // spec.kv_heads, axis=2)
     logits = np.einsum("btnh,bsnh->bnts", q, k) * spec.scale
     if spec.softcap is not None:
         logits = spec.softcap * np.tanh(logits / spec.softcap)
@@ -274,6 +271,15 @@ def dense(
         at = tokens.positions.astype(np.int64)
         distance = at[:, None, :, None] - at[:, None, None, :]
         logits -= np.asarray(spec.encoding.slopes)[:, None, None] * distance
+    return logits
+
+
+def dense(
+    spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
+) -> Float[np.ndarray, "B T N H"]:
+    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
+    logits = dense_logits(spec, tokens)
+    v = np.repeat(np.asarray(tokens.v, np.float64), tokens.q.shape[2] // spec.kv_heads, axis=2)
     seen = np.tri(logits.shape[2], dtype=bool) if seen is None else seen
     logits[:, :, ~seen] = -np.inf
     weights = np.exp(logits - logits.max(-1, keepdims=True))

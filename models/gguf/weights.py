@@ -18,7 +18,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.gguf.header import Header, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
-from jaxkv.models.placement import Progress, Sharding, Store, Tensor, aligned, fill, place_all
+from jaxkv.models.placement import ByteProgress, Sharding, Store, Tensor, aligned, fill, place_all
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
 
@@ -28,7 +28,7 @@ def load_weights(
     config: Config,
     dtype: str | np.dtype,
     sharding: Sharding = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     store: Store = None,
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.

@@ -23,7 +23,7 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
-from jaxkv.models.placement import Progress, Sharding, Store, Tensor, aligned, fill, place_all
+from jaxkv.models.placement import ByteProgress, Sharding, Store, Tensor, aligned, fill, place_all
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,7 +36,7 @@ def load_weights(
     config: Config,
     dtype: str | np.dtype,
     sharding: Sharding = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     store: Store = None,
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.

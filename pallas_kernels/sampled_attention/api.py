@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.pallas_kernels import host_memory, triton
 from jaxkv.pallas_kernels.sampled_attention import dense, reference
@@ -24,8 +25,7 @@ from jaxkv.pallas_kernels.sampled_attention.reference import (
     Weight,
 )
 
-Array = jax.Array
-Implementation = Literal["xla", "dense", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
+AttentionKernel = Literal["xla", "dense", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 
 
 def sampled_attention(
@@ -37,7 +37,7 @@ def sampled_attention(
     weight: Weight = None,
     *,
     settings: LogitSettings,
-    implementation: Implementation | None = None,
+    implementation: AttentionKernel | None = None,
 ) -> AttentionOutput:
     """Softmax attention of q [B,N,H] over sampled slots of k, v [B,K,S,H].
 
@@ -62,7 +62,7 @@ def sampled_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    settings: LogitSettings, implementation: Implementation | None, *args
+    settings: LogitSettings, implementation: AttentionKernel | None, *args
 ) -> AttentionOutput:
     from jaxkv.pallas_kernels.sampled_attention import gpu, tpu  # Pallas takes a quarter second
 
@@ -102,13 +102,13 @@ def _attend(
 
 
 def _forward(
-    settings: LogitSettings, implementation: Implementation | None, *args
+    settings: LogitSettings, implementation: AttentionKernel | None, *args
 ) -> tuple[AttentionOutput, tuple]:
     return _attend(settings, implementation, *args), args
 
 
 def _backward(
-    settings: LogitSettings, _: Implementation | None, args: tuple, cotangent: AttentionOutput
+    settings: LogitSettings, _: AttentionKernel | None, args: tuple, cotangent: AttentionOutput
 ) -> tuple:
     q, k, v, slots, count, weight = args
     again = lambda q, k, v, weight: reference.gathered(settings, q, k, v, slots, count, weight)  # noqa: E731

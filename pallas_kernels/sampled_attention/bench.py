@@ -55,13 +55,13 @@ def implementations() -> list[str]:
 
 def shape_of(
     slots: int, dtype: str, batch: int = 1, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
-) -> shapes.BenchShape:
+) -> shapes.AttentionBenchShape:
     """A cache whose samples may hold half as many slots again as they do on average."""
     capacity = int(1.5 * shapes.SAMPLED * slots)
-    return shapes.BenchShape(batch, heads, kv_heads, slots, head_dim, capacity, dtype)
+    return shapes.AttentionBenchShape(batch, heads, kv_heads, slots, head_dim, capacity, dtype)
 
 
-def time_attention(shape: shapes.BenchShape, rounds: int) -> dict[str, dict]:
+def time_attention(shape: shapes.AttentionBenchShape, rounds: int) -> dict[str, dict]:
     """By implementation: milliseconds, how many times faster than dense, and the bytes it reads."""
     names = implementations()
     args = shapes.inputs(shape, "log", fraction=shapes.SAMPLED)

@@ -49,7 +49,7 @@ def supports(k: Array) -> bool:
     return mosaic.is_available() and whole and k.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-class Sample(NamedTuple):
+class KernelSample(NamedTuple):
     """slots [heads,M], count [heads], and among how many programs each sample is split."""
 
     slots: Array
@@ -89,7 +89,7 @@ def attend(
         weight = pad_sample(weight, BLOCK)
     # Independent of the batch, so that other sequences do not change how a sample is split.
     parts = min(pl.cdiv(PROGRAMS, q.shape[1]), slots.shape[-1] // BLOCK)
-    sample = Sample(flatten_heads(slots), flatten_heads(count), parts, interpret)
+    sample = KernelSample(flatten_heads(slots), flatten_heads(count), parts, interpret)
     product = _products(flatten_heads(q), flatten_heads(k), sample).reshape(slots.shape)
     # The product of a slot outside the sample may be anything.
     within = in_sample(slots, count)
@@ -103,7 +103,7 @@ def attend(
     return AttentionOutput(out, lse[..., 0])
 
 
-def _products(q: Array, k: Array, sample: Sample) -> Array:
+def _products(q: Array, k: Array, sample: KernelSample) -> Array:
     """q.k [heads,M] of q [heads,H] and sampled slots of k [caches,S,H]; undefined after count."""
     layout = _layout(k.dtype)
 
@@ -120,7 +120,7 @@ def _products(q: Array, k: Array, sample: Sample) -> Array:
     return _over_sample(visit, k, sample, q.astype(jnp.float32), out)
 
 
-def _weighted(share: Array, v: Array, sample: Sample) -> Array:
+def _weighted(share: Array, v: Array, sample: KernelSample) -> Array:
     """The sums [heads,parts,H] of share [heads,M] times sampled slots of v [caches,S,H]."""
     layout, head_dim = _layout(v.dtype), v.shape[2]
 
@@ -140,7 +140,7 @@ def _weighted(share: Array, v: Array, sample: Sample) -> Array:
 
 
 def _over_sample(
-    visit: Visit, cache: Array, sample: Sample, operand: Array, out: jax.ShapeDtypeStruct
+    visit: Visit, cache: Array, sample: KernelSample, operand: Array, out: jax.ShapeDtypeStruct
 ) -> Array:
     """Run one program per head and part over the sampled slots of a cache [caches,S,H]."""
     heads, head_dim = sample.slots.shape[0], cache.shape[2]

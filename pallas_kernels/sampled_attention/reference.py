@@ -12,10 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.pallas_kernels import xla_cpu
-
-Array = jax.Array
 
 
 class LogitSettings(NamedTuple):

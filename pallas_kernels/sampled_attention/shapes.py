@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.pallas_kernels.sampled_attention.reference import Angles, Weight
 
-Array = jax.Array
 SAMPLED = 0.02  # the fraction of keys in a sample, in MagicPIG at K = 10, L = 150
 
 
-class BenchShape(NamedTuple):
+class AttentionBenchShape(NamedTuple):
     """sample: the capacity of a sample per query head."""
 
     batch: int
@@ -26,18 +25,18 @@ class BenchShape(NamedTuple):
     dtype: str = "float32"
 
 
-LARGEST = BenchShape(1, 32, 8, 131_072, 128, 4096)
+LARGEST = AttentionBenchShape(1, 32, 8, 131_072, 128, 4096)
 LENGTHS = 32_768, 98_304, 131_072, 262_144
 SMALL = {  # for interpreters: odd sizes; "tiles" has the multiples that a TPU needs
-    "alone": BenchShape(1, 2, 2, 65, 16, 33),
-    "threes": BenchShape(2, 6, 2, 301, 64, 157),
-    "wide": BenchShape(1, 4, 1, 1165, 128, 700),
-    "tiles": BenchShape(1, 4, 2, 208, 128, 150),
+    "alone": AttentionBenchShape(1, 2, 2, 65, 16, 33),
+    "threes": AttentionBenchShape(2, 6, 2, 301, 64, 157),
+    "wide": AttentionBenchShape(1, 4, 1, 1165, 128, 700),
+    "tiles": AttentionBenchShape(1, 4, 2, 208, 128, 150),
 }
 
 
 def inputs(
-    shape: BenchShape, weight: str = "none", seed: int = 0, fraction: float | None = None
+    shape: AttentionBenchShape, weight: str = "none", seed: int = 0, fraction: float | None = None
 ) -> tuple[Array, Array, Array, Array, Array, Weight]:
     """Random q, k, v, slots, count and weight of `sampled_attention`.
 
@@ -68,23 +67,3 @@ def inputs(
         weights = Angles(norms, shift, jnp.linalg.norm(jnp.float32(q), axis=-1))
     chosen = jnp.asarray(np.reshape(chosen, (batch, heads, sample)), jnp.int32)
     return q, k, v, chosen, jnp.asarray(count.reshape(batch, heads), jnp.int32), weights
-
-
-def structs(
-    shape: BenchShape, weight: str = "none", sharding: jax.sharding.Sharding | None = None
-) -> tuple:
-    """The shapes and dtypes of `inputs`."""
-    batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
-
-    def struct(*size: int, of: str = "float32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(size, of, sharding=sharding)
-
-    cache = struct(batch, kv_heads, slots, head_dim, of=dtype)
-    each = struct(batch, heads)
-    weights = {
-        "none": None,
-        "log": struct(batch, heads, sample),
-        "angles": Angles(struct(batch, kv_heads, slots), each, each),
-    }
-    chosen, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
-    return struct(batch, heads, head_dim, of=dtype), cache, cache, chosen, count, weights[weight]

@@ -14,13 +14,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxkv.pallas_kernels import triton
 from jaxkv.pallas_kernels.sign_walk import reference
 from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
-Array = jax.Array
-Implementation = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
+WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 
 
 class Walk(NamedTuple):
@@ -33,7 +33,7 @@ class Walk(NamedTuple):
     inner: Array
 
 
-def sign_walk(gram: Array, thresholds: Array, implementation: Implementation | None = None) -> Walk:
+def sign_walk(gram: Array, thresholds: Array, implementation: WalkKernel | None = None) -> Walk:
     """Walks over given Gram matrices.
 
     gram [...,b,b] float32: inner products times 1/(2c). thresholds [...,b] float32: 1/2 - u for u
@@ -54,7 +54,7 @@ def balance_walk(
     shift: Array,
     gain: Array,
     tau: float,
-    implementation: Implementation | None = None,
+    implementation: WalkKernel | None = None,
 ) -> Walk:
     """Walks over tokens or differences of two tokens; a TPU writes no Gram matrix to memory.
 
@@ -75,7 +75,7 @@ def _run(
     flat: tuple[Array, ...],
     blocks: tuple[int, ...],
     steps: int,
-    implementation: Implementation | None,
+    implementation: WalkKernel | None,
     **settings: float,
 ) -> Walk:
     from jaxkv.pallas_kernels.sign_walk import gpu, tpu  # importing Pallas takes a quarter second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxkv.pallas_kernels.sign_walk import reference
@@ -15,7 +16,6 @@ try:
 except ImportError:  # deprecated since jax 0.12
     plgpu = None
 
-Array = jax.Array
 LEAST_STEPS = 16
 MAX_STEPS = 1024  # limited by the registers of a program
 WARPS = 1  # a sum within one warp needs no barrier

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxkv.pallas_kernels import mosaic
@@ -15,7 +16,6 @@ from jaxkv.pallas_kernels.mosaic import plgpu
 from jaxkv.pallas_kernels.sign_walk import reference
 from jaxkv.pallas_kernels.sign_walk.reference import sign_of
 
-Array = jax.Array
 THREADS = 16  # of a walk
 GROUP = mosaic.rows_in_tile(THREADS)  # walks of a program
 STEPS = mosaic.VECTOR * THREADS  # the number of steps must be a multiple

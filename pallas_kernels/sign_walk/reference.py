@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-Array = jax.Array
 NO_STEP = np.float32(2)  # the threshold of an absent step; others are 1/2 minus a uniform draw
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
 
-class BenchShape(NamedTuple):
+class WalkBenchShape(NamedTuple):
     """`blocks` walks of `steps`; with 1 member over tokens, with 2 over differences of two."""
 
     blocks: int
@@ -21,30 +21,30 @@ class BenchShape(NamedTuple):
 
 
 LARGEST = {  # a prompt of 131,072 tokens, 8 KV heads, in blocks of 256 tokens
-    "tokens": BenchShape(131_072 * 8 // 256, 256, 1, 128),
-    "pairs": BenchShape(131_072 * 8 // 256, 128, 2, 128),
+    "tokens": WalkBenchShape(131_072 * 8 // 256, 256, 1, 128),
+    "pairs": WalkBenchShape(131_072 * 8 // 256, 128, 2, 128),
 }
 PROMPT = {  # the same for 32,768 tokens
-    "tokens": BenchShape(32_768 * 8 // 256, 256, 1, 128),
-    "pairs": BenchShape(32_768 * 8 // 256, 128, 2, 128),
+    "tokens": WalkBenchShape(32_768 * 8 // 256, 256, 1, 128),
+    "pairs": WalkBenchShape(32_768 * 8 // 256, 128, 2, 128),
 }
 SMALL = {  # for interpreters: full and partial groups, steps that no tile divides
-    "tokens": BenchShape(16, 128, 1, 32),
-    "pairs": BenchShape(5, 64, 2, 16),
-    "broken": BenchShape(3, 40, 1, 24),
-    "one": BenchShape(1, 256, 2, 64),
-    "wide": BenchShape(1, 512, 1, 64),
+    "tokens": WalkBenchShape(16, 128, 1, 32),
+    "pairs": WalkBenchShape(5, 64, 2, 16),
+    "broken": WalkBenchShape(3, 40, 1, 24),
+    "one": WalkBenchShape(1, 256, 2, 64),
+    "wide": WalkBenchShape(1, 512, 1, 64),
 }
 
 
-def arguments(shape: BenchShape) -> tuple[jax.Array, ...]:
+def arguments(shape: WalkBenchShape) -> tuple[jax.Array, ...]:
     """keys, values, thresholds, shift and gain of `api.balance_walk`, all zero."""
     tokens = jnp.zeros((shape.blocks, shape.members, shape.steps, shape.head_dim), jnp.float32)
     each = jnp.zeros(shape.blocks, jnp.float32)
     return tokens, tokens, jnp.zeros((shape.blocks, shape.steps), jnp.float32), each, each
 
 
-def inputs(shape: BenchShape, seed: int = 0, share: float = 1.0) -> tuple[jax.Array, ...]:
+def inputs(shape: WalkBenchShape, seed: int = 0, share: float = 1.0) -> tuple[jax.Array, ...]:
     """The same arguments with random tokens; share: fraction of steps that exist.
 
     Keys are close enough that the walk has something to balance. Values have unit length. The gain

@@ -10,12 +10,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.pallas_kernels.sign_walk.reference import sign_of, signed_sum
 
-Array = jax.Array
 GROUP = 8  # walks per program: the sublanes of a vector register
 LANES = 128
 VMEM = 12 * 2**20  # bytes of a core's 16 MiB that a program may use

@@ -45,6 +45,12 @@ def text(tmp_path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch) -> None:
+    for name in ("JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def run(capsys) -> Callable[..., Ran]:
     def run(*words: object) -> Ran:

@@ -261,6 +261,8 @@ def test_prompts(run, model, stdin, tmp_path):
     for words in (["Hi", "--prompts", "f"], ["--prompt-file", "f", "--prompts", "f"], ["Hi", "-"]):
         refused(generate(*words), "give")
     refused(generate("Hi", ""), "the prompt is empty", "at least one character")
+    words = ("trained context of 512 tokens, got 60", "such as streaming, or a shorter prompt")
+    refused(generate("x" * 600, "--policy", "full"), *words)
 
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])

@@ -105,6 +105,22 @@ def test_in_a_pipe_a_full_cache_is_an_error(run, model, stdin):
     assert ran.code == 2 and "/reset" not in ran.err
 
 
+def test_a_message_beyond_the_trained_context(run, model, stdin, monkeypatch):
+    """In a pipe it is an error; at a terminal the turn is refused and the chat goes on."""
+    flags = ("--model", model, "--policy", "full", "--max-new-tokens", 5, "--json")
+    long, rule = "x" * 600, "under full a prompt must fit the trained context of 512 tokens, got 60"
+    stdin(f"{long}\n".encode())
+    ran = run("chat", *flags)
+    assert (ran.code, ran.out) == (2, "") and f"jaxkv: error: {rule}" in ran.err.splitlines()[-1]
+    said = iter([long, "Hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    ran = run("chat", *flags)
+    assert [turn["user"] for turn in ran.json["turns"]] == ["Hello"]
+    assert any(line.startswith(f"jaxkv: error: {rule}") for line in ran.err.splitlines())
+
+
 def test_help_names_every_command(chat):
     turns, lines = chat("/help")
     names = ("/help", "/reset", "/system", "/policy", "/save", "/load", "/exit")

@@ -9,9 +9,7 @@ import signal
 from types import SimpleNamespace
 
 from jaxkv import models
-from jaxkv.cli.flags import DEFAULT_POLICY
 from jaxkv.cli.generate import Printer
-from jaxkv.models import streams
 
 FIELDS = {
     "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
@@ -37,10 +35,6 @@ def test_json(run, model):
     assert found["finish_reason"] == "length" and found["policy"].startswith("streaming:sinks=4")
     assert found["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
     assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
-
-
-def test_default_policy_equals_that_of_the_library():
-    assert DEFAULT_POLICY == streams.DEFAULT_POLICY
 
 
 def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):

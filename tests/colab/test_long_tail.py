@@ -20,7 +20,7 @@ LENGTH = QUERIES + 120
 def layer(rng):
     shape = (2, LENGTH, 2, 8)
     q, k, v = rng.normal(size=(2, LENGTH, 4, 8)), rng.normal(size=shape), rng.normal(size=shape)
-    return heads.Layer(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    return heads.CapturedLayer(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
 
 
 def weights(layer):

@@ -300,7 +300,7 @@ def test_a_failed_check_ends_a_notebook(capsys, always, ours, ends, ends_with_an
 
 
 def test_a_text_keeps_its_columns():
-    shown = runtime.Text("a  < b\n1    2")
+    shown = runtime.TextBox("a  < b\n1    2")
     assert repr(shown) == "a  < b\n1    2"
     assert "font-family:monospace" in shown._repr_html_()
     assert ">a  &lt; b\n1    2</pre>" in shown._repr_html_()

@@ -64,7 +64,7 @@ def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained,
 def test_mean_attention_of_triggers_and_other_letters(trained, monkeypatch, at_first, reported):
     """Triggers attend to the letter before, others to themselves or the first token."""
     found, letters = trained
-    triggers = backcopy.Chain(0).triggers
+    triggers = backcopy.LetterChain(0).triggers
 
     def look(config, weights, inputs, run):
         ids = np.asarray(inputs)

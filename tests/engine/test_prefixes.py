@@ -119,10 +119,10 @@ def test_a_collision_is_a_miss(policy):
 
 
 @pytest.mark.parametrize(
-    "policy, slots", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
+    "policy, blocks", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
 )
-def test_prefixes_return_from_the_host_unchanged(policy, slots):
-    config = PrefixConfig(num_blocks=slots, num_host_blocks=100)
+def test_prefixes_return_from_the_host_unchanged(policy, blocks):
+    config = PrefixConfig(num_blocks=blocks, num_host_blocks=100)
     engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
     wanted = [cold(engine, one).scored for one in asked]
@@ -214,7 +214,7 @@ def test_prefixes_take_no_more_than_their_memory(policy):
     engine = Engine(
         model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=memory)
     )
-    count, used = engine.metrics()["snapshot_slots"], engine.bytes["prefixes"]
+    count, used = engine.metrics()["prefix_entries"], engine.bytes["prefixes"]
     assert count > 1 and used <= memory < used + used / count
     with pytest.raises(UserError, match=r"one prefix, which takes .*, got 1.0 KiB"):
         Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=1024))

@@ -82,7 +82,7 @@ def test_a_blocked_owner_is_passed_over_and_keeps_its_turn():
     assert [queue.take().request.owner for _ in range(2)] == ["a", "b"] and queue.take() is None
 
 
-def test_one_owner_cannot_hold_every_decode_slot():
+def test_one_owner_cannot_take_every_batch_entry():
     engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=2)
     greedy = [Recorder() for _ in range(4)]
     for seed, listener in enumerate(greedy):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jaxkv.defaults import GROWING_LEN
 from jaxkv.engine import Engine, Overloaded, Request
-from jaxkv.engine.handle import GROWING_LEN, resolve_max_len
+from jaxkv.engine.handle import resolve_max_len
 from jaxkv.errors import UserError
 from tests.engine.plain import VOCAB, Recorder, ask, finish, plain
 

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     """A policy, its settings and its oracle.
 
     capacity: the policy evicts none of its first `capacity` tokens. rule: the meaning of the policy
-    (tests/oracle.py). exact: how many first tokens are never evicted. chunks: sizes of chunks, the
+    (tests/oracle). exact: how many first tokens are never evicted. chunks: sizes of chunks, the
     first of them 1; () for the usual five. relative: positions count inside the cache.
     longest: tokens of a sequence. unbiased: the estimate is called unbiased, and law 12 asks after
     so many tokens. drawn: the positions of tokens decide its draws. whole: `finish_prefill` evicts
@@ -80,6 +80,11 @@ class Case(NamedTuple):
     @property
     def in_int8(self) -> bool:
         return getattr(self.policy, "cache", "float") == "int8"
+
+    @property
+    def window(self) -> int:
+        """How many newest tokens are never evicted."""
+        return getattr(self.policy, "window", 0)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Every law of jaxkv/contract.py on every policy of CASES.
 
-`jaxkv.testing` has the laws that any policy can be asked. Here are those that need settings of a
-policy: a device mesh (6), unbiased estimates (12), protected slots (13) and the numpy oracle (15).
+`jaxkv.testing` has the laws. Here are also stronger tests of two of them, on a device mesh (6) and
+against a numpy oracle (15).
 """
 
 import functools
@@ -12,9 +12,13 @@ import pytest
 
 import jaxkv
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Chunk
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
 from jaxkv.testing import check_law
+from jaxkv.testing.estimates import (
+    estimates_are_unbiased,
+    protected_tokens_stay,
+    with_larger_keys,
+)
 from jaxkv.testing.int8 import ROUNDED, parts_in_int8
 from jaxkv.testing.laws import (
     LAWS,
@@ -27,13 +31,9 @@ from jaxkv.testing.subject import (
     QUICK,
     cached,
     close,
-    cut,
     finish_prefill,
     same_bits,
-    take_sequences,
-    update,
 )
-from tests import oracle
 from tests.laws import cases
 from tests.laws.cases import CASES, COMPARED, SELDOM, VARIANTS, expected, stream, subject
 from tests.seldom import seldom
@@ -67,13 +67,18 @@ def test_every_policy_has_a_case():
     [param(c, law, name=law[2].__name__) for c in CASES for law in LAWS if applies(law[2], c)],
 )
 def test_law(case, law):
+    keeps(law, case)
+
+
+def keeps(law, case):
     result = check_law(law, subject(case))
     assert result is None or result.holds, result.reason
 
 
 @some(lambda case: True)
 def test_law_6_sharded_is_unsharded(case):
-    mesh, state, new = mesh_of("data=2,model=2"), subject(case).half(), subject(case).next(1)
+    mesh, one = mesh_of("data=2,model=2"), subject(case)
+    state, new = one.after_prompt(), one.next(1)
     one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
     partial, after = subject(case).step(state, new)
     sharded = jax.jit(one_shard, compiler_options=QUICK)(state, *new)
@@ -99,51 +104,22 @@ def end_of_prompt(case):
     ("case", "length"), [param(c, n, name=str(n)) for c in CASES for n in c.unbiased]
 )
 def test_law_12_numerator_and_denominator_are_unbiased(case, length):
-    # 4,000 sequences of one text, each with its own key: their mean must be full attention.
-    many, finishes = 4000, subject(case).finishes
-    one = take_sequences(stream(case, count=length), [0])
-    tokens = Chunk(*(np.broadcast_to(leaf, (many, *leaf.shape[1:])) for leaf in one))
-    state = case.policy.reserve(case.spec, subject(case).init(many), length)
-    # Without its output: XLA then drops the attention of the first tokens.
-    absorb = jax.jit(lambda state, chunk: case.policy.update(case.spec, state, chunk)[1])
-    state = absorb(state, cut(tokens, 0, length - 1))
-    if finishes:
-        state = finish_prefill(case.policy, case.spec, state)
-        state = case.policy.reserve(case.spec, state, 1)
-    partial, _ = update(case.policy, case.spec, state, cut(tokens, length - 1, length))
-    out, lse = np.asarray(partial.out, np.float64)[:, 0], np.asarray(partial.lse, np.float64)[:, 0]
-    q, k, v = cases.without_padding(one, 0)
-    k = np.repeat(oracle.rotate_heads(k, np.arange(length), cases.THETA), case.group, axis=1)
-    q = oracle.rotate_heads(q, np.arange(length), cases.THETA)[-1]
-    weights = np.exp(np.einsum("nh,tnh->nt", q, k) * cases.SCALE)
-    denominator = weights.sum(axis=1)
-    numerator = np.einsum("nt,tnh->nh", weights, np.repeat(v, case.group, axis=1))
-    for estimate, truth in (
-        (np.exp(lse), denominator),
-        (out * np.exp(lse)[..., None], numerator),
-    ):
-        error = estimate.std(axis=0) / np.sqrt(many)
-        assert (error > 0).all()
-        assert (np.abs(estimate.mean(axis=0) - truth) < 4 * error).all()
+    keeps((12, "", functools.partial(estimates_are_unbiased, tokens=length)), case)
+
+
+@some(lambda case: case.exact or case.window)
+def test_law_13_protected_tokens_stay(case):
+    check = functools.partial(protected_tokens_stay, first=case.exact, newest=case.window)
+    keeps((13, "", check), case)
 
 
 @some(lambda case: case.exact)
-def test_law_13_protected_slots_survive_adversarial_keys(case):
-    tokens, length, size = stream(case), case.exact, case.sizes[1]
-    k = np.array(tokens.k, np.float32)
-    k[:, length:] *= 1e3  # every later key outweighs all that came before
-    hostile = tokens._replace(k=k.astype(tokens.k.dtype))
+def test_law_13_sinks_are_stored_as_without_adversarial_keys(case):
+    hostile, size = with_larger_keys(stream(case), case.exact), case.sizes[1]
     done = subject(case).read_tokens(hostile, size).states[-1]
-    held = cached(case.policy, case.spec, done)
-    positions, weight = np.asarray(held.positions), np.asarray(held.log_weight)
-    for sequence in (0, 1, 2):
-        for head in range(cases.KV_HEADS):
-            sure = set(positions[sequence, head][weight[sequence, head] == 0])
-            assert sure >= set(range(length))
-    # They are stored as they were without the adversarial keys.
     plain = subject(case).read(size).states[-1]
     for name in ("k", "v"):
-        one, other = (sinks(state, name, length) for state in (done, plain))
+        one, other = (sinks(state, name, case.exact) for state in (done, plain))
         np.testing.assert_array_equal(one, other)
 
 

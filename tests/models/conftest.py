@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv import models
-from jaxkv.models.data import Tokens
+from jaxkv.models.data import DataFolder
 from tests.models.training_data import write_tokens
 from tests.tiny import write_tiny
 
@@ -35,6 +35,6 @@ def tiny(tiny_folder) -> models.Llm:
 
 
 @pytest.fixture(scope="session")
-def tokens(tmp_path_factory) -> Tokens:
+def tokens(tmp_path_factory) -> DataFolder:
     """A small data folder."""
     return write_tokens(tmp_path_factory.mktemp("data"))

@@ -20,6 +20,7 @@ from jaxkv.models import Stream, compilation, session
 from jaxkv.models.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
 from jaxkv.models.llm import load_weights, without_weights
 from jaxkv.models.published import open_published
+from tests.seldom import seldom
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +192,8 @@ def test_programs_are_compiled_before_the_weights_are_loaded(deep, compilations)
 @pytest.mark.parametrize(
     "policy",
     ["full:start=16", "full:start=64", "snapkv:capacity=9,window=3", "topk:share=0.5,start=16",
-     "magicpig:K=2,L=3,sinks=1,window=2", "balance-stream:window=5,levels=2,block=4",
+     seldom("magicpig:K=2,L=3,sinks=1,window=2"),
+     seldom("balance-stream:window=5,levels=2,block=4"),
      "balance:sinks=1,window=2,block=8,rounds=1,start=16"],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [5, 20])
@@ -222,8 +224,8 @@ def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp
     assert "jit(decode_block)" in compilations["ahead"]
     for name in compilations:
         compilations[name].clear()
-    with warnings.catch_warnings(action="ignore"):  # too short to compress, or a long text
-        for length in (3, 30, 100, 250, 300):
+    with warnings.catch_warnings(action="ignore"):  # too short to compress
+        for length in (3, 30, 100, 300):  # together within the trained context
             assert "".join(talk.say("x" * length, sampling, 9, stop=["never said"]))
         session.save(tmp_path / "session", talk)
         again = session.load(tmp_path / "session", talk)

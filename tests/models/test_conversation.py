@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.models.chat import Chat
 from jaxkv.models.streams import Stream
 from tests.tiny import BEGIN, END, write_tiny
@@ -116,7 +117,16 @@ def test_a_growing_cache_warns_when_its_text_exceeds_the_context(tiny, recwarn):
     "".join(conversation.say("Hello", max_new_tokens=5, ignore_eos=True))
     assert not recwarn
     with pytest.warns(UserWarning, match=r"^full looks back 1\d\d tokens, .* context of 96"):
-        "".join(conversation.say("x" * 90, max_new_tokens=5, ignore_eos=True))
-    recwarn.clear()
-    "".join(conversation.say("And?", max_new_tokens=5, ignore_eos=True))
-    assert not recwarn
+        "".join(conversation.say("x" * 80, max_new_tokens=15, ignore_eos=True))
+
+
+def test_a_message_beyond_the_context_is_refused_and_the_conversation_goes_on(tiny):
+    """By the tokens of the whole conversation, because a growing cache has positions of all."""
+    conversation, other = (models.Conversation(tiny, "full") for _ in range(2))
+    say = lambda talk, text: "".join(talk.say(text, max_new_tokens=5, ignore_eos=True))  # noqa: E731
+    first = say(conversation, "Hello")
+    with pytest.raises(UserError, match=r"context of 96 tokens, got 1\d\d; .* streaming"):
+        say(conversation, "x" * 90)
+    assert len(conversation.messages) == 2 and first == say(other, "Hello")
+    assert say(conversation, "And?") == say(other, "And?")
+    say(models.Conversation(tiny, POLICY), "x" * 90)  # its positions stay within the cache

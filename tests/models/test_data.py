@@ -66,7 +66,7 @@ def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
     runs = (tokens.count("train") - 1) // length - 1
     seen = Counter()
     monkeypatch.setattr(
-        data.Tokens, "run", lambda self, split, start, length: np.arange(start, start + length)
+        data.DataFolder, "run", lambda self, split, start, length: np.arange(start, start + length)
     )
     for step in range(runs):
         seen.update(data.batch(tokens, "train", 5, step, rows, length)[0, :-1].tolist())

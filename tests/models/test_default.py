@@ -55,7 +55,7 @@ def test_the_default_model_has_a_sink_token_and_writes_english():
 
 def test_text_measures():
     found = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
-    assert found == {"letters": 34, "words": 9, "known": 8 / 9, "anew": 4 / 6}
+    assert found == {"letters": 34, "words": 9, "known": 8 / 9, "distinct_runs": 4 / 6}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.streams import Stream
-from jaxkv.models.text import Generation, OutputText
+from jaxkv.models.text import Generation
 from jaxkv.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
@@ -147,70 +146,6 @@ def test_sequences_end_at_either_eos(llm):
     assert ends == set(EOS), "the test must reach both EOS ids"
 
 
-def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:
-    """An `OutputText` after `text`, one letter per token, and the pieces it returned."""
-
-    class Tokenizer:
-        table, special, strip = tuple(bytes([i]) for i in range(128)), frozenset(), 0
-
-    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
-    return sequence, [sequence.push(ord(letter)) for letter in text]
-
-
-def test_a_stop_string_across_tokens():
-    sequence, pieces = letters("one two three", stops=["two"])
-    assert pieces == ["o", "n", "e", " ", "", "", "", "", "", "", "", "", ""]
-    assert (sequence.text, sequence.reason, len(sequence.tokens)) == ("one ", "stop", 7)
-    assert sequence.end("length") == "" and sequence.reason == "stop"
-
-
-def test_text_withheld_for_a_stop_string_is_returned():
-    sequence, pieces = letters("a tw", stops=["two"])
-    assert pieces == ["a", " ", "", ""] and sequence.text == "a "
-    assert sequence.end("length") == "tw" and (sequence.text, sequence.reason) == ("a tw", "length")
-    sequence, pieces = letters("a tw.", eos=".", stops=["two"])
-    assert pieces == ["a", " ", "", "", "tw"] and (sequence.text, sequence.reason) == (
-        "a tw",
-        "eos",
-    )
-    sequence, pieces = letters("a twin", stops=["two"])
-    assert pieces == ["a", " ", "", "", "twi", "n"] and sequence.reason == ""
-
-
-def test_an_incomplete_character_is_returned_at_the_end():
-    class Tokenizer:
-        table, special, strip = ("é".encode()[:1], b"x"), frozenset(), 0
-
-    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], [])
-    assert sequence.push(0) == "" and sequence.end("length") == "\ufffd"
-
-
-@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abab", "ba"], ["aaa", "abb", "bbbb"]])
-def test_stop_strings_equal_a_plain_search(stops, rng):
-    """Tokens of one to three letters, against a search of the whole text after each token."""
-    vocabulary = ["a", "b", "c", "ab", "ba", "bb", "aca", "cab"]
-
-    class Tokenizer:
-        table, special, strip = tuple(v.encode() for v in vocabulary), frozenset(), 0
-
-    for _ in range(200):
-        sequence, whole, wanted = (
-            OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops),
-            "",
-            None,
-        )
-        pieces = []
-        for token in rng.integers(0, len(vocabulary), 6):
-            pieces.append(sequence.push(int(token)))
-            if wanted is None:
-                whole += vocabulary[token]
-                found = [whole.index(stop) for stop in stops if stop in whole]
-                wanted = whole[: min(found)] if found else None
-        assert sequence.reason == ("" if wanted is None else "stop")
-        pieces.append(sequence.end("length"))
-        assert "".join(pieces) == sequence.text == (whole if wanted is None else wanted)
-
-
 def test_stop_strings_of_a_batch(llm, alone):
     stop = alone[1].text[50:53]
     stopped = models.generate(
@@ -280,6 +215,25 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
     ):
         Generation(llm, [[65] * 10], policy, max_new_tokens=100)
     Generation(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:capacity=40", "0=full;*=window:window=32"])
+def test_a_prompt_beyond_the_context_is_refused_under_a_growing_cache(llm, policy):
+    prompts = [[65] * 10, [65] * (CONTEXT + 1)]
+    with pytest.raises(UserError, match=rf"context of {CONTEXT} tokens, got {CONTEXT + 1}; "):
+        Generation(llm, prompts, policy, max_new_tokens=1)
+    with pytest.warns(UserWarning, match="looks back"):
+        Generation(llm, [[65] * CONTEXT], policy, max_new_tokens=1)
+
+
+def test_a_bounded_cache_takes_a_prompt_beyond_the_context(llm):
+    answer = models.generate(llm, [65] * (2 * CONTEXT), SMALL, max_new_tokens=1)
+    assert answer.prompt_tokens == 2 * CONTEXT
+
+
+def test_a_text_beyond_the_context_is_scored_under_a_growing_cache(llm):
+    losses = np.concatenate(list(models.losses(llm, [65] * (2 * CONTEXT), "full")))
+    assert len(losses) == 2 * CONTEXT - 1
 
 
 def test_an_endless_text_warns_when_it_exceeds_the_context(llm, recwarn):

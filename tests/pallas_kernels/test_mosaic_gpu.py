@@ -41,7 +41,7 @@ def interpreted():
 
 def test_walks_equal_the_scan_bit_for_bit():
     """Two groups of walks, the second one padded, of a padded number of steps."""
-    given = walks.gram(sign_walk.shapes.BenchShape(11, 40, 1, 24))
+    given = walks.gram(sign_walk.shapes.WalkBenchShape(11, 40, 1, 24))
     signs, inner = reference.walk(*given)
     found = api.on_mosaic_gpu("walk", {}, *given, interpret=interpreted())
     np.testing.assert_array_equal(found[0], signs)
@@ -75,7 +75,7 @@ def test_sampled_attention_is_the_softmax(monkeypatch, dtype, weight, softcap):
     """Of no slot, of one, of all and of some, so that a part has up to two of three blocks."""
     monkeypatch.setattr(mosaic_gpu, "BLOCK", 16)
     monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 8)
-    shape = sampled_attention.shapes.BenchShape(1, 4, 2, 65, 64, 40, dtype)
+    shape = sampled_attention.shapes.AttentionBenchShape(1, 4, 2, 65, 64, 40, dtype)
     given = sampled_attention.shapes.inputs(shape, weight)
     settings = attention.settings_of(weight, softcap)
     found = mosaic_gpu.attend(settings, *given, interpret=interpreted())
@@ -103,7 +103,9 @@ def test_caches_that_cannot_be_copied_are_refused():
         with pytest.raises(ValueError, match=r"is supported by .* got 'mosaic_gpu'"):
             lowered(shape, "none", "mosaic_gpu")
     with pytest.raises(ValueError, match=r"1025 steps is supported by xla, got 'mosaic_gpu'"):
-        walks.lowered("walk", sign_walk.shapes.BenchShape(1, 1025, 1, 8), "mosaic_gpu", ("cuda",))
+        walks.lowered(
+            "walk", sign_walk.shapes.WalkBenchShape(1, 1025, 1, 8), "mosaic_gpu", ("cuda",)
+        )
 
 
 @pytest.mark.slow

@@ -277,7 +277,27 @@ def call(shape, weight, implementation, place=None):
     function = partial(
         sampled_attention, settings=settings_of(weight), implementation=implementation
     )
-    return jax.jit(function), shapes.structs(shape, weight, place)
+    return jax.jit(function), structs(shape, weight, place)
+
+
+def structs(
+    shape: shapes.BenchShape, weight: str = "none", sharding: jax.sharding.Sharding | None = None
+) -> tuple:
+    """The shapes and dtypes of `shapes.inputs`."""
+    batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
+
+    def struct(*size: int, of: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, of, sharding=sharding)
+
+    cache = struct(batch, kv_heads, slots, head_dim, of=dtype)
+    each = struct(batch, heads)
+    weights = {
+        "none": None,
+        "log": struct(batch, heads, sample),
+        "angles": Angles(struct(batch, kv_heads, slots), each, each),
+    }
+    chosen, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
+    return struct(batch, heads, head_dim, of=dtype), cache, cache, chosen, count, weights[weight]
 
 
 def has_gathered_array(text, shape):
@@ -288,7 +308,7 @@ def has_gathered_array(text, shape):
 
 
 def test_only_blocks_of_slots_are_gathered():
-    args = shapes.structs(shapes.LARGEST)
+    args = structs(shapes.LARGEST)
     for function, wanted in ((reference.attend, False), (reference.gathered, True)):
         text = jax.jit(partial(function, settings_of("none"))).lower(*args).as_text()
         assert has_gathered_array(text, shapes.LARGEST) == wanted

@@ -25,7 +25,7 @@ from tests.ahead import reports_of
 from tests.seldom import seldom
 
 TAU = 1.0
-MANY = shapes.BenchShape(400, 256, 1, 32)  # 102,400 signs
+MANY = shapes.WalkBenchShape(400, 256, 1, 32)  # 102,400 signs
 ON = {"tpu": api.on_tpu, "gpu": api.on_gpu}
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
@@ -118,7 +118,7 @@ def check_products_and_walk(on, shape, interpret):
 
 
 def test_leading_axes_are_independent_walks():
-    keys, values, thresholds, shift, gain = shapes.inputs(shapes.BenchShape(12, 16, 2, 8))
+    keys, values, thresholds, shift, gain = shapes.inputs(shapes.WalkBenchShape(12, 16, 2, 8))
     lead = (2, 3, 2)
     shaped = [x.reshape(*lead, *x.shape[1:]) for x in (keys, values, thresholds, shift, gain)]
     walk = jax.jit(partial(api.balance_walk, tau=TAU))(*shaped)
@@ -129,7 +129,7 @@ def test_leading_axes_are_independent_walks():
 
 
 def test_unsupported_implementations_are_refused_by_name():
-    wide = gram(shapes.BenchShape(2, 300, 1, 8))
+    wide = gram(shapes.WalkBenchShape(2, 300, 1, 8))
     with pytest.raises(ValueError, match=r"300 steps .* by xla, pallas_gpu.*, got 'pallas_tpu'"):
         api.sign_walk(*wide, implementation="pallas_tpu")
     with pytest.raises(ValueError, match=r"got 'cuda'; leave implementation out"):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.errors import UserError
-from jaxkv.prefix import BlockPool, Chain, encode, root_hash
+from jaxkv.prefix import BlockHasher, BlockPool, encode, root_hash
 from jaxkv.prefix.block_hash import sha256
 
 ABOUT = {
@@ -72,14 +72,15 @@ def test_the_integer_type_of_tokens_does_not_matter():
     kinds = [tokens, tuple(tokens), [np.int64(t) for t in tokens]]
     kinds += [np.array(tokens, dtype) for dtype in ("i4", "i8", "u4", "u8", ">i8", ">u4")]
     assert {encode(kind) for kind in kinds} == {b"".join(t.to_bytes(4, "little") for t in tokens)}
-    hashes = Chain(2).hash_prompt(tokens, root_hash()).hashes
-    assert all(Chain(2).hash_prompt(kind, root_hash()).hashes == hashes for kind in kinds)
+    hashes = BlockHasher(2).hash_prompt(tokens, root_hash()).hashes
+    assert all(BlockHasher(2).hash_prompt(kind, root_hash()).hashes == hashes for kind in kinds)
     assert (
-        Chain(1).hash_prompt([65_536], root_hash()).hashes
-        != Chain(1).hash_prompt([0], root_hash()).hashes
+        BlockHasher(1).hash_prompt([65_536], root_hash()).hashes
+        != BlockHasher(1).hash_prompt([0], root_hash()).hashes
     )
-    code = ("from jaxkv.prefix import Chain, root_hash; "
-            f"print(Chain(2).hash_prompt({tokens}, root_hash()).hashes[-1].hex())")  # fmt: skip
+    code = ("from jaxkv.prefix import BlockHasher, root_hash; "
+            f"found = BlockHasher(2).hash_prompt({tokens}, root_hash()); "
+            "print(found.hashes[-1].hex())")  # fmt: skip
     for seed in ("0", "1"):
         env = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
@@ -110,9 +111,9 @@ def test_settings_are_checked(unchecked):
         {"block_size": 4, "hashing": "xor"},
     ):
         with pytest.raises(UserError, match="got"):
-            Chain(**wrong)
+            BlockHasher(**wrong)
     with pytest.raises(UserError, match="at least one token"):
-        Chain(4).hash_prompt([], root_hash())
+        BlockHasher(4).hash_prompt([], root_hash())
 
 
 def test_the_index_needs_no_jax():
@@ -123,7 +124,7 @@ def test_the_index_needs_no_jax():
 
 def test_a_hash_covers_the_whole_prefix():
     for hashing in ("chained", "direct"):
-        chain = Chain(2, hashing)
+        chain = BlockHasher(2, hashing)
         one, other = (
             chain.hash_prompt([1, 2, 3, 4], root_hash()),
             chain.hash_prompt([9, 2, 3, 4], root_hash()),
@@ -132,12 +133,12 @@ def test_a_hash_covers_the_whole_prefix():
         longer = chain.hash_prompt([1, 2, 3, 4, 5], root_hash(), partial=True)
         assert longer.hashes[:2] == one.hashes and len(longer.hashes) == 3
         assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == one.hashes
-    assert Chain(2).hash_prompt([1], root_hash(), partial=True).hashes != one.hashes[:1]
+    assert BlockHasher(2).hash_prompt([1], root_hash(), partial=True).hashes != one.hashes[:1]
 
 
 def test_a_chained_hash_by_its_definition():
     """The definition is fixed, because another machine may recompute the hash."""
-    (found,) = Chain(2).hash_prompt([1, 2], root_hash()).hashes
+    (found,) = BlockHasher(2).hash_prompt([1, 2], root_hash()).hashes
     assert found == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
 
 

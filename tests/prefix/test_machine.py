@@ -300,7 +300,7 @@ class Forced(Machine):
     forced = True
 
 
-@pytest.mark.parametrize("kind, examples", [(Machine, 100), (Colliding, 60), (Forced, 40)])
+@pytest.mark.parametrize("kind, examples", [(Machine, 50), (Colliding, 40), (Forced, 30)])
 def test_a_pool_keeps_its_invariants(kind, examples):
     """Every invariant is checked after every step."""
     run(kind, examples)

@@ -128,7 +128,7 @@ def test_three_owners_at_random(kind):
     weights = {"a": 0.8, "b": 0.15, "c": 0.05}
     held: Counter[str] = Counter()
     fewest = 9
-    for step in range(2000):
+    for step in range(800):
         name = str(rng.choice(list(weights), p=list(weights.values())))
         index.store(prompt(int(rng.choice(mine[name]))), name)
         before, held = held, Counter({n: len(stored(index, mine[n])) for n in mine})
@@ -145,7 +145,7 @@ def test_owners_with_one_root_never_lose_a_parent_before_its_child(order):
     """Keys of equal salt share prefixes: a tree of blocks belongs to whoever began it."""
     rng, index = np.random.default_rng(1), Blocks(12, order=order)
     hits = 0
-    for _ in range(3000):
+    for _ in range(1500):
         tokens = [int(rng.integers(3))] + [int(t) for t in rng.integers(2, size=15)]
         hits += index.store([*tokens, 0], str(rng.choice(["a", "b"])))
         found, collided = index.pool._index.walk(index.pool.hash_prompt(tokens, b""))
@@ -155,7 +155,7 @@ def test_owners_with_one_root_never_lose_a_parent_before_its_child(order):
         while not isinstance(block, bytes):
             assert block.hashes, "a parent was evicted before its child"
             block = block.parent
-    assert hits > 1000
+    assert hits > 500
 
 
 def test_the_order_of_owners():

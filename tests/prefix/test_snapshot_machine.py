@@ -32,11 +32,11 @@ class Memory(HostTier):
     def __init__(self):
         self.entries = {}
 
-    def put(self, slot, content, ids):
-        self.entries[slot] = content, ids
+    def put(self, entry, content, ids):
+        self.entries[entry] = content, ids
 
-    def take(self, slot):
-        return self.entries.pop(slot)
+    def take(self, entry):
+        return self.entries.pop(entry)
 
 
 class Machine(RuleBasedStateMachine):
@@ -66,24 +66,24 @@ class Machine(RuleBasedStateMachine):
     def follow_transfers(self):
         transfer(self.index.transfers, self.host, self.take, self.save)
 
-    def take(self, slot):
-        self.check(slot)
-        return self.device.pop(slot), self.pages.ids(slot)
+    def take(self, entry):
+        self.check(entry)
+        return self.device.pop(entry), self.pages.ids(entry)
 
-    def save(self, slot, content, ids):
+    def save(self, entry, content, ids):
         """As in the engine, write only the pages that no snapshot has yet."""
-        self.pages.release(slot)
+        self.pages.release(entry)
         salt, tokens = content
         last = REWRITTEN.last_write(len(tokens))
-        for number, page in self.pages.take(slot, ids):
+        for number, page in self.pages.take(entry, ids):
             self.written[page] = (salt, tokens[: last[number]], number)
-        self.device[slot] = content
+        self.device[entry] = content
 
-    def check(self, slot):
-        """Check that the pages of a slot belong to its tokens."""
-        salt, tokens = self.device[slot]
+    def check(self, entry):
+        """Check that the pages of an entry belong to its tokens."""
+        salt, tokens = self.device[entry]
         for number, (page, last) in enumerate(
-            zip(self.pages.of(slot), REWRITTEN.last_write(len(tokens)), strict=True)
+            zip(self.pages.of(entry), REWRITTEN.last_write(len(tokens)), strict=True)
         ):
             assert self.written[page] == (salt, tokens[:last], number)
 
@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
         if self.hash is sha256 and (
             self.capacity is None or readers + len(self.claims) < self.capacity
         ):
-            assert plan.start == planned, "a slot was available"
+            assert plan.start == planned, "an entry was available"
         if plan.start:
             assert self.device[plan.snapshot.index] == (ROOTS[salt], tokens[: plan.start])
             self.check(plan.snapshot.index)
@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
         assert self.capacity is None or index.taken <= self.capacity
         assert index.host_taken <= self.host_capacity
         places = {(snapshot.tier.name, snapshot.index) for snapshot in snapshots}
-        assert len(places) == len(snapshots), "two snapshots in one slot"
+        assert len(places) == len(snapshots), "two snapshots in one entry"
         readers = Counter(plan.snapshot for plan, *_ in self.plans if plan.snapshot)
         assert all(snapshot.refs == readers[snapshot] for snapshot in snapshots)
         assert set(readers) <= set(snapshots), "a snapshot is gone while it is read"
@@ -193,12 +193,12 @@ class Machine(RuleBasedStateMachine):
         for snapshot in self.index._index.values():
             if not snapshot.ready:
                 continue
-            at, slot = snapshot.tier.name, snapshot.index
-            salt, tokens = self.device[slot] if at == "device" else self.host.entries[slot][0]
+            at, entry = snapshot.tier.name, snapshot.index
+            salt, tokens = self.device[entry] if at == "device" else self.host.entries[entry][0]
             assert snapshot.data == salt + encode(tokens) and len(tokens) == snapshot.boundary
             assert self.index.hash_prompt(tokens, salt).hashes[-1] == snapshot.hash
             if at == "device":
-                self.check(slot)
+                self.check(entry)
 
 
 class Colliding(Machine):

@@ -117,11 +117,11 @@ class FakeEngine:
         return {
             "running": len(self.handles), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
             "bytes_of_weights": 30, "bytes_of_sequences": 20, "bytes_of_prefixes": 10,
-            "snapshot_slots": 8, "snapshot_slots_used": 3, "snapshot_slots_held": 1,
+            "prefix_entries": 8, "prefix_entries_stored": 3, "prefix_entries_in_use": 1,
             "prefix_queries": 100, "prefix_hits": 40, "evictions": 1,
             "compilations": 5, "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
             "step_sizes": [("1", 2), ("16", 6), ("+Inf", 7)], "generation_tokens": 17,
-            "host_slots": 9, "host_slots_used": 5, "demotions": 6, "promotions": 1,
+            "host_entries": 9, "host_entries_stored": 5, "demotions": 6, "promotions": 1,
         }  # fmt: skip
 
     def start(self) -> FakeEngine:

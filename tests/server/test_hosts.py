@@ -52,7 +52,7 @@ def test_other_hosts_are_refused(named, host):
     (("10.0.0.7", 80), "[::1].evil.example", False),
 ])  # fmt: skip
 def test_the_address_of_a_connection_is_served(server, host, served):
-    """As behind --host 0.0.0.0; an address is not a name that can be rebound."""
+    """As with --host 0.0.0.0; an address is not a name that can be rebound."""
     seen = []
 
     async def app(scope, receive, send):

@@ -35,7 +35,7 @@ def test_metrics_of_the_engine(metrics):
         40,
     )
     assert metrics["prefix_cache_misses_total", "cold"] == 50
-    assert (metrics["prefix_snapshot_slots",], metrics["prefix_snapshot_slots_used",]) == (8, 3)
+    assert (metrics["prefix_entries",], metrics["prefix_entries_stored",]) == (8, 3)
     assert [metrics[f"memory_{use}_bytes",] for use in ("weights", "sequences", "prefixes")] == [
         30,
         20,
@@ -46,7 +46,7 @@ def test_metrics_of_the_engine(metrics):
     assert metrics["iteration_tokens_total_sum",] == 70
     assert metrics["iteration_tokens_total_bucket", "16"] == 6
     assert metrics["generation_tokens_total",] == 17
-    assert (metrics["prefix_host_slots",], metrics["prefix_host_slots_used",]) == (9, 5)
+    assert (metrics["prefix_host_entries",], metrics["prefix_host_entries_stored",]) == (9, 5)
     assert metrics["prefix_cache_demotions_total",] == 6
 
 

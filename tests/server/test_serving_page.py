@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv import defaults
 from jaxkv.cli import serve
-from jaxkv.cli.flags import DEFAULT_POLICY
 from tests.server.conftest import serving
 from tests.server.fake import FakeEngine
 
@@ -68,4 +68,4 @@ def test_the_command_of_the_container():
     words = re.search(r"^ENTRYPOINT \[(.*)\]$", block("dockerfile"), re.MULTILINE)[1]
     command = [word.strip(' "') for word in words.split(",")]
     assert command[:2] == ["jaxkv", "serve"]
-    assert parser().parse_args(command[2:]).policy == DEFAULT_POLICY
+    assert parser().parse_args(command[2:]).policy == defaults.POLICY

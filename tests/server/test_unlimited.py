@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxkv.server.job import MAX_TOKENS, TOTAL
+from jaxkv.defaults import MAX_TOKENS
+from jaxkv.server.job import TOTAL
 from tests.server.conftest import Served, eventually, serving
 from tests.server.fake import FakeEngine
 

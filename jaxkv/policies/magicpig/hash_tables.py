@@ -100,7 +100,7 @@ def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
     shift = (keys - 1).bit_length()
     if shift + bits + 1 > 32:
         return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
-    # One word sorts five times as fast as a pair of code and place.
+    # One word sorts faster than a pair of code and place (record workarounds, row sort).
     word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
     word = jnp.sort(word, axis=1)
     keys_in_order = word & np.uint32((1 << shift) - 1)
@@ -130,7 +130,7 @@ def tally(
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
     # Several counts per word; words that make one word of bits are apart, so that many are packed
-    # side by side: XLA:CPU packs single bytes slowly.
+    # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally).
     bits = 8 if count < 2**8 else 16
     fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
@@ -187,7 +187,7 @@ def compare(
     return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
-class Found(NamedTuple):
+class SampledPlaces(NamedTuple):
     """places: of a sample; the first `count` are valid. total: how many there were to sample."""
 
     places: Int32[Array, "... M"]
@@ -195,7 +195,7 @@ class Found(NamedTuple):
     total: Int32[Array, "..."]
 
 
-def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> Found:
+def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> SampledPlaces:
     """The places whose bits are set: all of them, or a systematic sample of `most`.
 
     draw: in [0, 1). Where there are `total` > `most`, each is drawn with probability most / total,
@@ -230,7 +230,7 @@ def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> F
 
     nothing = jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32)
     places, _ = jax.lax.fori_loop(0, -(-count // width), some, nothing)
-    return Found(places[:most], count, total)
+    return SampledPlaces(places[:most], count, total)
 
 
 def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:

@@ -20,7 +20,7 @@ from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
-from jaxkv.policies.magicpig.hash_tables import Found
+from jaxkv.policies.magicpig.hash_tables import SampledPlaces
 from jaxkv.policies.magicpig.index import IndexSettings, IndexState
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.state import memory
@@ -87,6 +87,14 @@ class MagicPIG(Policy):
 
     summary: ClassVar[str] = "every token; after the prompt, a sample of its keys by hash tables"
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
+    use_for: ClassVar[str] = "prompts of tens of thousands of tokens, to read fewer keys per token"
+    avoid_for: ClassVar[str] = "short prompts; saving memory: it needs more than full"
+    bytes_formula: ClassVar[str] = (
+        "start * t + 8 + 8 * K + 4 * K * H, doubling, until the end of prefill; after it each KV "
+        "head also has L tables, each with 2 or 4 bytes per slot, an eighth more for the padding "
+        "of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per slot of "
+        "the unindexed tail, which has slots for up to twice the generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -145,11 +153,6 @@ class MagicPIG(Policy):
         return index.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 8 + 8 * K + 4 * K * H, doubling, until the end of
-        prefill; after it each KV head also has L tables, each with 2 or 4 bytes per slot, an eighth
-        more for the padding of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of
-        2 * L per slot of the unindexed tail, which has slots for up to twice the generated
-        tokens"""
         return index.nbytes(spec, self.start, tokens)
 
     def reserve(self, spec: Spec, state: IndexState, tokens: int) -> IndexState:
@@ -163,7 +166,7 @@ class MagicPIG(Policy):
     ) -> tuple[Partial, IndexState]:
         numbers = index.token_numbers(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         whole = merge(seen, local_attention(spec, chunk))
         return dense.refuse_overfull(whole, after.dense), after
@@ -175,10 +178,10 @@ class MagicPIG(Policy):
         numbers = index.token_numbers(state, chunk.valid)
         state = index.append(spec, state, chunk, self.settings)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        seen = self.attend(spec, state, q, numbers, chunk.positions)
+        seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         return dense.refuse_overfull(seen, state.dense), state
 
-    def attend(
+    def attend_after_prefill(
         self, spec: Spec, state: IndexState, q: Float[Array, "B T N H"],
         numbers: Int32[Array, "B T"], positions: UInt32[Array, "B T"],
     ) -> Partial:  # fmt: skip
@@ -282,7 +285,7 @@ def find(
     q: Float[Array, "B N H"],
     numbers: Int32[Array, " B"],
     positions: UInt32[Array, " B"],
-) -> Found:
+) -> SampledPlaces:
     """The places of the keys that one rotated query per head agrees with often enough.
 
     At most `budget` places; of more than that, a systematic sample. Places of `indexed` come first,
@@ -305,7 +308,7 @@ def find(
     nth = positions[:, None, None] * np.uint32(group) + nth
     draws = per_head.uniforms(nth * per_head.GOLDEN, state.rng)  # far from the planes' draws
 
-    def one(head: Array, code: Array, draw: Array) -> Found:
+    def one(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group
         in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
         if not settings.hash_generated:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
-
-from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving
-from jaxkv.policies.merge_reduce import base
-from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.base import TreePolicy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
-class BalanceStream(Policy):
+class BalanceStream(TreePolicy):
     """Cache the first `sinks` tokens, the newest `window`, and a balanced sample of the others.
 
     If a self-balancing walk halves a block, attention to the block stays almost unchanged. The
@@ -51,12 +46,15 @@ class BalanceStream(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    use_for: ClassVar[str] = "endless text, with a sample that preserves attention"
+    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
+    bytes_formula: ClassVar[str] = (
+        "(sinks + window) * t + K * (levels + 1) * block // 2 * u + 8 * K + 8"
+    )
 
     def __post_init__(self) -> None:
         import_pallas()
-        ring.check(self.sinks, self.window, self.positions)
-        per_head.check_exponent(self.exponent, self.weighted)
-        rows.check(self.cache)
+        super().__post_init__()
         if self.levels < 1:
             raise UserError(f"levels must be at least 1, got {self.levels}; try levels=2")
         if self.block < 2 or self.block & (self.block - 1):
@@ -66,36 +64,12 @@ class BalanceStream(Policy):
                 f"block x 2^levels must be {2**24} at most, got block={self.block} and "
                 f"levels={self.levels}; try block=64,levels=2"
             )
-        _ = self._settings
+        _ = self.halving  # checks its settings
 
     @property
-    def _settings(self) -> TreeSettings:
-        halving = Halving(self.mode, self.temperature, self.c)
-        size = TreeSize(self.levels, self.block)
-        cache_relative = self.positions == "cache"
-        exponent = self.exponent if self.weighted else 0.0
-        return TreeSettings(
-            self.sinks, self.window, size, halving, exponent, cache_relative, self.cache
-        )
+    def size(self) -> TreeSize:
+        return TreeSize(self.levels, self.block)
 
     @property
-    def max_lookback(self) -> int | float:
-        return base.max_lookback(self._settings)
-
-    @property
-    def leaves(self) -> TreeState:
-        return base.leaves(self._settings)
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
-        return base.init(self._settings, spec, batch, rng)
-
-    def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
-        return base.update(self._settings, spec, state, chunk)
-
-    def cached(self, spec: Spec, state: TreeState) -> Cached:
-        return base.cached(self._settings, state)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4)
-        + K * (levels + 1) * block // 2 * (2 * H * itemsize + 4) + 8 * K + 8"""
-        return base.nbytes(self._settings, spec)
+    def halving(self) -> Halving:
+        return Halving(self.mode, self.temperature, self.c)

@@ -1,9 +1,10 @@
 """Level occupancy of the merge-and-reduce tree: filled slots and the multiplicity of their tokens.
 
-Both are functions of `num_evicted`, the number of tokens that have left the window, folded after
-2^31 of them (FOLD_AT in tree.py). With L levels, of t slots for the first and t/2 for the others, a
-token of level 0 represents 2^r tokens. r grows by one each time the stream doubles, from
-t 2^(L-1) tokens on. The binary digits of the number of blocks say which levels are filled.
+Both are functions of `num_evicted`, the number of tokens that have left the window. It is halved
+when it reaches 2^31 (HALVE_COUNT_AT in tree.py). With L levels, of t slots for the first and t/2
+for the others, a token of level 0 represents 2^r tokens. r grows by one each time the stream
+doubles, from t 2^(L-1) tokens on. The binary digits of the number of blocks say which levels are
+filled.
 """
 
 from __future__ import annotations

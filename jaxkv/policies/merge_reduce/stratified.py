@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
-
-from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
-from jaxkv.policies.merge_reduce import base
-from jaxkv.policies.merge_reduce.base import TreeSettings, TreeState
+from jaxkv.policies.merge_reduce.base import TreePolicy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 
 
 @dataclass(frozen=True)
-class Stratified(Policy):
+class Stratified(TreePolicy):
     """Cache the first `sinks` tokens, the newest `window`, and one of every 2^r tokens between.
 
     One random token of every stretch of 2^r tokens spreads the sample evenly over the text. Its
@@ -39,41 +34,19 @@ class Stratified(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
+    use_for: ClassVar[str] = "endless text, with a sample spread evenly over it"
+    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
+    bytes_formula: ClassVar[str] = "(sinks + window) * t + K * sample * u + 8 * K + 8"
 
     def __post_init__(self) -> None:
-        ring.check(self.sinks, self.window, self.positions)
-        per_head.check_exponent(self.exponent, self.weighted)
-        rows.check(self.cache)
+        super().__post_init__()
         if not 2 <= self.sample <= 2**20 or self.sample & (self.sample - 1):
             raise UserError(f"sample must be 2, 4, 8, ..., got {self.sample}; try sample=128")
 
     @property
-    def _settings(self) -> TreeSettings:
-        cache_relative = self.positions == "cache"
-        size, halving = TreeSize(1, self.sample), Halving("coin")
-        exponent = self.exponent if self.weighted else 0.0
-        return TreeSettings(
-            self.sinks, self.window, size, halving, exponent, cache_relative, self.cache
-        )
+    def size(self) -> TreeSize:
+        return TreeSize(1, self.sample)
 
     @property
-    def max_lookback(self) -> int | float:
-        return base.max_lookback(self._settings)
-
-    @property
-    def leaves(self) -> TreeState:
-        return base.leaves(self._settings)
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
-        return base.init(self._settings, spec, batch, rng)
-
-    def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
-        return base.update(self._settings, spec, state, chunk)
-
-    def cached(self, spec: Spec, state: TreeState) -> Cached:
-        return base.cached(self._settings, state)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """(sinks + window) * (2 * K * H * itemsize + 4) + K * sample * (2 * H * itemsize + 4)
-        + 8 * K + 8"""
-        return base.nbytes(self._settings, spec)
+    def halving(self) -> Halving:
+        return Halving("coin")

@@ -14,7 +14,6 @@ The number of tokens so far says how full each level is (occupancy.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import Evicted, Sample, pick, put, rerotate, uniforms
+from jaxkv.cache.per_head import Evicted, SampledTokens, pick, put, rerotate, uniforms
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
+from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce.occupancy import (
     TreeSize,
     filled_slots,
@@ -35,11 +35,9 @@ from jaxkv.policies.merge_reduce.occupancy import (
 )
 from jaxkv.typing import Array, Bool, Int32
 
-# keys, values [B,K,t,H], uniforms [B,K,t] -> the slots that stay, [B,K,t/2], in order
-Halve = Callable[[Array, Array, Array], Int32[Array, "B K C"]]
 # `num_evicted`, the number of tokens so far, is halved when it reaches this, so it never wraps. The
 # weight of every stored token is halved with it, so text before that point counts less.
-FOLD_AT = np.uint32(2**31)
+HALVE_COUNT_AT = np.uint32(2**31)
 
 
 class Reducer(NamedTuple):
@@ -52,35 +50,35 @@ class Reducer(NamedTuple):
     """
 
     size: TreeSize
-    halve: Halve
+    halving: Halving
     cache_relative: bool
     spec: Spec
     cache: Cache = "float"
 
     @property
-    def by_slot(self) -> bool:
+    def stored_at_slot(self) -> bool:
         """Whether keys are stored rotated to their slot within a half."""
         return self.cache_relative and self.cache == "float"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def absorb(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[Sample, Array]:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[SampledTokens, Array]:
     """The levels and `num_evicted` after all evicted tokens were absorbed."""
     one = evicted.tokens.positions.shape[2] == 1
     return (_absorb_one if one else _absorb)(reducer, sample, num_evicted, rng, evicted)
 
 
 def _absorb_one(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[Sample, Array]:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[SampledTokens, Array]:
     size, token, valid = reducer.size, evicted.tokens, evicted.valid[:, 0]
     r, begun = group_size_and_start(size, num_evicted)
     slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
     picked = token_of_slot(size, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
     takes = valid[:, None] & jnp.any(picked, axis=2)
-    if reducer.by_slot:  # the KV heads of a sequence evict the same token
+    if reducer.stored_at_slot:  # the KV heads of a sequence evict the same token
         rotated = reducer.spec.encoding.rerotate(
             token.k.transpose(0, 2, 1, 3),
             slot[:, None] % np.uint32(size.half) - token.positions[:, 0],
@@ -92,8 +90,8 @@ def _absorb_one(
 
 
 def _absorb(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[Sample, Array]:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[SampledTokens, Array]:
     """A block at a time."""
     order, left = _order_of(evicted)
 
@@ -115,8 +113,8 @@ def _absorb(
 
 
 def _absorb_for_gradients(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[tuple[Sample, Array], tuple]:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[tuple[SampledTokens, Array], tuple]:
     found = absorb(reducer, sample, num_evicted, rng, evicted)
     return found, (sample, num_evicted, rng, evicted, found[0].positions)
 
@@ -143,7 +141,7 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     rotated_to = jnp.concatenate([new.positions, slot], axis=2)
     by = slot - jnp.take_along_axis(rotated_to, source, axis=2)
 
-    def again(sample: Sample, new: Sample) -> tuple[Array, Array]:
+    def again(sample: SampledTokens, new: SampledTokens) -> tuple[Array, Array]:
         found = pick(per_head.join(new, sample), source)
         return rerotate(reducer.spec, found.k, by) if reducer.cache_relative else found.k, found.v
 
@@ -153,15 +151,20 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
         ), *sample[:2], *new[:2],
     )[1]  # fmt: skip
     k, v, new_k, new_v = back((cotangents[0].k, cotangents[0].v))
-    return Sample(k, v, None), None, None, Evicted(Sample(new_k, new_v, None), None, None)
+    return (
+        SampledTokens(k, v, None),
+        None,
+        None,
+        Evicted(SampledTokens(new_k, new_v, None), None, None),
+    )
 
 
 absorb.defvjp(_absorb_for_gradients, _gradients)
 
 
 def fill_level_0(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, evicted: Evicted
-) -> Sample:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> SampledTokens:
     """The levels after level 0 took evicted tokens until it is full, before any halving."""
     order, left = _order_of(evicted)
     done = jnp.zeros_like(left)
@@ -178,26 +181,28 @@ def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]
 
 
 def _fill_level_0(
-    reducer: Reducer, sample: Sample, num_evicted: Array, rng: Array, tokens: Sample, order: Array,
-    done: Array, left: Array,
-) -> Sample:  # fmt: skip
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array,
+    tokens: SampledTokens, order: Array, done: Array, left: Array,
+) -> SampledTokens:  # fmt: skip
     """Level 0 takes its tokens, from the `done`-th evicted one on, until it is full."""
     chosen = token_of_slot(reducer.size, num_evicted[:, None], rng)[:, :, 0]
     wanted = chosen - num_evicted[:, None, None]
     takes = wanted < (left - done).astype(jnp.uint32)[:, None, None]
     number = jnp.where(takes, wanted.astype(jnp.int32) + done[:, None, None], 0)
     new = pick(tokens, jax.vmap(lambda tokens, at: tokens[at])(order, number))
-    if reducer.by_slot:
+    if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.size.half)
         new = new._replace(k=rerotate(reducer.spec, new.k, slot - new.positions))
     return _write(sample, new, 0, takes)
 
 
-def _cut(sample: Sample, at: int | Array, size: int) -> Sample:
+def _cut(sample: SampledTokens, at: int | Array, size: int) -> SampledTokens:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, at, size, 2), sample)
 
 
-def _write(sample: Sample, new: Sample, at: int | Array, takes: Bool[Array, "B ... #S"]) -> Sample:
+def _write(
+    sample: SampledTokens, new: SampledTokens, at: int | Array, takes: Bool[Array, "B ... #S"]
+) -> SampledTokens:
     """The sample with `new` in the slots from `at` on, where `takes`."""
 
     def one(old: Array, new: Array) -> Array:
@@ -210,8 +215,8 @@ def _write(sample: Sample, new: Sample, at: int | Array, takes: Bool[Array, "B .
 
 
 def _reduce(
-    reducer: Reducer, sample: Sample, num_evicted: Array, after: Array, rng: Array
-) -> tuple[Sample, Array]:
+    reducer: Reducer, sample: SampledTokens, num_evicted: Array, after: Array, rng: Array
+) -> tuple[SampledTokens, Array]:
     """Halve the full levels when the number of evicted tokens goes from `num_evicted` to `after`.
 
     The two are at most one block apart.
@@ -246,7 +251,7 @@ def _reduce(
 
     # A loop that mostly runs zero times: a branch per level would copy the sample and compile more.
     _, sample = jax.lax.while_loop(more, one, (jnp.zeros((), jnp.uint32), sample))
-    return sample, jnp.where(after == FOLD_AT, after // np.uint32(2), after)
+    return sample, jnp.where(after == HALVE_COUNT_AT, after // np.uint32(2), after)
 
 
 def _first_slot_of_level(reducer: Reducer, level: Array) -> Int32[Array, ""]:
@@ -255,8 +260,8 @@ def _first_slot_of_level(reducer: Reducer, level: Array) -> Int32[Array, ""]:
 
 
 def _halve_level(
-    reducer: Reducer, sample: Sample, level: Array, after: Array, rng: Array
-) -> Sample:
+    reducer: Reducer, sample: SampledTokens, level: Array, after: Array, rng: Array
+) -> SampledTokens:
     """Halve a level together with the half that waits in the second half of level 0.
 
     Returns the half that stays.
@@ -268,13 +273,13 @@ def _halve_level(
     keys, values = rows.dequantise(both.k), rows.dequantise(both.v)
     if reducer.cache_relative:  # at consecutive positions
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
-        rotated_to = place % np.uint32(half) if reducer.by_slot else both.positions
+        rotated_to = place % np.uint32(half) if reducer.stored_at_slot else both.positions
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
     draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
-    chosen = reducer.halve(keys, values, draws)
+    chosen = halve(reducer.halving, reducer.spec.scale, keys, values, draws).chosen
     stays = pick(both, chosen)
-    if reducer.by_slot:
+    if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
         was = chosen.astype(jnp.uint32) % np.uint32(half)
         stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - was))

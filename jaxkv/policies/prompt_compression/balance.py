@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving, halve, walk
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32, Int32
 
 
@@ -56,6 +56,12 @@ class Balance(Policy):
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
+    use_for: ClassVar[str] = "a long prompt, compressed once, with a short answer"
+    avoid_for: ClassVar[str] = "endless text; prompts of which only a few tokens matter"
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K, doubling, until the end of prefill; then a quarter of that at "
+        "rounds=2, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -85,8 +91,8 @@ class Balance(Policy):
         return Halving(self.mode, self.temperature, self.c)
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(self.sinks, self.window, 1 << self.rounds)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
     @property
     def leaves(self) -> CompressedState:
@@ -94,7 +100,7 @@ class Balance(Policy):
 
     @property
     def min_prompt(self) -> int:
-        return self._ends.most + 1
+        return self._ends.max_tokens + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
         return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
@@ -103,12 +109,12 @@ class Balance(Policy):
         return base.reserve(spec, state, tokens, self._ends)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling, until the end of prefill; then
-        a quarter of that at rounds=2, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             times = jnp.ones(tokens.positions.shape, jnp.float32)
             for number in range(self.rounds):
                 tokens, times = self._round(spec, tokens, times, count, state.rng, number)
@@ -120,8 +126,8 @@ class Balance(Policy):
         return base.finish_prefill(spec, state, self._ends, choose)
 
     def _round(
-        self, spec: Spec, tokens: Sample, times: Array, count: Array, rng: Array, number: int
-    ) -> tuple[Sample, Float32[Array, "B K C"]]:
+        self, spec: Spec, tokens: SampledTokens, times: Array, count: Array, rng: Array, number: int
+    ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
         """Half of the first `count` tokens of each sequence, and the multiplicity of each."""
         batch, kv_heads, size = tokens.positions.shape
         block = min(self.block, size + size % 2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxkv.attention import merge
 from jaxkv.cache import dense, per_head, ring, rows
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
@@ -24,7 +24,9 @@ from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 MAX_SLOTS = dense.MAX_SLOTS
 # The tokens between the ends [B,K,S,*] and their number -> some of them, with log weights.
-Choose = Callable[[Sample, Int32[Array, " B"]], tuple[Sample, Float32[Array, "B K C"]]]
+Choose = Callable[
+    [SampledTokens, Int32[Array, " B"]], tuple[SampledTokens, Float32[Array, "B K C"]]
+]
 
 
 class CompressedState(NamedTuple):
@@ -36,7 +38,7 @@ class CompressedState(NamedTuple):
     """
 
     dense: Ring
-    sample: Sample
+    sample: SampledTokens
     log_weight: Float32[Array, "B K C"]
     queries: Float[Array, "B K W G H"]
     query_positions: UInt32[Array, "B W"]
@@ -53,7 +55,7 @@ LEAVES = CompressedState(
 )
 
 
-class Ends(NamedTuple):
+class ExactEnds(NamedTuple):
     """The first `sinks` and the last `window` tokens of a prompt, which stay exact.
 
     The others are compressed in groups of `multiple`; the newest that make no group stay too.
@@ -64,8 +66,8 @@ class Ends(NamedTuple):
     multiple: int = 1
 
     @property
-    def most(self) -> int:
-        """Tokens that stay, at most."""
+    def max_tokens(self) -> int:
+        """The largest number of tokens that stay exact."""
         return self.sinks + self.window + self.multiple - 1
 
 
@@ -84,21 +86,16 @@ def check_cache(cache: Cache, sinks: int, start: int) -> None:
         )
 
 
-def check(ends: Ends, start: int, example: tuple[int, int] = (32, 32)) -> None:
-    """Raise UserError for impossible ends or first slots; example: ends that would do."""
-    sinks, window, _ = ends
-    if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
-        raise UserError(
-            f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
-            f"{sinks}, {window} and {start}; try sinks={example[0]},window={example[1]},start=512"
-        )
+def check(ends: ExactEnds, start: int) -> None:
+    """Raise UserError for impossible ends or first slots."""
+    dense.check(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
 
 
-def check_capacity(capacity: int, least: int, start: int) -> None:
-    """Raise UserError for a capacity below `least` tokens, or impossible first slots."""
-    if not (least <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
+def check_capacity(capacity: int, minimum: int, start: int) -> None:
+    """Raise UserError for a capacity below `minimum` tokens, or impossible first slots."""
+    if not (minimum <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
         raise UserError(
-            f"capacity must be from {least} and start from 1, both {MAX_SLOTS} at most, got "
+            f"capacity must be from {minimum} and start from 1, both {MAX_SLOTS} at most, got "
             f"{capacity} and {start}; try capacity=1024,start=512"
         )
 
@@ -154,9 +151,9 @@ def prefill_finished(state: CompressedState) -> bool:
     return state.log_weight.shape[2] > 0
 
 
-def reserve(spec: Spec, state: CompressedState, tokens: int, ends: Ends) -> CompressedState:
+def reserve(spec: Spec, state: CompressedState, tokens: int, ends: ExactEnds) -> CompressedState:
     """Room for `tokens`; after prefill for that many generated tokens."""
-    tokens += ends.most if prefill_finished(state) else 0
+    tokens += ends.max_tokens if prefill_finished(state) else 0
     return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
 
 
@@ -200,7 +197,7 @@ def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> Compress
 
 
 def finish_prefill(
-    spec: Spec, state: CompressedState, ends: Ends, choose: Choose
+    spec: Spec, state: CompressedState, ends: ExactEnds, choose: Choose
 ) -> CompressedState:
     """Compress the prompt: the tokens between its ends become the sample that `choose` returns.
 
@@ -216,12 +213,12 @@ def finish_prefill(
         here = slice(ends.sinks, ends.sinks + between)
         positions = jnp.broadcast_to(prompt.positions[:, None, here], (batch, kv_heads, between))
         k, v = (rows.cut(leaf, here.start, here.stop) for leaf in prompt[:2])
-        chosen, weight = choose(Sample(k, v, positions), count)
+        chosen, weight = choose(SampledTokens(k, v, positions), count)
     else:  # one empty slot: its presence says that prefill is finished
         chosen = resize(state.sample, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
     # One slot at least, because an empty cache cannot grow by doubling.
-    slot = jnp.arange(min(max(ends.most, 1), size))[None]
+    slot = jnp.arange(min(max(ends.max_tokens, 1), size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
     take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)  # noqa: E731
@@ -239,8 +236,8 @@ def finish_prefill(
 
 
 def weighted_sample(
-    chosen: Sample, count: Int32[Array, " B"], weight: float | Array
-) -> tuple[Sample, Float32[Array, "B K C"]]:
+    chosen: SampledTokens, count: Int32[Array, " B"], weight: float | Array
+) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
     """A sample whose first `count` slots are filled, each with this log weight."""
     filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
     weight = jnp.where(filled, jnp.float32(weight), -jnp.inf)
@@ -248,8 +245,8 @@ def weighted_sample(
 
 
 def keep_best(
-    tokens: Sample, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
-) -> tuple[Sample, Float32[Array, "B K C"]]:
+    tokens: SampledTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
     """The `budget` highest scores of the first `count` tokens, in the order of the text."""
     size = tokens.positions.shape[2]
     budget = min(size, budget)
@@ -260,7 +257,7 @@ def keep_best(
     return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
 
 
-def resize(tokens: Sample, size: int) -> Sample:
+def resize(tokens: SampledTokens, size: int) -> SampledTokens:
     """The first `size` slots, padded with empty ones where there are fewer."""
     more = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import ring, rows
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -63,6 +63,16 @@ class ExpectedAttention(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+    use_for: ClassVar[str] = (
+        "a long prompt that is continued; its loss is not told apart from snapkv's"
+    )
+    avoid_for: ClassVar[str] = (
+        "endless text; single facts of the prompt; models whose logits have a softcap"
+    )
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling without the last term, until "
+        "the end of prefill; then `capacity` tokens, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -80,8 +90,8 @@ class ExpectedAttention(Policy):
         return ExpectedState(prompt, Leaf("B K M G H"), Leaf("B K D G H"))
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(self.sinks, 0)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, 0)
 
     @property
     def min_prompt(self) -> int:
@@ -101,9 +111,6 @@ class ExpectedAttention(Policy):
         return base.cached(spec, state.prompt)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling
-        without the last term, until the end of prefill; then `capacity` tokens, plus all generated
-        tokens"""
         heads, head_dim = spec.kv_heads * (spec.group or 0), spec.head_dim
         prompt = base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
         return prompt + 4 * heads * head_dim * (head_dim + 1)
@@ -145,7 +152,9 @@ class ExpectedAttention(Policy):
         # A choice has no gradient.
         frozen = jax.lax.stop_gradient(state)
 
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             score = self._score(spec, frozen, jax.lax.stop_gradient(tokens), count)
             return base.keep_best(tokens, count, score, self.capacity - self.sinks)
 
@@ -153,7 +162,7 @@ class ExpectedAttention(Policy):
         return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
 
     def _score(
-        self, spec: Spec, state: ExpectedState, tokens: Sample, count: Int32[Array, " B"]
+        self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Int32[Array, " B"]
     ) -> Float32[Array, "B K S"]:
         """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
         written = state.prompt.dense.count[:, None]

@@ -44,6 +44,13 @@ class PyramidKV(Policy):
 
     summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    use_for: ClassVar[str] = (
+        "a long prompt that is continued, with most of the budget in the first layers"
+    )
+    avoid_for: ClassVar[str] = (
+        "endless text; single facts of the prompt and several questions, as snapkv"
+    )
+    bytes_formula: ClassVar[str] = "as snapkv, with this layer's capacity"
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -91,7 +98,6 @@ class PyramidKV(Policy):
         return self._snap.reserve(spec, state, tokens)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """as snapkv, with this layer's capacity"""
         return self._snap.bytes_per_sequence(spec, tokens)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.per_head import Sample
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, Ends
+from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
 from jaxkv.typing import Array, Float32
 
 
@@ -41,6 +41,15 @@ class SnapKV(Policy):
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    use_for: ClassVar[str] = "a long prompt that is continued"
+    avoid_for: ClassVar[str] = (
+        "endless text; single facts of the prompt, which it seldom kept on SmolLM2-135M; "
+        "several questions about one prompt, which is compressed for the first"
+    )
+    bytes_formula: ClassVar[str] = (
+        "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "
+        "prefill; then `capacity` tokens, plus all generated tokens"
+    )
     grows: ClassVar[bool] = True
 
     update = staticmethod(base.update)
@@ -60,8 +69,8 @@ class SnapKV(Policy):
             raise UserError(f"pool must be max or mean, got {self.pool!r}")
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(0, self.window)
+    def _ends(self) -> ExactEnds:
+        return ExactEnds(0, self.window)
 
     @property
     def leaves(self) -> CompressedState:
@@ -78,15 +87,15 @@ class SnapKV(Policy):
         return base.reserve(spec, state, tokens, self._ends)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        """start * (2 * K * H * itemsize + 4) + 4 + 8 * K + window * (4 * K * G * H + 4), doubling,
-        until the end of prefill; then `capacity` tokens, plus all generated tokens"""
         return base.nbytes(spec, self.start, tokens, self.window, cache=self.cache)
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         # A choice has no gradient.
         attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
 
-        def choose(tokens: Sample, count: Array) -> tuple[Sample, Float32[Array, "B K C"]]:
+        def choose(
+            tokens: SampledTokens, count: Array
+        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]
             there = jnp.arange(size)[None, None] < count[:, None, None]
             score = jnp.where(there[:, :, None], attention[..., :size], 0)

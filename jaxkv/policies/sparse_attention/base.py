@@ -9,7 +9,7 @@ time. They measure how good a selection can be.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from jaxkv.attention import blend, scores
 from jaxkv.cache import dense, per_head, ring
 from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, check_prefill
 from jaxkv.errors import UserError
-from jaxkv.policies.prompt_compression import base as prompt_compression
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 _SCAN = 16  # queries whose logits of all keys are in memory at a time
@@ -65,65 +64,61 @@ class Candidates(NamedTuple):
 Select = Callable[[Candidates], Array]
 
 
-def check(sinks: int, window: int, start: int) -> None:
-    """Raise UserError for impossible sinks, window or first slots."""
-    prompt_compression.check(prompt_compression.Ends(sinks, window), start, (4, 64))
-
-
 def check_share(name: str, value: float, example: float = 0.1) -> None:
     """Raise UserError unless value is in (0, 1]; example: a value that would do."""
     if not 0 < value <= 1:
         raise UserError(f"{name} must be above 0 and at most 1, got {value}; try {name}={example}")
 
 
-@runtime_checkable
-class Selector(Protocol):
-    """What a policy of this folder brings itself; the functions below are its other methods."""
+class SparsePolicy(Policy):
+    """A policy that selects keys: a frozen dataclass with these three fields and `select`."""
 
     sinks: int
     window: int
     start: int
 
-    def select(self, candidates: Candidates) -> Array: ...
+    leaves: ClassVar[SparseState] = LEAVES
+    grows: ClassVar[bool] = True
+    min_prompt: ClassVar[int] = 0
+    avoid_for: ClassVar[str] = "speed or memory: it reads every key"
+    bytes_formula: ClassVar[str] = "start * t + 4 + 8 * K, doubling as tokens come"
 
+    def __post_init__(self) -> None:
+        dense.check(self.sinks, self.window, self.start, "sinks=4,window=64,start=512")
 
-def init(policy: Selector, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
-    finished = jnp.zeros((batch, 0, 0), jnp.int32)
-    return SparseState(
-        ring.init(spec, batch, policy.start), finished, per_head.seeds(rng, spec, batch)
-    )
+    def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
+        """The log weight of each selectable key, -inf where it is not selected."""
+        raise NotImplementedError
 
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
+        finished = jnp.zeros((batch, 0, 0), jnp.int32)
+        return SparseState(
+            ring.init(spec, batch, self.start), finished, per_head.seeds(rng, spec, batch)
+        )
 
-def update(
-    policy: Selector, spec: Spec, state: SparseState, chunk: Chunk
-) -> tuple[Partial, SparseState]:
-    return attend_selected(spec, state, chunk, policy.sinks, policy.window, policy.select)
+    def update(self, spec: Spec, state: SparseState, chunk: Chunk) -> tuple[Partial, SparseState]:
+        return attend_selected(spec, state, chunk, self.sinks, self.window, self.select)
 
+    def cached(self, spec: Spec, state: SparseState) -> Cached:
+        return ring.cached(state.dense)
 
-def bytes_per_sequence(policy: Selector, spec: Spec, tokens: int = 0) -> int:
-    """start * (2 * K * H * itemsize + 4) + 4 + 8 * K, doubling as tokens come"""
-    slots = dense.slots_for(tokens, policy.start, dense.MAX_SLOTS)
-    return ring.nbytes(spec, slots) + 8 * spec.kv_heads
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        slots = dense.slots_for(tokens, self.start, dense.MAX_SLOTS)
+        return ring.nbytes(spec, slots) + 8 * spec.kv_heads
 
+    def reserve(self, spec: Spec, state: SparseState, tokens: int) -> SparseState:
+        """Room for `tokens`; after prefill for that many generated tokens."""
+        tokens += state.finished.shape[1]
+        return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
 
-def reserve(spec: Spec, state: SparseState, tokens: int) -> SparseState:
-    """Room for `tokens`; after prefill for that many generated tokens."""
-    tokens += state.finished.shape[1]
-    return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
+    def finish_prefill(self, spec: Spec, state: SparseState) -> SparseState:
+        """From now on queries select; every token stays cached.
 
-
-def finish_prefill(spec: Spec, state: SparseState) -> SparseState:
-    """From now on queries select; every token stays cached.
-
-    Raises UserError for a state whose prefill is finished.
-    """
-    check_prefill(state.finished.shape[1] > 0)
-    slots = state.dense.positions.shape
-    return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
-
-
-def cached(spec: Spec, state: SparseState) -> Cached:
-    return ring.cached(state.dense)
+        Raises UserError for a state whose prefill is finished.
+        """
+        check_prefill(state.finished.shape[1] > 0)
+        slots = state.dense.positions.shape
+        return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
 
 
 def attend_selected(
@@ -135,14 +130,14 @@ def attend_selected(
         return partial, state._replace(dense=appended)
     after = state._replace(dense=dense.append(spec, state.dense, chunk))
 
-    def some(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
+    def attend(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
         numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
         own = jnp.where(piece.valid, numbers, -1)
         found = _candidates(spec, after, piece, own, sinks, window)
         bias = jnp.where(found.exact, np.float32(0), select(found))
         return blend(found.logits + bias, after.dense.v), numbers[:, -1] + 1
 
-    partial, _ = chunked_scan(some, state.dense.count, chunk, _SCAN)
+    partial, _ = chunked_scan(attend, state.dense.count, chunk, _SCAN)
     return dense.refuse_overfull(partial, after.dense), after
 
 
@@ -183,8 +178,8 @@ def largest(
 ) -> Bool[Array, "B K G T S"]:
     """The `count` largest, of equals the first, or all where there are fewer."""
     order = _order(jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf))
-    least = _nth_largest(order, count)
-    above, equal = order > least, (order == least) & among
+    threshold = _nth_largest(order, count)
+    above, equal = order > threshold, (order == threshold) & among
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
 

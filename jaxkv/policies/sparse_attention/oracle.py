@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy
 from jaxkv.policies.sparse_attention import base
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Float32, Int32
 
 
 @dataclass(frozen=True)
-class Oracle(Policy):
+class Oracle(SparsePolicy):
     """Attend to the mean value of keys drawn by their own softmax weights.
 
     Attention is an expectation of values under the softmax, so a sample by softmax weight estimates
@@ -41,23 +40,13 @@ class Oracle(Policy):
         "every token; a query attends to sinks, window and draws by softmax weight"
     )
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179, Definition 3.1"
-    leaves: ClassVar[SparseState] = base.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
+    use_for: ClassVar[str] = "an oracle baseline: attention by exact sampling"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)
-        base.check(self.sinks, self.window, self.start)
-
-    init = base.init
-    update = base.update
-    bytes_per_sequence = base.bytes_per_sequence
-    cached = staticmethod(base.cached)
-    reserve = staticmethod(base.reserve)
-    finish_prefill = staticmethod(base.finish_prefill)
+        super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each selectable key, -inf where it is not selected."""
         times, count = self.draw(candidates)
         share = jnp.maximum(times, 1) / jnp.maximum(count, 1)
         whole = base.log_sum(candidates.logits, candidates.selectable)

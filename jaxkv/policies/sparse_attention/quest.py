@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.policies.sparse_attention import base
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Bool, Float32
 
 
 @dataclass(frozen=True)
-class Quest(Policy):
+class Quest(SparsePolicy):
     """Attend to whole pages of keys, selected by an upper bound on their logits.
 
     The minimum and the maximum of each channel bound the logit of every key in a page, so a query
@@ -44,9 +43,7 @@ class Quest(Policy):
         "every token; a query attends to sinks, window and the best pages of keys"
     )
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
-    leaves: ClassVar[SparseState] = base.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
+    use_for: ClassVar[str] = "an oracle baseline: attention to selected pages of keys"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)
@@ -55,17 +52,9 @@ class Quest(Policy):
                 f"page and fewest must be at least 1, got {self.page} and {self.fewest}; try "
                 "page=16,fewest=3"
             )
-        base.check(self.sinks, self.window, self.start)
-
-    init = base.init
-    update = base.update
-    bytes_per_sequence = base.bytes_per_sequence
-    cached = staticmethod(base.cached)
-    reserve = staticmethod(base.reserve)
-    finish_prefill = staticmethod(base.finish_prefill)
+        super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each selectable key, -inf where it is not selected."""
         score, there = self.bound(candidates)
         count = jnp.maximum(base.share_of(self.share, there), self.fewest)
         best = jnp.repeat(base.largest(score, there, count), self.page, axis=-1)

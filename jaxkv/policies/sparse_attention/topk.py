@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxkv.contract import Policy
 from jaxkv.policies.sparse_attention import base
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Float32
 
 
 @dataclass(frozen=True)
-class TopK(Policy):
+class TopK(SparsePolicy):
     """Attend to the keys with the largest logits, found by reading all of them.
 
     A softmax is dominated by its largest logits, so methods that search for them approximate this
@@ -32,22 +31,12 @@ class TopK(Policy):
 
     summary: ClassVar[str] = "every token; a query attends to sinks, window and the largest logits"
     source: ClassVar[str] = "the TopK of MagicPIG, arXiv 2410.16179"
-    leaves: ClassVar[SparseState] = base.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
+    use_for: ClassVar[str] = "an oracle baseline: attention to the largest logits"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)
-        base.check(self.sinks, self.window, self.start)
-
-    init = base.init
-    update = base.update
-    bytes_per_sequence = base.bytes_per_sequence
-    cached = staticmethod(base.cached)
-    reserve = staticmethod(base.reserve)
-    finish_prefill = staticmethod(base.finish_prefill)
+        super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each selectable key, -inf where it is not selected."""
         count = base.share_of(self.share, candidates.selectable)
         return base.unweighted(base.largest(candidates.logits, candidates.selectable, count))

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy
 from jaxkv.policies.sparse_attention import base
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Float32
 
 
 @dataclass(frozen=True)
-class TopP(Policy):
+class TopP(SparsePolicy):
     """Attend to the fewest keys whose softmax weights reach `mass`.
 
     A fixed number of keys is too many for a peaked head and too few for a flat one. A fixed mass
@@ -37,23 +36,13 @@ class TopP(Policy):
         "every token; a query attends to sinks, window and the keys that reach a mass"
     )
     source: ClassVar[str] = "top-p as in vAttention, arXiv 2510.05688"
-    leaves: ClassVar[SparseState] = base.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
+    use_for: ClassVar[str] = "an oracle baseline: attention to the keys that reach a mass"
 
     def __post_init__(self) -> None:
         base.check_share("mass", self.mass, 0.9)
-        base.check(self.sinks, self.window, self.start)
-
-    init = base.init
-    update = base.update
-    bytes_per_sequence = base.bytes_per_sequence
-    cached = staticmethod(base.cached)
-    reserve = staticmethod(base.reserve)
-    finish_prefill = staticmethod(base.finish_prefill)
+        super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each selectable key, -inf where it is not selected."""
         logits = jax.lax.stop_gradient(candidates.logits)
         whole = base.log_sum(logits, candidates.selectable)
         weights = jnp.where(candidates.selectable, jnp.exp(logits - whole), np.float32(0))

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import Policy
 from jaxkv.errors import UserError
 from jaxkv.policies.sparse_attention import base as shared  # `base` is a field here
-from jaxkv.policies.sparse_attention.base import Candidates, SparseState
+from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Bool, Float32, Int32
 
 
 @dataclass(frozen=True)
-class VAttention(Policy):
+class VAttention(SparsePolicy):
     """Attend to the largest logits and a random sample of the others, sized to meet an error bound.
 
     The largest logits have most of the softmax weight. The rest is many small weights, which a
@@ -52,9 +51,7 @@ class VAttention(Policy):
         "every token; a query attends to sinks, window, largest logits and a sample"
     )
     source: ClassVar[str] = "vAttention, arXiv 2510.05688"
-    leaves: ClassVar[SparseState] = shared.LEAVES
-    grows: ClassVar[bool] = True
-    min_prompt: ClassVar[int] = 0
+    use_for: ClassVar[str] = "an oracle baseline: attention with an error bound"
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= 1:
@@ -65,17 +62,9 @@ class VAttention(Policy):
                 raise UserError(f"{name} must be between 0 and 1, got {value}; try {name}=0.05")
         if self.sides not in ("two", "one"):
             raise UserError(f"sides must be two or one, got {self.sides!r}; try sides=two")
-        shared.check(self.sinks, self.window, self.start)
-
-    init = shared.init
-    update = shared.update
-    bytes_per_sequence = shared.bytes_per_sequence
-    cached = staticmethod(shared.cached)
-    reserve = staticmethod(shared.reserve)
-    finish_prefill = staticmethod(shared.finish_prefill)
+        super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        """The log weight of each selectable key, -inf where it is not selected."""
         selectable = candidates.selectable
         top = shared.largest(candidates.logits, selectable, shared.share_of(self.top, selectable))
         rest = selectable & ~top

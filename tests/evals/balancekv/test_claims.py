@@ -21,7 +21,7 @@ def test_the_walk_must_be_below_both_uniform_samplings_and_stratified():
         errors["balance, walk"] = {"1": [0.3, 0.31, 0.32]}
         errors |= {name.replace("_", ", "): {"1": values} for name, values in of.items()}
         return claims.nearer_than_uniform({
-            "model": "tiny", "stretches": 3, "tokens": 512, "layers": {"0": {}}, "rounds": [1],
+            "model": "tiny", "stretches": 3, "tokens": 512, "layers": {"0": errors}, "rounds": [1],
             "by_stretch": errors, "saturated": {"walk": 0.1},
         })[1]  # fmt: skip
 
@@ -46,7 +46,7 @@ def tree_record(chosen, without_holes, cached=224.0):
         },
         "equal_tokens": {"2 x 64, equal tokens": line([0.02, 0.02])},
         "trees": {"3 x 64": {"used": 80.0, "slots": 128}, "2 x 64": {"used": 64.0, "slots": 96}},
-        "errors": {"rows": error},
+        "errors": {"rows": error, "layers": [0, 6]},
         "holes": {"widest": 1, "share": 0.47, "over_holes": line([without_holes] * 2)},
     }  # fmt: skip
 
@@ -55,6 +55,7 @@ def test_two_levels_must_cache_more_and_lower_the_loss_of_every_text():
     found, verdict = claims.uses_more(tree_record([0.03, 0.02, 0.025, 0.025, 0.025], 0))
     assert verdict == "holds"
     assert "2 x 64 +0.0250 ± 0.0020 (224 tokens cached, 64 of the tree's 96" in found
+    assert "error of attention in layers 0, 6 (absolute positions)" in found
     assert claims.uses_more(tree_record([0.03, 0.02], 0))[1] == "holds in part"  # too few texts
     assert claims.uses_more(tree_record([0.03, 0.05], 0))[1] == "holds in part"
     assert claims.uses_more(tree_record([0.06, 0.05], 0))[1] == "does not hold here"

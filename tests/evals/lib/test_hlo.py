@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib.hlo import copies_in_loops
+from jaxkv.evals.lib.hlo import copies, copies_in_loops
 
 TEXT = """
 %inside (p: (f32[4,8])) -> (f32[4,8]) {
@@ -23,6 +23,7 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
 def test_only_copies_of_a_size_inside_a_loop_are_found():
     assert copies_in_loops(TEXT, {32}) == ["%a = f32[4,8]{1,0} copy(%p)"]
     assert len(copies_in_loops(TEXT, {8, 32})) == 2
+    assert len(copies(TEXT, {32})) == 2
     with pytest.raises(ValueError, match="no loop"):
         copies_in_loops(TEXT.replace("body=", ""), {32})
 

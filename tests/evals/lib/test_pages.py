@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxkv.evals.lib import claim, claims, figures, gallery, record
+from jaxkv.evals.lib.measured_on import measured_on
 
 
 def test_claims_md_is_current():
@@ -31,7 +32,7 @@ def test_no_cell_of_a_table_has_a_bar():
     """A bar in a text would start another column."""
     rows = [line.replace(claims.BAR, "") for line in claims.page().splitlines()]
     rows = [line for line in rows if line.startswith("| ")]
-    assert rows and all(line.count("|") in (4, 6) for line in rows)
+    assert rows and all(line.count("|") in (4, 7) for line in rows)
 
 
 def test_a_number_is_filled_in(tmp_path):
@@ -50,6 +51,8 @@ ABOUT = {
     "dirty": False,
     "device": "cpu: cpu",
     "cpu": {"cores": 2, "model": "a CPU", "load": 0.1},
+    "versions": {"jax": "0.12.0"},
+    "data": {"models/stories260K/model.safetensors": "0"},
 }
 
 
@@ -62,7 +65,8 @@ def test_a_verdict_depends_on_the_numbers(tmp_path, change, tokens, verdict):
         "worst_change": change,
         "worst_change_wrapped": 0.0,
         "not_finite": 0,
-        "resident_bytes": {"growth": 0},
+        "resident_bytes": {"min": 2**30, "max": 2**30 + 2**21},
+        "state_bytes": [2**20],
     }
     results = {"policy": "p", "tokens": tokens, "block": 1, "endless": [], "summary": summary}
     results["bars"] = [{"bar": "x", "value": 2.0, "ask": "<= 1", "met": False}]
@@ -70,8 +74,29 @@ def test_a_verdict_depends_on_the_numbers(tmp_path, change, tokens, verdict):
     lines = claims.page(tmp_path).splitlines()
     (line,) = [line for line in lines if line.startswith("| Stable") and "endless.json" in line]
     assert line.endswith(f"| {verdict} | [endless](results/endless.json) |")
-    assert "| x | 2 | <= 1 | **no** | [endless](results/endless.json) |" in lines
-    assert any("streaming.endless`; 2026-01-01, commit 0123456" in line for line in lines)
+    assert "| stories260K |" in line and "has 1.0 MiB in every block" in line
+    assert "varies by 2.0 MiB" in line
+    bar = "| x | stories260K | 2 | <= 1 | **no** | [endless](results/endless.json) |"
+    assert bar in lines
+    (made,) = [line for line in lines if "streaming.endless`; 2026-01-01" in line]
+    assert "commit 0123456, jax 0.12.0, 2 cores" in made
+
+
+def test_every_record_names_its_model_and_whether_it_read_one_novel():
+    names = [name for name in claims.MODULES if (record.RESULTS / f"{name}.json").exists()]
+    found = {name: measured_on(name, record.read(name)) for name in names}
+    assert found["tree_slots"] == found["peers"] == "SmolLM2-135M"
+    assert found["int8"] == found["cache_int8"] == "SmolLM2-135M, one novel"
+    assert found["serving"] == found["prefix_engine"] == "default model"
+    with pytest.raises(ValueError, match="new names no file of a model"):
+        measured_on("new", {"data": {}})
+
+
+def test_records_of_a_jax_that_miscompiles_are_named(tmp_path):
+    about = {"versions": {"jax": claims.MISCOMPILES}}
+    (line, _) = claims.miscompiled({"endless": about, "peers": ABOUT})
+    assert "[endless](results/endless.json)." in line and "peers" not in line
+    assert claims.miscompiled({"peers": ABOUT}) == []
 
 
 def test_without_records_every_verdict_is_open(tmp_path):

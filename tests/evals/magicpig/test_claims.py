@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxkv.evals.lib.claim import HOLDS, NOT, PART
-from jaxkv.evals.magicpig import claims
+from jaxkv.evals.magicpig import claims, error_claims
 
 
 def line(error, over=1.0, spread=0.0, share=0.02):
@@ -25,47 +25,91 @@ def drawn(topk, oracle, crossing=0.7, magicpig=0.05, mass=0.75):
     }  # fmt: skip
 
 
-def model(topk, oracle, over=1.0, spread=0.0, uncentred=0.0005):
-    return {
-        "budgets": {"topk": {"0.05": line(topk)}, "oracle": {"0.05": line(oracle)}},
-        "captured": {
-            "magicpig": {"0.02": line(0.1, over, spread)},
-            "magicpig, uncentred": {"0.02": line(0.2, share=uncentred)},
-        },
-    }
+def layers(*errors, spread=0.0):
+    """Errors by layer of a method, at one share."""
+    by = {str(n): {"error": {"mean": x, "standard_error": spread}} for n, x in enumerate(errors)}
+    return line(sum(errors) / len(errors)) | {"layers": by}
+
+
+def model(topk, others, uncentred=0.0005, spread=0.0):
+    """Errors by layer, of top-k and of every other method."""
+    kinds = dict.fromkeys(error_claims.METHODS, layers(*others, spread=spread))
+    kinds |= {"topk": layers(*topk, spread=spread)}
+    captured = {kind: dict.fromkeys(("0.02", "0.05"), x) for kind, x in kinds.items()}
+    worse = layers(*(2 * x for x in others)) | {"share": uncentred}
+    captured["magicpig, uncentred"] = {"0.02": worse}
+    return {"budgets": {kind: {"0.05": kinds[kind]} for kind in ("topk", "oracle")},
+            "captured": captured}  # fmt: skip
 
 
 def record(of_drawn, of_model):
     return {"drawn": {"2": of_drawn}, "models": {"ours": of_model}}
 
 
+LOWER, HIGHER = (0.5, 0.5, 0.5), (0.1, 0.1, 0.1)  # errors of top-k, where those of others are 0.3
+OTHERS = (0.3, 0.3, 0.3)
+
+
 @pytest.mark.parametrize(
-    ("of_drawn", "of_model", "verdict"),
+    ("of_drawn", "topk", "verdict"),
     [
-        (drawn(0.5, 0.03), model(0.5, 0.3), HOLDS),
-        (drawn(0.5, 0.03), model(0.1, 0.3), PART),
-        (drawn(0.5, 0.03, crossing=0.2), model(0.5, 0.3), NOT),
-        (drawn(0.02, 0.03), model(0.5, 0.3), NOT),
+        (drawn(0.5, 0.03), LOWER, HOLDS),
+        (drawn(0.5, 0.03), (0.5, 0.5, 0.1), PART),
+        (drawn(0.5, 0.03), (9.0, 0.1, 0.1), NOT),  # its mean is higher, by one layer of three
+        (drawn(0.5, 0.03, crossing=0.2), LOWER, NOT),
+        (drawn(0.02, 0.03), LOWER, NOT),
     ],
 )
-def test_oracle_and_top_k(of_drawn, of_model, verdict):
-    assert claims.oracle_beats_topk(record(of_drawn, of_model))[1] == verdict
+def test_oracle_and_top_k(of_drawn, topk, verdict):
+    assert error_claims.oracle_beats_topk(record(of_drawn, model(topk, OTHERS)))[1] == verdict
+
+
+@pytest.mark.parametrize("find", ["beats_topk", "vattention_beats_topk"])
+@pytest.mark.parametrize(
+    ("topk", "spread", "verdict"),
+    [(LOWER, 0.01, HOLDS), ((0.5, 0.5, 0.1), 0.01, PART), ((9.0, 0.1, 0.1), 0.01, NOT),
+     (LOWER, 0.1, NOT), (HIGHER, 0.0, NOT)],
+)  # fmt: skip
+def test_a_mean_that_one_layer_makes_decides_nothing(find, topk, spread, verdict):
+    given = record(drawn(0.5, 0.03), model(topk, OTHERS, spread=spread))
+    text, found = getattr(error_claims, find)(given)
+    assert found == verdict and "layer 0 0.300" in text
+
+
+def test_the_lowest_error_of_all_methods():
+    least = model(LOWER, OTHERS)
+    least["captured"]["magicpig"] = dict.fromkeys(("0.02", "0.05"), layers(0.2, 0.2, 0.2))
+    assert error_claims.at_equal_share(record({}, least))[1] == HOLDS
+    least["captured"]["oracle"]["0.05"] = layers(0.1, 0.3, 0.3)
+    text, verdict = error_claims.at_equal_share(record({}, least))
+    assert verdict == PART and "5%, layer 0: magicpig 0.20, topk 0.50, oracle 0.10" in text
+
+
+def geometry(cosine, value=0.2):
+    pairs = ("sink keys of two stretches", "mean keys of two stretches")
+    return {pair: {"mean": 1.0} for pair in pairs} | {
+        "sink key with mean key": {"mean": cosine},
+        "value of the sink over others": {"mean": value},
+        "deviations": {"log |v - o|": 0.1, "logits": 2.0},
+    }
 
 
 @pytest.mark.parametrize(
-    ("magicpig", "over", "spread", "verdict"),
-    [(0.05, 0.8, 0.05, HOLDS), (0.05, 0.95, 0.05, PART), (0.05, 2.0, 0.1, PART),
-     (0.9, 0.8, 0.05, NOT)],
+    ("first", "keys", "values"), [(0.4, PART, PART), (0.1, HOLDS, HOLDS)]
 )  # fmt: skip
-def test_tables_and_top_k(magicpig, over, spread, verdict):
-    given = record(drawn(0.5, 0.03, magicpig=magicpig), model(0.5, 0.3, over, spread))
-    assert claims.beats_topk(given)[1] == verdict
+def test_a_layer_without_a_sink_has_no_sink_key(first, keys, values):
+    """The first layer has another geometry, and counts only if it has a sink."""
+    given = {"models": {"ours": {"geometry": {"0": geometry(0.5, 0.9), "1": geometry(-0.9)}}}}
+    maps = {"first_token": {"by_layer": [first, 0.5]}}
+    text, verdict = error_claims.geometry_of_keys(given, maps)
+    assert verdict == keys and ("no sink, not counted" in text) == (first < 0.3)
+    assert error_claims.geometry_of_values(given, maps)[1] == values
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0005, HOLDS), (0.009, PART)])
 def test_centring(share, verdict):
-    given = record(drawn(0.5, 0.03), model(0.5, 0.3, uncentred=share))
-    assert claims.centring(given)[1] == verdict
+    given = record(drawn(0.5, 0.03), model(LOWER, OTHERS, uncentred=share))
+    assert error_claims.centring(given)[1] == verdict
 
 
 @pytest.mark.parametrize(("times", "verdict"), [((3, 2), HOLDS), ((3, 1.2), PART), ((1, 1), NOT)])
@@ -73,8 +117,8 @@ def test_speed(times, verdict):
     sizes = {
         str(tokens): {
             "times_faster": {"median": ratio, "min": 1.0, "max": 4.0},
-            "share_read": 0.1, "share_met": 0.02, "seconds_to_make_tables": {"median": 1.0},
-            "seconds_to_make_them_anew": {"median": 0.5},
+            "share_read": 0.1, "share_attended": 0.02, "seconds_to_make_tables": {"median": 1.0},
+            "seconds_to_rebuild_tables": {"median": 0.5},
         }
         for tokens, ratio in zip((131072, 32768), times, strict=True)
     }  # fmt: skip
@@ -87,7 +131,7 @@ def loss(more, error=0.001):
 
 def perplexity(at_two, at_ten, quest=0.5, error=0.001):
     def variants(more):
-        others = dict.fromkeys(claims.METHODS[1:], loss(quest))
+        others = dict.fromkeys(error_claims.METHODS[1:], loss(quest))
         return {"magicpig": loss(more, error), **others}
 
     by_share = {"0.02": variants(at_two), "0.1": variants(at_ten)}
@@ -128,7 +172,7 @@ def test_answers(by_tables, quest, verdict):
         return {"right": {"10": share, "40": share}}
 
     by_share = {
-        name: {"magicpig": right(own), **dict.fromkeys(claims.METHODS[1:], right(quest))}
+        name: {"magicpig": right(own), **dict.fromkeys(error_claims.METHODS[1:], right(quest))}
         for name, own in zip(("0.005", "0.02"), by_tables, strict=True)
     }
     model = {"full": right(0.9), "ends alone": right(0.0), "shares": by_share}
@@ -142,18 +186,46 @@ def test_tokens(times, verdict):
         spread = {"median": faster, "min": faster, "max": faster}
         return {
             "layers": 1, "of": 12, "tokens_per_second": {"full": spread}, "times_faster": spread,
-            "share_met": {"mean": 0.02}, "seconds_to_seal": 3.0,
+            "share_attended": {"mean": 0.02}, "seconds_to_index": 3.0,
         }  # fmt: skip
 
     record = {"tokens": {str(i + 1): found(x) for i, x in enumerate(times)}}
     assert claims.written_faster(record)[1] == verdict
 
 
-@pytest.mark.parametrize(("other", "verdict"), [(50, HOLDS), (200, NOT), (None, NOT)])
-def test_tuning(other, verdict):
-    def point(size):
-        return size and {"K": 4, "L": 9, "share": 0.1, "of_cache": 0.2, "table_bytes": size}
+def point(hash_, size, share=0.1, error=0.09):
+    return {
+        "hash": hash_, "K": 4, "L": 9, "share": share, "of_cache": size / 1000, "table_bytes": size,
+        "error": {"mean": error, "standard_error": 0.001},
+    }  # fmt: skip
 
-    least = {"simhash": point(100), "crosspolytope": point(other)}
-    record = {"target": 0.1, "models": {"ours": {"least": least}}}
-    assert claims.tuned(record)[1] == verdict
+
+def tuning(*cross):
+    """A record of one point of simhash, and others."""
+    points = [point("simhash", 100), *cross]
+    line = [{"share": 0.01, "error": 0.2}, {"share": 0.25, "error": 0.05}]
+    frontier = {"simhash": line, "crosspolytope": [x | {"error": 2 * x["error"]} for x in line]}
+    found = {"points": points, "frontier": frontier}
+    return {"target": 0.1, "models": {"ours": found}}, {"models": {"ours": model(LOWER, OTHERS)}}
+
+
+@pytest.mark.parametrize(
+    ("cross", "verdict"),
+    [
+        ([point("crosspolytope", 50)], HOLDS),
+        ([point("crosspolytope", 200)], NOT),
+        ([point("crosspolytope", 50, share=0.3)], PART),  # smaller only if it may read more
+        ([], NOT),
+    ],
+)
+def test_tuning(cross, verdict):
+    record, sampled = tuning(*cross)
+    sampled["models"]["ours"]["captured"]["topk"]["0.2"] = layers(0.11)
+    text, found = error_claims.tuned(record, sampled)
+    assert found == verdict, text
+    assert "2% 2.00, 5% 2.00, 10% 2.00, 20% 2.00" in text and "top-k has an error of 0.11" in text
+
+
+def test_the_error_at_a_share_is_between_the_points_of_a_frontier():
+    line = [{"share": 0.01, "error": 0.4}, {"share": 0.04, "error": 0.1}]
+    assert error_claims.error_at(line, 0.02) == pytest.approx(0.2)

@@ -35,7 +35,7 @@ def layer():
     random = np.random.default_rng(0)
     q, k, v = random.normal(size=(3, 2, LENGTH, 4, 8)).astype(np.float32)
     k, v = 1.5 * k[:, :, :2], v[:, :, :2] + 1
-    return heads.Layer(*map(jnp.asarray, (q, k, v)))
+    return heads.CapturedLayer(*map(jnp.asarray, (q, k, v)))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_geometry_of_keys_in_a_cone():
     k[:, 0] *= -1
     v[..., 1] += 1
     v[:, 0] *= 0.1
-    layer = heads.Layer(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)))
+    layer = heads.CapturedLayer(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)))
     found = geometry.geometry(spec, layer, "test")
     assert found["sink key with mean key"]["max"] < -0.8
     assert found["query with sink key"]["min"] > 0.8

@@ -22,8 +22,8 @@ from jaxkv.evals.magicpig import (
     sparse_tokens,
 )
 from jaxkv.evals.magicpig.inclusion import isotropic
-from jaxkv.evals.magicpig.matched_budgets import Ends
-from jaxkv.evals.magicpig.sparse import Text
+from jaxkv.evals.magicpig.matched_budgets import EndsOnly
+from jaxkv.evals.magicpig.sparse import ScoredText
 from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK, TopP
 
 CONTEXT, SINKS, WINDOW = 96, 4, 8
@@ -47,7 +47,7 @@ def llm():
 def text(llm):
     draws = np.random.default_rng(0).integers(3, llm.config.vocab, (6, CONTEXT))
     each = draws.tolist()
-    return Text(llm, [], each[:3], each[3:])
+    return ScoredText(llm, [], each[:3], each[3:])
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_bad_arguments_are_refused_in_one_line(words, reported, monkeypatch, cap
 
 def test_scored_stretches_and_those_for_tuning_do_not_overlap(llm, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(4_000))))
-    found = Text.of(llm, tmp_path, Namespace(stretches=3, apart=1_000))
+    found = ScoredText.of(llm, tmp_path, Namespace(stretches=3, apart=1_000))
     every = found.stretches + found.between
     assert [len(tokens) for tokens in every] == [CONTEXT] * 6
     assert all(tokens[0] == llm.tokenizer.front[0] for tokens in every)
@@ -114,7 +114,7 @@ def test_each_method_reads_its_share(text, seen):
         < matched_budgets.read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"]
         < wanted
     )
-    assert matched_budgets.read(text.llm, Ends(**ENDS), seen, text.prompt, 8)["mean"] == 0
+    assert matched_budgets.read(text.llm, EndsOnly(**ENDS), seen, text.prompt, 8)["mean"] == 0
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     assert found["layers"] == 1 and found["times_faster"]["n"] == 2
     assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
     # Queries span more dimensions than keys.
-    assert isotropic(10, 150, 64) < found["share_met"]["mean"] < isotropic(10, 150, 8)
+    assert isotropic(10, 150, 64) < found["share_attended"]["mean"] < isotropic(10, 150, 8)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_losses_need_texts_of_some_length(texts, reported, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def read(text):
     """The stretches as texts with a prompt."""
-    return [sparse_losses.Text(text.llm, tokens, text.prompt) for tokens in text.stretches]
+    return [sparse_losses.RecordedText(text.llm, tokens, text.prompt) for tokens in text.stretches]
 
 
 @pytest.mark.slow
@@ -232,11 +232,11 @@ def test_the_mass_of_top_p_reads_the_requested_share(text, seen):
 @pytest.mark.slow
 def test_an_interrupted_run_of_losses_continues(llm, text, read, monkeypatch, tmp_path):
     monkeypatch.setattr(parts, "TRIALS", tmp_path)
-    between = [sparse_losses.Text(llm, tokens, text.prompt) for tokens in text.between]
+    between = [sparse_losses.RecordedText(llm, tokens, text.prompt) for tokens in text.between]
     record = Record("sparse_135m", quick=True)
-    run = lambda: sparse_losses.Losses(llm, read, between, 2, record).all([0.3])  # noqa: E731
+    run = lambda: sparse_losses.MethodLosses(llm, read, between, 2, record).all([0.3])  # noqa: E731
     found = run()
-    monkeypatch.setattr(sparse_losses.Text, "after_prompt", None)
+    monkeypatch.setattr(sparse_losses.RecordedText, "after_prompt", None)
     assert run() == found
     lines = found["shares"]["0.3"]
     assert list(lines) == list(matched_budgets.methods(0.3, (4, 4), SINKS, WINDOW, 0.5))

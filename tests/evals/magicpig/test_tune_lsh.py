@@ -28,7 +28,7 @@ LENGTH = 260
 def layer():
     random = np.random.default_rng(0)
     q, k, v = random.normal(size=(3, 2, LENGTH, 4, 8)).astype(np.float32)
-    return heads.Layer(*map(jnp.asarray, (q, k[:, :, :2], v[:, :, :2] + 1)))
+    return heads.CapturedLayer(*map(jnp.asarray, (q, k[:, :, :2], v[:, :, :2] + 1)))
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ def ids():
 
 def test_budgets_are_those_of_kvpress():
     """By hand from its formula: 30 layers, a window of 64, beta 20."""
-    assert [cases.kept(1024, ratio) for ratio in cases.RATIOS] == [768, 512, 256, 128]
-    assert cases.kept(10, 0.99) == 1
+    assert [cases.budget(1024, ratio) for ratio in cases.RATIOS] == [768, 512, 256, 128]
+    assert cases.budget(10, 0.99) == 1
     half = cases.pyramid_budgets(1024, 0.5, 30)
     assert (half[0], half[-1], np.mean(half)) == (960, 64, 512)
     assert half[1] == round(960 - (960 - 64) / 29)
@@ -63,7 +63,7 @@ def test_one_reading_of_the_prompt_serves_every_policy(llm, ids):
     for name, policy in chosen.items():
         if name == "streaming":
             continue
-        kept, found = our_losses.losses_of(policy, read, ids[PROMPT:])
+        cached, found = our_losses.losses_of(policy, read, ids[PROMPT:])
         if name == "full":
             np.testing.assert_allclose(found, full, rtol=2e-5)
             continue
@@ -72,7 +72,7 @@ def test_one_reading_of_the_prompt_serves_every_policy(llm, ids):
         stream.finish_prefill()
         plain = np.concatenate(list(models.losses(llm, ids[PROMPT:], stream=stream)))
         np.testing.assert_allclose(found, plain, rtol=2e-5, err_msg=name)
-        assert kept < PROMPT and np.abs(found - full).max() > 1e-4, name
+        assert cached < PROMPT and np.abs(found - full).max() > 1e-4, name
 
 
 def test_the_ends_of_a_prompt_are_kept(llm, ids):
@@ -86,12 +86,12 @@ def test_the_ends_of_a_prompt_are_kept(llm, ids):
 
 @pytest.mark.slow
 def test_streaming_is_scored_after_its_prompt(llm, ids):
-    kept, found = our_losses.streamed(
+    cached, found = our_losses.streamed(
         cases.policies(PROMPT, 0.5, 2)["streaming"], llm, ids[:PROMPT], ids[PROMPT:]
     )
     whole = models.losses(llm, ids, "streaming:sinks=4,window=76,positions=absolute", chunk=16)
     np.testing.assert_allclose(found, np.concatenate(list(whole))[PROMPT:], rtol=2e-5)
-    assert kept == 80
+    assert cached == 80
 
 
 KEYS = [("snapkv", 0.5), ("keydiff", 0.5)]
@@ -109,7 +109,7 @@ def arrays(shift=0.0):
 def test_rows_compare_text_by_text():
     found = compare.table(KEYS, *arrays(0.5))
     one = found["cases"]["keydiff"]["0.5"]
-    assert one["losses"]["ours"] == [4, 5] and one["kept"] == {"ours": 80, "theirs": 80}
+    assert one["losses"]["ours"] == [4, 5] and one["cached"] == {"ours": 80, "theirs": 80}
     assert one["difference"]["mean"] == -1 and one["difference"]["standard_error"] == 0
     assert one["over_full"]["ours"]["by_text"] == [2, 2]
     assert one["largest_difference_of_a_token"] == 2
@@ -120,7 +120,7 @@ def test_rows_compare_text_by_text():
 def results(shift, best):
     names = [name for name in cases.PRESSES if name != "streaming"]
     error = {"standard_error": 0.001}
-    row = {"difference": {"mean": shift} | error, "kept": {"ours": 70.0, "theirs": 80.0}}
+    row = {"difference": {"mean": shift} | error, "cached": {"ours": 70.0, "theirs": 80.0}}
     gaps = {name: [0.1 * (name != best), 0.11 * (name != best)] for name in names}
     over = {name: {"ours": {"mean": gaps[name][0], "by_text": gaps[name]} | error} for name in gaps}
     at = {"full": {"losses": {"ours": [3.0, 3.2]}},
@@ -133,6 +133,13 @@ def test_the_bar_is_two_hundredths(shift, verdict):
     for find in (claims.snapkv, claims.others, claims.pyramidkv):
         text, found = find(results(shift, "keydiff"))
         assert found == verdict and f"{shift:+.4f} ± 0.0020" in text and "50.0% removed" in text
+
+
+def test_a_pyramid_is_compared_where_kvpress_has_one():
+    r = results(0.0, "keydiff")
+    assert claims.pyramidkv(r)[0].endswith("a pyramid to compare only at 50.0% removed")
+    del r["prompts"]["1024"]["cases"][cases.BUDGETS]
+    assert claims.pyramidkv(r)[1] == NOT
 
 
 def test_the_best_policy_loses_clearly_less_than_every_other():

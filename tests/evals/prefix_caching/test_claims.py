@@ -31,8 +31,8 @@ def prompts(short, greedy):
 
 
 def items(*times):
-    one = {"slots": 16, "chunk": 8, "items_per_second": dict.fromkeys(
-        ("none", "kept"), three(40.0, middle="median"))}  # fmt: skip
+    one = {"max_batch": 16, "chunk": 8, "items_per_second": dict.fromkeys(
+        ("none", "cached"), three(40.0, middle="median"))}  # fmt: skip
     shares = {f"{0.5 * (n + 1):g}": one | {"times_faster": time} for n, time in enumerate(times)}
     return {"report": {"shares": shares}}
 
@@ -43,10 +43,10 @@ def hashing(chained, direct):
 
 
 def agents(*shares, memory=10):
-    """By policy, the saved share of what full saves, at the larger of two numbers of slots."""
+    """By policy, the saved share of what full saves, at the larger of two numbers of entries."""
     point = {"distinct": memory // 2, "bytes": memory, "saved": 5, "of_full": 0.1}
     found = {
-        f"policy{n}:x=1": {"slots": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
+        f"policy{n}:x=1": {"entries": {"4": point, "64": point | {"saved": 90, "of_full": share}}}
         for n, share in enumerate(shares)
     }
     return {"turns": 5, "tokens": 200, "chunk": 8, "policies": found,
@@ -55,7 +55,7 @@ def agents(*shares, memory=10):
 
 def loads(*least):
     """The minimal speed-up of each load."""
-    first = {"none": {"median": 0.2}, "kept": {"median": 0.1}}
+    first = {"none": {"median": 0.2}, "cached": {"median": 0.1}}
     return {
         name: {"streaming:x=1": {
             "times_faster": three(1.5, least, 2.0, "median"), "hit_rate_tokens": 0.5,

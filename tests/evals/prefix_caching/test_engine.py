@@ -105,9 +105,9 @@ def test_saved_tokens_of_agents_are_their_repeated_prefixes(llm):
         saved += min(max(alike, default=0), len(turn) - 1) // agents.CHUNK * agents.CHUNK
     assert found["full"]["saved"] == saved > 0
     for policy in found["policies"].values():
-        shares = [point["of_full"] for point in policy["slots"].values()]
+        shares = [point["of_full"] for point in policy["entries"].values()]
         assert all(0 < share <= 1 for share in shares)
-        assert all(point["distinct"] <= point["bytes"] for point in policy["slots"].values())
+        assert all(point["distinct"] <= point["bytes"] for point in policy["entries"].values())
 
 
 def test_the_soak_client_reads_streamed_and_whole_answers():
@@ -131,10 +131,10 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
 @pytest.mark.parametrize(
     "wrong, changed, missed",
     [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
-     (0, {"compilations": 8}, 1), (0, {"held": 1}, 1), (0, {"resident": 80}, 0)],
+     (0, {"compilations": 8}, 1), (0, {"prefixes_in_use": 1}, 1), (0, {"resident": 80}, 0)],
 )  # fmt: skip
 def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
-    rest = {"resident": 100, "files": 8, "compilations": 7, "held": 0}
+    rest = {"resident": 100, "files": 8, "compilations": 7, "prefixes_in_use": 0}
     found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
     assert sum(not line["met"] for line in soak.bars("full", found)) == missed
 

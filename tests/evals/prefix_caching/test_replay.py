@@ -16,7 +16,7 @@ from jaxkv.evals.prefix_caching import plots, replay, report, traces
 from jaxkv.evals.prefix_caching.report import (
     ONE_PROMPT,
     TEN_SEEDS,
-    Setting,
+    ReplaySetting,
     closed_form,
     hits,
     measure,
@@ -32,20 +32,20 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.mark.record
-@pytest.mark.parametrize("slots", [16, 64])
-def test_ten_seeds_match_the_reference(slots):
+@pytest.mark.parametrize("concurrent", [16, 64])
+def test_ten_seeds_match_the_reference(concurrent):
     """The generators differ, so the mean must be within the range, and every run near it."""
-    mean, least, most = TEN_SEEDS[slots]
-    found = measure(replace(ONE_PROMPT, slots=slots), 10)
+    mean, least, most = TEN_SEEDS[concurrent]
+    found = measure(replace(ONE_PROMPT, concurrent=concurrent), 10)
     assert least <= found["mean"] <= most
     assert abs(found["mean"] - mean) < 0.5 * (most - least)
-    assert abs(found["mean"] - closed_form(slots)) < 0.5 * (most - least)
+    assert abs(found["mean"] - closed_form(concurrent)) < 0.5 * (most - least)
     assert least - 1 <= found["min"] <= found["max"] <= most + 1
 
 
 def test_the_closed_form_matches_the_reference():
     wanted = {4: 2.06, 16: 8.21, 64: 28.6, 256: 70.7}
-    assert all(abs(closed_form(slots) - hits) < 0.05 for slots, hits in wanted.items())
+    assert all(abs(closed_form(concurrent) - hits) < 0.05 for concurrent, hits in wanted.items())
 
 
 @pytest.mark.parametrize("block", [4, 16, 32])
@@ -80,11 +80,11 @@ def test_blocks_of_one_token_find_the_whole_prompt():
 
 
 @pytest.mark.record
-@pytest.mark.parametrize("mode, block, slots", report.CURVES)
-def test_figure_1_matches_the_reference(mode, block, slots):
-    curve = report.CURVES[mode, block, slots]
+@pytest.mark.parametrize("mode, block, concurrent", report.CURVES)
+def test_figure_1_matches_the_reference(mode, block, concurrent):
+    curve = report.CURVES[mode, block, concurrent]
     for p, wanted in list(zip(report.SHARES, curve, strict=True))[3::6]:
-        found = measure(Setting(mode=mode, block=block, slots=slots, p=p))["mean"]
+        found = measure(ReplaySetting(mode=mode, block=block, concurrent=concurrent, p=p))["mean"]
         # Means of three runs; at high hit rates the drawn share p varies as much.
         assert abs(found - wanted) < (2.5 if wanted > 5 else 0.8)
 
@@ -93,7 +93,7 @@ def test_figure_1_matches_the_reference(mode, block, slots):
 @pytest.mark.parametrize("mode, block", report.POOLS)
 def test_pool_sizes_match_the_reference(mode, block):
     row = report.POOLS[mode, block]
-    base = Setting(mode=mode, block=block, p=0.5)
+    base = ReplaySetting(mode=mode, block=block, p=0.5)
     found = [measure(replace(base, capacity=capacity))["mean"] for capacity in row]
     assert found == sorted(found)
     assert np.abs(np.subtract(found, list(row.values()))).max() < 3
@@ -142,14 +142,14 @@ def test_eviction_orders_on_a_part_of_a_trace(mooncake, order):
     "where, number", [("last+branch", 2), ("last", 0), ("every=1", 1), ("every=16+last", 3)]
 )
 def test_hit_rates_by_rule_for_storing_snapshots(mooncake, where, number):
-    found = traces.replay_snapshots(mooncake, where, traces.SLOTS[number])
+    found = traces.replay_snapshots(mooncake, where, traces.ENTRIES[number])
     assert abs(found - traces.SNAPSHOTS[where][number]) < 0.001
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("where", traces.SNAPSHOTS)
 def test_the_table_of_snapshots_matches_the_reference(mooncake, where):
-    found = [traces.replay_snapshots(mooncake, where, n) for n in traces.SLOTS]
+    found = [traces.replay_snapshots(mooncake, where, n) for n in traces.ENTRIES]
     assert np.abs(np.subtract(found, traces.SNAPSHOTS[where])).max() < 0.001
 
 
@@ -214,7 +214,7 @@ def test_requests_with_lengths_only_never_hit(tmp_path, monkeypatch, capsys):
         (("--trace", "report", "--capacity", "few"), "--capacity: must be a whole number"),
         (("--trace", "report", "--p", "2"), "--p: must be from 0 to 1"),
         (("--trace", "report", "--mode", "half"), "invalid choice"),
-        (("--trace", "report", "--slots", "0"), "--slots: must be a whole number"),
+        (("--trace", "report", "--concurrent", "0"), "--concurrent: must be a whole number"),
         (("--trace", "TRACE", "--block", "8"), "add --keys tokens"),
         (("--trace", "WRONG"), "a trace must have"),
         (("--trace", "BROKEN"), "is broken"),
@@ -301,8 +301,8 @@ def test_the_record_has_every_measurement(trace, monkeypatch, tmp_path, capsys):
                 "prefix_snapshots": ("prefix_replay", plots.snapshots)}  # fmt: skip
     monkeypatch.setattr(figures, "FIGURES", pictures)
     small = {"requests": 20, "outputs": (1, 3)}
-    monkeypatch.setattr(report, "ONE_PROMPT", Setting(frequent=1, **small))
-    monkeypatch.setattr(report, "Setting", lambda **about: Setting(**about, **small))
+    monkeypatch.setattr(report, "ONE_PROMPT", ReplaySetting(frequent=1, **small))
+    monkeypatch.setattr(report, "ReplaySetting", lambda **about: ReplaySetting(**about, **small))
     monkeypatch.setattr("sys.argv", ["x", "--record", "--trace", str(trace)])
     replay.main()
     assert "wrote" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxkv.evals.balancekv import claims as balance
-from jaxkv.evals.lib.claim import HOLDS, NOT, PART
+from jaxkv.evals.lib.claim import HOLDS, NOT, PART, UNSEEN
 from jaxkv.evals.reservoir import claims
 
 
@@ -40,7 +40,7 @@ def answers(*models, near=1.0):
         for seed, far in enumerate(models)
     }  # fmt: skip
     return {"slots": 128, "left": 141, "context": 512, "seeds": found,
-            "thinned": ["balance", "uniform", "snapkv", "pyramidkv"]}  # fmt: skip
+            "compressed": ["balance", "uniform", "snapkv", "pyramidkv"]}  # fmt: skip
 
 
 def memory(*shares, listing=0.5, streaming=0.1):
@@ -75,7 +75,22 @@ def slopes(walk, theory):
     return {"levels": reported | {"lost": {"denominator_lost": 0.5, "tokens": 512}}}
 
 
+def needles(reservoir, streaming=0.0, scored=True):
+    """Right answers by quarter of a context of which the first three are evicted."""
+
+    def row(far, near=0.8):
+        return {"score": near, "by_depth": [far, far, far, near]}
+
+    rows = {"streaming": row(streaming), "reservoir": row(reservoir)}
+    case = {"full": row(1.0, 1.0), "scored": scored, "ratios": {"0.25": rows}}
+    return {"samples": 20, "tasks": {"needle": {"1024": case}}}
+
+
 CASES = {
+    "finds evicted needles": (claims.finds_needles, needles(0.3), HOLDS),
+    "finds too few": (claims.finds_needles, needles(0.04), NOT),
+    "finds no more than streaming": (claims.finds_needles, needles(0.3, 0.3), NOT),
+    "a task that full attention fails": (claims.finds_needles, needles(0.3, scored=False), UNSEEN),
     "both as the paper says": (claims.equally_likely, chi_squares(60.0, 70.0), HOLDS),
     "the equations, not the listing": (claims.equally_likely, chi_squares(60.0, 9000.0), PART),
     "not even the equations": (claims.equally_likely, chi_squares(130.0, 9000.0), NOT),

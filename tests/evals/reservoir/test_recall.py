@@ -79,7 +79,7 @@ def test_below_capacity_all_policies_answer_alike(llm):
     later, _ = recall.answers(llm, "full", prompts, [facts[1:] for facts in known], SEEDS)
     np.testing.assert_array_equal(later[:, 0], wanted[:, 1])
     # Of the compressing policies, only snapkv keeps more than the ends of such a short prompt.
-    all_of = recall.POLICIES | recall.THINNED
+    all_of = recall.POLICIES | recall.COMPRESSED
     for name in ("streaming", "balance-stream", "snapkv"):
         said, _ = recall.answers(llm, all_of[name], prompts, known, SEEDS)
         np.testing.assert_array_equal(said, wanted, err_msg=name)
@@ -88,7 +88,7 @@ def test_below_capacity_all_policies_answer_alike(llm):
 @pytest.mark.slow
 def test_prompts_are_compressed_to_equal_numbers_of_tokens(llm):
     prompt, _ = streams.question(recall.LENGTH_WITHIN, (16,), (0, 0))
-    for name, text in recall.THINNED.items():
+    for name, text in recall.COMPRESSED.items():
         stream = models.Stream(llm, text)
         stream.prefill([[*llm.tokenizer.front, *prompt]], recall.CHUNK)
         stream.finish_prefill()

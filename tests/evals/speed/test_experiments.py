@@ -102,7 +102,7 @@ def test_a_bar_compares_the_median():
 
 def test_kernels_are_timed(monkeypatch):
     """A CPU has no kernel, so there is no bar."""
-    tiny = [walk_shapes.BenchShape(2, 16, 1, 8), walk_shapes.BenchShape(2, 16, 2, 8)]
+    tiny = [walk_shapes.WalkBenchShape(2, 16, 1, 8), walk_shapes.WalkBenchShape(2, 16, 2, 8)]
     monkeypatch.setattr(walk_shapes, "PROMPT", dict(zip(("tokens", "pairs"), tiny, strict=True)))
     monkeypatch.setattr(kernels, "LENGTHS", (256,))
     found = kernels.run(2, quick=True)

@@ -7,7 +7,7 @@ from jaxkv.evals.speed.startup import POLICIES, bars, variants
 
 @pytest.mark.parametrize("slow", [1.0, 5.0])
 def test_bars_compare_with_the_default_policy(slow):
-    seconds = {name: [1.0] for name in variants("kept")}
+    seconds = {name: [1.0] for name in variants("folder")}
     for name in seconds:
         if any(policy in name for policy in POLICIES):
             seconds[name] = [slow]

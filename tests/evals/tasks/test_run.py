@@ -13,7 +13,7 @@ from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks import __main__ as tasks
 from jaxkv.evals.tasks import budgets, score, tuning
-from jaxkv.evals.tasks.prompts import Prompt, prompts
+from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models import uncached
 from jaxkv.models.chat import Chat
@@ -47,7 +47,7 @@ def llm(folder):
 def batch(llm):
     random = np.random.default_rng(0)
     ids = lambda n: random.integers(2, 250, n).tolist()  # noqa: E731
-    some = [Prompt(ids(90), ids(9), ("a",)), Prompt(ids(130), ids(5), ("b",))]
+    some = [TaskPrompt(ids(90), ids(9), ("a",)), TaskPrompt(ids(130), ids(5), ("b",))]
     return Batch(llm, some, tokens=6, slots=640, seeds=[0, 1])
 
 

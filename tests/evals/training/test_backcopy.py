@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.training import backcopy
-from jaxkv.evals.training.backcopy import LETTERS, Chain, recipe_of, run, write
+from jaxkv.evals.training.backcopy import LETTERS, LetterChain, recipe_of, run, write
 from jaxkv.models import data
 
 
 def test_the_letter_after_a_trigger_copies_the_one_before_it():
-    chain = Chain(0)
+    chain = LetterChain(0)
     letters = chain.letters(5000, 1)
     triggers = np.isin(letters, chain.triggers)
     assert 0.1 < triggers.mean() < 0.5 and not (triggers[1:] & triggers[:-1]).any()
@@ -25,7 +25,7 @@ def test_the_letter_after_a_trigger_copies_the_one_before_it():
 def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
     """The effect of Table 3: without the sink the loss rises, and a second sink adds nothing."""
     monkeypatch.setattr(backcopy, "LENGTH", 20_000)
-    chain, recipe = Chain(0), recipe_of("token", 0)
+    chain, recipe = LetterChain(0), recipe_of("token", 0)
     tokens = write(chain, tmp_path)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
     ids = tokens.run("valid", 0, 6_000).tolist()

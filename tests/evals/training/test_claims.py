@@ -35,7 +35,7 @@ def paper(*perplexities):
 
 def verdict(number, *variants):
     """The verdict on the claim of that number, by a record of these variants."""
-    record = {"arms": {f"{a['recipe']['sinks']}-{a['recipe']['seed']}": a for a in variants}}
+    record = {"variants": {f"{a['recipe']['sinks']}-{a['recipe']['seed']}": a for a in variants}}
     return claims.TRAINING[number].find(record)[1]
 
 
@@ -99,7 +99,7 @@ def small(**first):
         none, one = first.get(name, (0.0, 0.0))
         over = {"0+24": line(none), "1+23": line(one), "2+22": line(0.0), "4+20": line(0.0)}
         variants[name] = {"summary": {"loss_over_base": over, "first_token": line(0.1)}}
-    return {"arms": variants}
+    return {"variants": variants}
 
 
 def test_verdicts_on_the_smallest_models():

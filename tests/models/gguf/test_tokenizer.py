@@ -42,7 +42,7 @@ def written(path: Path, fill) -> Header:
 
 
 def trained(pre: pre_tokenizers.PreTokenizer) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
-    """A byte-level BPE trained behind a pre-tokenizer, its tokens in order, and its merges."""
+    """A byte-level BPE trained with a pre-tokenizer, its tokens in order, and its merges."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

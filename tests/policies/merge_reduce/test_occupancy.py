@@ -40,10 +40,10 @@ def test_when_the_last_level_is_full_every_multiplicity_doubles():
 
 def test_the_count_is_halved_after_two_billion_tokens():
     size = TreeSize(levels=3, block=8)
-    at = [tree.FOLD_AT - np.uint32(1), tree.FOLD_AT // np.uint32(2)]
-    before, folded = (jnp.asarray([x], jnp.uint32) for x in at)
+    at = [tree.HALVE_COUNT_AT - np.uint32(1), tree.HALVE_COUNT_AT // np.uint32(2)]
+    before, halved = (jnp.asarray([x], jnp.uint32) for x in at)
     assert int(occupancy.log2_group_size(size, before)[0]) == int(
-        occupancy.log2_group_size(size, folded)[0]
+        occupancy.log2_group_size(size, halved)[0]
     )
-    filled = np.asarray(occupancy.filled_per_level(size, folded))[0]
+    filled = np.asarray(occupancy.filled_per_level(size, halved))[0]
     assert filled.tolist() == [0, 0, 4]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache.per_head import Evicted, Sample
+from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.contract import Spec
-from jaxkv.policies.discrepancy import Halving, halve
+from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy, tree
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policies.merge_reduce.tree import Reducer, absorb
@@ -51,21 +51,18 @@ def error_of_tree(how, t):
     shape = TreeSize(levels=int(np.log2(N // t)) + 2, block=t)
     spec = Spec(kv_heads=1, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 
-    def chosen(keys, values, uniforms):
-        return halve(how, spec.scale, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, chosen, False, spec)
+    reducer = Reducer(shape, how, False, spec)
 
     @jax.jit
     def sample_stream(k, v):
         slots = shape.slots
         zeros = jnp.zeros((STREAMS, 1, slots, DIM), jnp.float32)
-        sample = Sample(zeros, zeros, jnp.zeros((STREAMS, 1, slots), jnp.uint32))
+        sample = SampledTokens(zeros, zeros, jnp.zeros((STREAMS, 1, slots), jnp.uint32))
         seeds = jax.random.bits(jax.random.key(0), (STREAMS, 1, 2), jnp.uint32)
         num_evicted = jnp.zeros(STREAMS, jnp.uint32)
         at = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None], (STREAMS, N))
         positions = at.astype(jnp.uint32)[:, None]
-        evicted = Evicted(Sample(k[:, None], v[:, None], positions), at, at >= 0)
+        evicted = Evicted(SampledTokens(k[:, None], v[:, None], positions), at, at >= 0)
         sample, num_evicted = absorb(reducer, sample, num_evicted, seeds, evicted)
         there = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         weights = jnp.where(there, jnp.exp(occupancy.log_weights(shape, num_evicted))[:, None], 0)
@@ -111,24 +108,21 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
     """
     shape, batch, tokens = TreeSize(levels, 8), 2, 3000
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, False, LAYOUT)
+    reducer = Reducer(shape, Halving("coin"), False, LAYOUT)
     seeds = jax.random.bits(jax.random.key(3), (batch, 2, 2), jnp.uint32)
     zeros = jnp.zeros((batch, 2, 1, 1))
 
     def one(carry, number):
         positions = jnp.full((batch, 2, 1), number, jnp.uint32)
         at = jnp.zeros((batch, 1), jnp.int32)
-        evicted = Evicted(Sample(zeros, zeros, positions), at, at == 0)
+        evicted = Evicted(SampledTokens(zeros, zeros, positions), at, at == 0)
         sample, num_evicted = absorb(reducer, *carry, seeds, evicted)
         weights = jnp.exp(occupancy.log_weights(shape, num_evicted))
         filled = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         return (sample, num_evicted), (sample.positions, filled, weights, num_evicted)
 
     empty = jnp.zeros((batch, 2, shape.slots, 1))
-    begin = Sample(empty, empty, jnp.zeros((batch, 2, shape.slots), jnp.uint32))
+    begin = SampledTokens(empty, empty, jnp.zeros((batch, 2, shape.slots), jnp.uint32))
     _, found = jax.jit(lambda c, x: jax.lax.scan(one, c, x))(
         (begin, jnp.zeros(batch, jnp.uint32)), jnp.arange(tokens, dtype=jnp.uint32)
     )
@@ -150,10 +144,7 @@ def test_a_stream_continues_when_its_count_is_halved():
     """Eight tokens across the halving of the count, one by one and as a chunk."""
     shape, tokens = TreeSize(3, 8), 8
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, False, LAYOUT)
+    reducer = Reducer(shape, Halving("coin"), False, LAYOUT)
     seeds = jax.random.bits(jax.random.key(3), (1, 2, 2), jnp.uint32)
     old, new = np.random.default_rng(1).normal(size=(2, 1, 2, shape.slots, 1)).astype(np.float32)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (1, 2, tokens))
@@ -161,15 +152,15 @@ def test_a_stream_continues_when_its_count_is_halved():
     @jax.jit
     def absorb_chunk(state, *token):
         at = jnp.arange(token[2].shape[2], dtype=jnp.int32)[None]
-        return absorb(reducer, *state, seeds, Evicted(Sample(*token), at, at >= 0))
+        return absorb(reducer, *state, seeds, Evicted(SampledTokens(*token), at, at >= 0))
 
     given = new[:, :, :tokens], new[:, :, :tokens], positions
-    num_evicted = jnp.asarray([tree.FOLD_AT - np.uint32(3)], jnp.uint32)
-    begin = Sample(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
+    num_evicted = jnp.asarray([tree.HALVE_COUNT_AT - np.uint32(3)], jnp.uint32)
+    begin = SampledTokens(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
     whole, each = absorb_chunk(begin, *given), begin
     for number in range(tokens):
         each = absorb_chunk(each, *(leaf[:, :, number : number + 1] for leaf in given))
-    assert int(whole[1][0]) == int(each[1][0]) == int(tree.FOLD_AT) // 2 + 5
+    assert int(whole[1][0]) == int(each[1][0]) == int(tree.HALVE_COUNT_AT) // 2 + 5
     for a, b in zip(whole[0], each[0], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -186,10 +177,7 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
     shape, batch, heads = TreeSize(3, 8), 2, 2
     spec = Spec(heads, 4, 1.0, rotary(4, 100.0))
 
-    def coin(keys, values, uniforms):
-        return halve(Halving("coin"), 1.0, keys, values, uniforms).chosen
-
-    reducer = Reducer(shape, coin, local, spec)
+    reducer = Reducer(shape, Halving("coin"), local, spec)
     seeds = jax.random.bits(jax.random.key(3), (batch, heads, 2), jnp.uint32)
 
     def evicted_tokens(first, count, num_left):
@@ -199,10 +187,10 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         k, v = jnp.asarray(rng.normal(size=(2, batch, heads, count, 4)), jnp.float32)
         at = jnp.broadcast_to(jnp.arange(num_left, dtype=jnp.int32), (batch, num_left))
         there = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second sequence
-        return Evicted(Sample(k, v, positions), at, there)
+        return Evicted(SampledTokens(k, v, positions), at, there)
 
     empty = jnp.zeros((batch, heads, shape.slots, 4))
-    begin = Sample(empty, empty, jnp.zeros((batch, heads, shape.slots), jnp.uint32))
+    begin = SampledTokens(empty, empty, jnp.zeros((batch, heads, shape.slots), jnp.uint32))
     before = evicted_tokens(0, 21, 21)
     sample, num_evicted = absorb(reducer, begin, jnp.zeros(batch, jnp.uint32), seeds, before)
     new = evicted_tokens(21, tokens + 3, tokens)  # three stay in the window

@@ -1,0 +1,305 @@
+"""Every workaround for XLA:CPU: a program of a user's size with it and without it.
+
+Without it means with its plain form in its place, which computes the same. All forms of a program
+alternate in one process. `copies` counts arrays of a cache's size that the compiled program copies
+in its loops, or anywhere if it has none. `temporary_bytes` is the memory that it needs besides its
+arguments and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import attention, models, xla_cpu
+from jaxkv.cache import ring
+from jaxkv.engine import programs as engine
+from jaxkv.evals.lib import hlo
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import Variant, ratio, time_rounds
+from jaxkv.evals.speed import plain_forms
+from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, Load, Program, Sizes
+from jaxkv.models import cross_entropy, decoder, decoding, smollm2
+from jaxkv.models import xla_cpu as models_xla_cpu
+from jaxkv.pallas_kernels import host_memory
+from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
+from jaxkv.policies.magicpig import hash_tables
+from jaxkv.state import loop_carry
+
+WITH = "with"  # the form of a program that has all workarounds
+
+
+class Patch(NamedTuple):
+    """A module's attribute and its plain form."""
+
+    module: Any
+    attribute: str
+    plain: Any
+
+
+class Workaround(NamedTuple):
+    """place: the file and function. program: where it is measured. plain: what replaces it."""
+
+    place: str
+    program: str
+    plain: tuple[Patch, ...]
+
+
+def row(program: str, place: str, *patches: tuple[Any, str, Any]) -> Workaround:
+    """A workaround; patches: modules, attributes and their plain forms."""
+    return Workaround(place, program, tuple(Patch(*patch) for patch in patches))
+
+
+def without_order(chunk: Any, *read: Any) -> Any:
+    return chunk
+
+
+def vmap(one: Callable, *arrays: Any) -> Any:
+    return jax.vmap(one)(*arrays)
+
+
+PLAIN_DOT = models_xla_cpu.dot.fun  # without its gradient rule
+ONE_BLOCK = 2**30  # larger than every array
+HERE, MODELS, KERNELS = "jaxkv/xla_cpu.py", "models/xla_cpu.py", "pallas_kernels/xla_cpu.py"
+
+WORKAROUNDS: dict[str, Workaround] = {
+    "attend_by_head": row(
+        "prefill", f"{HERE} attend_by_head", (xla_cpu, "CACHED_LOGITS", ONE_BLOCK)
+    ),
+    "product_with_int8": row(
+        "decode, int8 cache", f"{HERE} product_with_int8", (xla_cpu, "FEW_ROWS", 0)
+    ),
+    "argmax": row(
+        "argmax", f"{HERE} argmax",
+        (xla_cpu, "argmax", lambda x: (jnp.argmax(x, axis=-1), jnp.max(x, axis=-1))),
+    ),
+    **{
+        f"order_after-{policy}": row(
+            f"decode, {policy}", f"{HERE} order_after", (xla_cpu, "order_after", without_order)
+        )
+        for policy in ("reservoir", "balance-stream", "magicpig")
+    },
+    "map_sequences": row(
+        "decode, large cache", f"{HERE} map_sequences", (xla_cpu, "map_sequences", vmap)
+    ),
+    "map_sequences-magicpig": row(
+        "decode, magicpig", f"{HERE} map_sequences", (xla_cpu, "map_sequences", vmap)
+    ),
+    "cumsum": row("lookup", f"{HERE} cumsum", (xla_cpu, "cumsum", jnp.cumsum)),
+    "flatten_heads": row(
+        "decode, large cache", "jaxkv/state/loop_carry.py flatten_heads",
+        (decoding, "flatten_heads", lambda policies, states, sharded: loop_carry.flatten_heads(
+            policies, states, sharded=True)),
+    ),
+    "shared_leaves": row(
+        "decode, large cache", "jaxkv/state/loop_carry.py flatten_heads",
+        (loop_carry, "_first_layers", lambda policies: list(range(len(policies)))),
+    ),
+    "carry": row(
+        "engine", "jaxkv/engine/programs.py carry",
+        (engine, "carry", lambda model, batch: batch),
+        (engine, "restore", lambda model, batch, like: batch),
+    ),
+    "flat_rows": row(
+        "decode, large cache", "jaxkv/attention.py _flat_rows",
+        *((module, name, getattr(plain_forms, name))
+          for module in (attention, ring) for name in ("scores", "blend")),
+    ),
+    "first_sinks": row(
+        "prefill", "jaxkv/cache/ring.py _first_sinks",
+        (ring, "_first_sinks", lambda numbers, sinks: numbers < sinks),
+    ),
+    "tally": row(
+        "lookup", "jaxkv/policies/magicpig/hash_tables.py tally",
+        (hash_tables, "tally", plain_forms.tally),
+    ),
+    "sort": row(
+        "index", "jaxkv/policies/magicpig/hash_tables.py _sort",
+        (hash_tables, "_sort", plain_forms.sort),
+    ),
+    **{
+        f"decode_compiler_options{model}": row(
+            f"decode{program}", f"{MODELS} decode_compiler_options",
+            (models_xla_cpu, "decode_compiler_options", dict),
+        )
+        for model, program in (("", ""), ("-small_model", ", small model"))
+    },
+    "matmul": row(
+        "decode", f"{MODELS} matmul",
+        (models_xla_cpu, "matmul", lambda weight, x, dtype, plain: plain(weight, x)),
+    ),
+    "widen": row(
+        "decode, int8 weights", f"{MODELS} widen",
+        (models_xla_cpu, "widen", lambda values, x: values.astype(x.dtype)),
+    ),
+    "matmul_widened": row(
+        "decode, int8 weights", f"{MODELS} matmul_widened", (models_xla_cpu, "_BLOCK", ONE_BLOCK)
+    ),
+    "dot": row(
+        "training", f"{MODELS} dot",
+        *((module, "dot", PLAIN_DOT) for module in (models_xla_cpu, decoder, cross_entropy)),
+    ),
+    **{
+        f"has_head_last_product{program}": row(
+            program.strip("-") or "prefill", f"{MODELS} has_head_last_product",
+            (decoder, "has_head_last_product", lambda x, tokens: False),
+        )
+        for program in ("", "-training")
+    },
+    "logits_at_once": row(
+        "training", f"{MODELS} LOGITS_AT_ONCE", (models_xla_cpu, "LOGITS_AT_ONCE", {})
+    ),
+    "query_block": row(
+        "training", f"{MODELS} query_block", (models_xla_cpu, "query_block", lambda: 512)
+    ),
+    "map_samples": row("training", f"{MODELS} map_samples", (models_xla_cpu, "map_samples", vmap)),
+    "gathered_slots": row(
+        "sampled", f"{KERNELS} GATHERED_SLOTS", (kernels_xla_cpu, "GATHERED_SLOTS", ONE_BLOCK)
+    ),
+    "gathered_slots-128": row(
+        "sampled", f"{KERNELS} GATHERED_SLOTS", (kernels_xla_cpu, "GATHERED_SLOTS", 128)
+    ),
+    "gather": row(
+        "sampled, bfloat16", f"{KERNELS} gather",
+        (kernels_xla_cpu, "gather", lambda array, at: host_memory.take(array, at)),
+    ),
+    "take": row(
+        "sampled", "pallas_kernels/host_memory.py take",
+        (host_memory, "take", lambda array, at: array.at[at].get(mode="fill")),
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.speed.workarounds", description=__doc__
+    )
+    ask.add_argument("--rounds", type=int, default=9)
+    ask.add_argument("--only", nargs="+", choices=WORKAROUNDS, metavar="NAME",
+                     help=f"some rows, into out/: {', '.join(WORKAROUNDS)}")  # fmt: skip
+    ask.add_argument("--quick", action="store_true", help="three rounds, into out/")
+    given = ask.parse_args()
+    if jax.default_backend() != "cpu":
+        ask.error("these are workarounds for XLA:CPU: set JAX_PLATFORMS=cpu")
+    quick = given.quick or given.only is not None
+    record = Record("workarounds", [smollm2.fetch()], [0], quick=quick)
+    jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
+    load = functools.cache(lambda name: models.load(*LOADED[name]))
+    rounds = 3 if given.quick else given.rounds
+    record.finish(run(load, Sizes(), given.only or list(WORKAROUNDS), rounds))
+
+
+def run(load: Load, sizes: Sizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """The rows of these workarounds, by program."""
+    described, rows = {}, {}
+    for program in dict.fromkeys(WORKAROUNDS[name].program for name in names):
+        made = PROGRAMS[program](load, sizes)
+        of_program = [name for name in names if WORKAROUNDS[name].program == program]
+        described[program] = made.about
+        for name, found in measure(made, program, of_program, rounds).items():
+            rows[name] = found
+            print(f"{name}: {line(found)}", flush=True)
+    return {"programs": described, "rows": rows}
+
+
+def measure(
+    program: Program, title: str, names: Sequence[str], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """The rows of the workarounds of one program."""
+    forms = {WITH: ()} | {name: WORKAROUNDS[name].plain for name in names}
+    compiled, variants, about = {}, {}, {}
+    for form, plain in forms.items():
+        begun = perf_counter()
+        lowered, args = lower(program, plain)
+        compiled[form] = lowered.compile()
+        about[form] = describe(program, compiled[form]) | {"compiling": perf_counter() - begun}
+        variants[form] = variant(program, compiled[form], args)
+    seconds = time_rounds(variants, rounds, title)
+    each = {form: 1e3 / program.calls / program.steps * np.array(s) for form, s in seconds.items()}
+    same = body(compiled[WITH])
+    return {
+        name: {
+            "place": WORKAROUNDS[name].place,
+            "program": title,
+            "milliseconds": {"with": spread(each[WITH]), "without": spread(each[name])},
+            "ratio": ratio(seconds[name], seconds[WITH]),
+            "same_program": body(compiled[name]) == same,
+            **{key: {"with": about[WITH][key], "without": about[name][key]} for key in about[WITH]},
+        }
+        for name in names
+    }
+
+
+def lower(program: Program, plain: Sequence[Patch]) -> tuple[jax.stages.Lowered, tuple[Any, ...]]:
+    """A program with plain forms in the place of workarounds, before XLA, and its arguments."""
+    jax.clear_caches()  # traces of another form
+    with ExitStack() as stack:
+        for patch in plain:
+            stack.enter_context(mock.patch.object(*patch))
+        args = program.args()
+        jitted = jax.jit(
+            lambda *args: program.function(*args),
+            donate_argnums=() if program.donate is None else program.donate,
+            compiler_options=program.options(),
+        )
+        lowered = jitted.lower(*args)
+    jax.clear_caches()
+    return lowered, args
+
+
+def describe(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """The copies of caches in a compiled program, and its temporary memory."""
+    copies = len(program.copies(compiled.as_text(), program.cached)) if program.cached else None
+    memory = compiled.memory_analysis()
+    return {"copies": copies, "temporary_bytes": memory.temp_size_in_bytes}
+
+
+def body(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
+    """The operations of a compiled program, without their source lines."""
+    return hlo.computations(re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text()))
+
+
+def variant(program: Program, compiled: jax.stages.Compiled, args: tuple[Any, ...]) -> Variant:
+    """Calls the program, always from the same arguments."""
+    at = program.donate
+
+    def run() -> float:
+        given = list(args)
+        if at is not None:
+            given[at] = jax.tree.map(jnp.copy, given[at])
+        jax.block_until_ready(given)
+        begun = perf_counter()
+        for _ in range(program.calls):
+            result = compiled(*given)
+            if at is not None:
+                given[at] = result[0]
+        jax.block_until_ready(result)
+        return perf_counter() - begun
+
+    return run
+
+
+def line(found: dict[str, Any]) -> str:
+    """A row in words."""
+    with_, without = (found["milliseconds"][form]["median"] for form in ("with", "without"))
+    over, copies, memory = found["ratio"], found["copies"], found["temporary_bytes"]
+    text = (f"{with_:.4g} ms, without {without:.4g} ms, ratio {over['median']:.3f} "
+            f"({over['min']:.3f} to {over['max']:.3f})")  # fmt: skip
+    if copies["with"] is not None:
+        text += f", {copies['with']} copies, without {copies['without']}"
+    text += f", {memory['with'] / 1e6:.1f} MB, without {memory['without'] / 1e6:.1f} MB"
+    return text + (", the same program" if found["same_program"] else "")
+
+
+if __name__ == "__main__":
+    main()

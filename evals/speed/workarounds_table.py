@@ -1,0 +1,39 @@
+"""The table of the record of workarounds, for docs/decisions/compilation.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.state.memory import show
+
+RECORD = "workarounds"
+
+
+def table() -> str:
+    """The programs and the rows of the record; says so where there is none yet."""
+    if not (RESULTS / f"{RECORD}.json").exists():
+        return "Not recorded yet.\n"
+    return of(read(RECORD, RESULTS)["results"])
+
+
+def of(results: dict[str, Any]) -> str:
+    """One line per program, and one row per workaround."""
+    lines = [f"- {name}: {about}." for name, about in results["programs"].items()]
+    heads = ("row", "place", "program", "ms with", "ms without", "times as long without",
+             "copies with, without", "memory with, without")  # fmt: skip
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, found in results["rows"].items():
+        times, copies, memory = (
+            found[key] for key in ("milliseconds", "copies", "temporary_bytes")
+        )
+        cells = (
+            f"`{name}`", found["place"], found["program"],
+            *(f"{times[form]['median']:.4g}" for form in times),
+            ranged(found["ratio"], "median", ".2f"),
+            "" if copies["with"] is None else f"{copies['with']}, {copies['without']}",
+            ", ".join(map(show, memory.values())),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

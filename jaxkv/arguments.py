@@ -1,0 +1,102 @@
+"""Checks of the arguments of `step`; they cost nothing once compiled."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+
+import jax
+import numpy as np
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.errors import UserError
+from jaxkv.old_contract import refuse_old_members
+from jaxkv.typing import Array
+
+
+def check_is_policy(policy: object) -> None:
+    """Raise UserError for what is no policy, or follows an older contract."""
+    if isinstance(policy, Policy):
+        return
+    if is_dataclass(policy) and not isinstance(policy, type):
+        refuse_old_members(type(policy))
+    raise UserError(
+        "a policy is a value such as jaxkv.policy('streaming'), or of a frozen dataclass that "
+        f"subclasses jaxkv.Policy, got {policy!r}"
+    )
+
+
+def check(
+    policy: object,
+    spec: Spec,
+    state: object,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    valid: Array,
+    sink: Array | np.ndarray | None = None,
+) -> None:
+    """Raise UserError where the arguments of `step` disagree."""
+    check_is_policy(policy)
+    _check_arrays(spec, q, k, v, positions, valid, sink)
+    _check_state(policy, spec, state, batch=q.shape[0], group=q.shape[2] // spec.kv_heads)
+
+
+def _check_arrays(
+    spec: Spec,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    valid: Array,
+    sink: Array | np.ndarray | None,
+) -> None:
+    if q.ndim != 4 or q.shape[1] < 1 or q.shape[2] % spec.kv_heads:
+        raise UserError(
+            f"q must be [B,T,N,H] with T at least 1 and N a multiple of the spec's kv_heads="
+            f"{spec.kv_heads}, got {q.shape}"
+        )
+    batch, tokens, heads = q.shape[:3]
+    group = heads // spec.kv_heads
+    if spec.group not in (None, group):
+        raise UserError(
+            f"the spec's group must be N/K={group} beside q {q.shape}, got {spec.group}; give "
+            f"Spec(group={group})"
+        )
+    sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
+    given = [
+        ("q", "BTNH", q),
+        ("k", "BTKH", k),
+        ("v", "BTKH", v),
+        ("positions", "BT", positions),
+        ("valid", "BT", valid),
+    ]
+    if sink is not None:
+        given.append(("sink", "N", sink))
+    for name, letters, array in given:
+        shape = tuple(sizes[letter] for letter in letters)
+        if array.shape != shape:
+            raise UserError(f"{name} must be {shape} beside q {q.shape}, got {array.shape}")
+    for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
+        if array.dtype != kind:
+            raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
+
+
+def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: int) -> None:
+    remedy = f"begin with policy.init(spec, batch={batch}, rng=...)"
+    wanted, got = type(policy.leaves).__name__, type(state).__name__
+    if type(state) is not type(policy.leaves):
+        raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
+    if jax.tree.structure(state) != jax.tree.structure(policy.leaves):
+        raise UserError(
+            f"the state must have the arrays of {policy!r}, got those of another cache= or sinks=; "
+            f"{remedy}, or give the policy that made the state"
+        )
+    sizes = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
+    for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):
+        for size, letter in zip(array.shape, leaf.letters, strict=True):
+            if array.size and size != sizes.get(letter, size):
+                raise UserError(
+                    f"a state of this spec and batch has {letter}={sizes[letter]}, got "
+                    f"{letter}={size}; {remedy}"
+                )

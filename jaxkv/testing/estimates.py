@@ -1,0 +1,94 @@
+"""Laws 12 and 13, which hold for some policies and need a number from the caller."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.testing.subject import (
+    BATCH,
+    Checks,
+    Subject,
+    cached,
+    cut,
+    dense_logits,
+    draw_tokens,
+    finish_prefill,
+    take_sequences,
+    update,
+)
+from jaxkv.typing import Float
+
+MANY = 4000  # sequences whose mean is compared with full attention
+ERRORS = 4  # standard errors that the mean may be away
+HOSTILE = 1e3  # factor of the keys after those that must stay
+
+
+def estimates_are_unbiased(subject: Subject, tokens: int) -> Checks:
+    """The last of `tokens` tokens, in sequences of one text that differ in their seeds only.
+
+    The numerator and the denominator of its softmax must each be those of full attention in the
+    mean. Their quotient, the output, is not unbiased.
+    """
+    one = take_sequences(draw_tokens(subject.spec, tokens, dtype=subject.tokens.q.dtype), [0])
+    truths = _numerator_and_denominator(subject.spec, one)
+    partial = _last_of_many(subject, one)
+    out, lse = (np.asarray(leaf, np.float64)[:, 0] for leaf in partial)
+    found = out * np.exp(lse)[..., None], np.exp(lse)
+    for name, estimate, truth in zip(("numerator", "denominator"), found, truths, strict=True):
+        error = estimate.std(axis=0) / np.sqrt(MANY)
+        varies = bool((error > 0).all())
+        yield f"the {name} after {tokens} tokens does not depend on the seed", varies
+        away = np.abs(estimate.mean(axis=0) - truth) / np.where(error > 0, error, 1)
+        yield (
+            f"the mean {name} after {tokens} tokens is {away.max():.1f} standard errors from that "
+            f"of full attention, and must be within {ERRORS}",
+            bool(away.max() < ERRORS),
+        )
+
+
+def protected_tokens_stay(subject: Subject, first: int, newest: int = 0) -> Checks:
+    """The first and newest tokens keep the weight 1, however large the keys after the first are."""
+    tokens, size = subject.tokens, subject.sizes[1]
+    state = subject.read_tokens(with_larger_keys(tokens, first), size).states[-1]
+    held = cached(subject.policy, subject.spec, state)
+    positions, weight = np.asarray(held.positions), np.asarray(held.log_weight)
+    for sequence in range(BATCH - 1):
+        valid = tokens.valid[sequence]
+        numbers = tokens.positions[sequence][valid]
+        needed = {int(n) for n in (*numbers[:first], *numbers[max(0, len(numbers) - newest) :])}
+        for head in range(subject.spec.kv_heads):
+            there = set(positions[sequence, head][weight[sequence, head] == 0].tolist())
+            missing = sorted(needed - there)
+            what = f"adversarial keys evict the tokens at {missing}, or change their weight of 1"
+            yield what, not missing
+
+
+def with_larger_keys(tokens: Chunk, first: int) -> Chunk:
+    """The tokens, of which those after the first have keys that outweigh all before them."""
+    k = np.array(tokens.k, np.float32)
+    k[:, first:] *= HOSTILE
+    return tokens._replace(k=k.astype(tokens.k.dtype))
+
+
+def _last_of_many(subject: Subject, one: Chunk) -> Partial:
+    """The attention of the last token of `one` [1,T,...], in MANY sequences."""
+    policy, spec, count = subject.policy, subject.spec, one.q.shape[1]
+    many = Chunk(*(np.broadcast_to(leaf, (MANY, *leaf.shape[1:])) for leaf in one))
+    state = policy.reserve(spec, subject.init(MANY), count)
+    # Without its output: XLA then drops the attention of the first tokens.
+    absorb = jax.jit(lambda state, chunk: policy.update(spec, state, chunk)[1])
+    state = absorb(state, cut(many, 0, count - 1))
+    if subject.finishes:
+        state = policy.reserve(spec, finish_prefill(policy, spec, state), 1)
+    return update(policy, spec, state, cut(many, count - 1, count))[0]
+
+
+def _numerator_and_denominator(
+    spec: Spec, one: Chunk
+) -> tuple[Float[np.ndarray, "N H"], Float[np.ndarray, " N"]]:
+    """Of the softmax of the last token of `one` [1,T,...], in plain numpy."""
+    weights = np.exp(dense_logits(spec, one)[0, :, -1])
+    v = np.repeat(np.asarray(one.v, np.float64)[0], one.q.shape[2] // spec.kv_heads, axis=1)
+    return np.einsum("nt,tnh->nh", weights, v), weights.sum(axis=1)

@@ -1,0 +1,111 @@
+"""Workarounds for XLA:CPU are measured: their plain forms replace them and compute the same."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import models, xla_cpu
+from jaxkv.evals.speed import workarounds, workarounds_table
+from jaxkv.evals.speed.workaround_programs import PROGRAMS, Sizes
+from jaxkv.evals.speed.workarounds import WORKAROUNDS
+from jaxkv.models import xla_cpu as models_xla_cpu
+from jaxkv.models.recipes import PRESETS
+from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
+from tests.seldom import seldom
+
+RECIPE = replace(
+    PRESETS["tiny"], layers=1, width=32, heads=2, kv_heads=1, mlp=64, context=32, rows=2
+)
+SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
+              recipe=RECIPE, vocab=256)  # fmt: skip
+# In the everyday suite. Programs of decoding take long to trace.
+LOWERED = ("decode", "engine", "prefill", "argmax", "lookup", "index", "sampled", "training")
+RUN = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
+RESULTS = {  # of a program besides its caches, whose form may differ
+    "engine": lambda found: found[1],
+    "decode": lambda found: (found[0].logits, found[1:]),
+    "training": lambda found: found[1],
+}
+
+
+@pytest.fixture(scope="module")
+def load(shared):
+    """Two layers of a tiny model, so that layers can share leaves."""
+    folder = shared / "models" / "stories260K"
+    llms = {"float32": models.load(folder), "int8": models.load(folder, weights="int8")}
+    two = {
+        name: replace(llm, config=replace(llm.config, layers=2, windows=(None, None)))
+        for name, llm in (llms | {"default": llms["float32"]}).items()
+    }
+    return two.__getitem__
+
+
+@pytest.fixture
+def low_thresholds(monkeypatch):
+    """Sizes from which workarounds apply, so that they apply to tiny programs."""
+    monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
+    monkeypatch.setattr(models_xla_cpu, "_LARGE", 1)
+    monkeypatch.setattr(models_xla_cpu, "_BLOCK", 2**9)
+    monkeypatch.setattr(models_xla_cpu, "LOGITS_AT_ONCE", {"cpu": 2**10})
+    monkeypatch.setattr(models_xla_cpu, "query_block", lambda: 8)
+    monkeypatch.setattr(kernels_xla_cpu, "GATHERED_SLOTS", 4)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax promotes types."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def of_program(program):
+    return [name for name, row in WORKAROUNDS.items() if row.program == program]
+
+
+def all_but(daily):
+    """All programs, those that are not daily marked as slow."""
+    return [name if name in daily else seldom(name) for name in PROGRAMS]
+
+
+def test_every_program_has_a_workaround():
+    assert {row.program for row in WORKAROUNDS.values()} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("program", all_but(LOWERED))
+def test_a_plain_form_takes_the_place_of_its_workaround(program, load, low_thresholds):
+    made = PROGRAMS[program](load, SIZES)
+    whole = workarounds.lower(made, ())[0].as_text()
+    assert workarounds.lower(made, ())[0].as_text() == whole
+    for name in of_program(program):
+        text = workarounds.lower(made, WORKAROUNDS[name].plain)[0].as_text()
+        # Compiler options are no part of the text.
+        assert (text == whole) == name.startswith("decode_compiler_options"), name
+
+
+@pytest.mark.parametrize("program", all_but(RUN))
+def test_a_plain_form_computes_the_same(program, load, low_thresholds):
+    made = PROGRAMS[program](load, SIZES)
+
+    def results(plain):
+        lowered, args = workarounds.lower(made, plain)
+        of = RESULTS.get(program.partition(",")[0], lambda found: found)
+        return jax.tree.leaves(of(lowered.compile()(*args)))
+
+    wanted = results(())
+    for name in of_program(program):
+        for one, other in zip(results(WORKAROUNDS[name].plain), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def test_rows_are_measured_and_shown(load):
+    names = ["argmax", "carry"]
+    results = workarounds.run(load, SIZES, names, rounds=2)
+    rows = results["rows"]
+    assert list(rows) == names and set(results["programs"]) == {"argmax", "engine"}
+    assert rows["argmax"]["ratio"]["n"] == 2 and rows["argmax"]["copies"]["with"] is None
+    assert rows["carry"]["copies"]["with"] == 0 and not rows["carry"]["same_program"]
+    table = workarounds_table.of(results).splitlines()
+    assert sum(line.startswith("| `") for line in table) == len(rows)
+    assert len({line.count("|") for line in table if line.startswith("|")}) == 1
