@@ -1,0 +1,202 @@
+"""Numbers that a stream has named, asked for later (StreamingLLM's StreamEval).
+
+Novels are read as streams, and every 200 tokens a sentence names the secret number of a thing. A
+question names the thing a set number of tokens after the end of its sentence; it is read with a
+copy of the cache, so the stream goes on without it. It is answered rightly if every token of the
+number is the likeliest one after those before it, which is what greedy decoding writes. Full
+attention to at most the last 1,024 tokens, read afresh, is the gate.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
+from jaxkv.evals.tasks.generators import DIGITS, THINGS
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models.decoding import positions_of, run_layers
+from jaxkv.models.llm import Llm
+from jaxkv.typing import Array, Float, Int32
+
+CACHE, EVERY, DISTANCES = 256, 200, (60, 120, 200, 300, 600)
+FIRST = 1_000  # tokens before the first sentence that is asked about
+GATE, GATED = 1_024, 5  # tokens that the gate reads; it asks about every so-many-th sentence
+WIDTHS = (40, 20)  # of compiled programs that read the stream; the distances are multiples of 20
+POLICIES = {
+    "window": f"window:window={CACHE}",
+    "streaming": f"streaming:sinks=4,window={CACHE - 4}",
+    **{name: SAMPLED[name] for name in ("reservoir", "stratified", "balance-stream")},
+}
+MOST = 8_000  # tokens of a stream: full attention reads it too
+
+
+def main() -> None:
+    ask = ask_for_texts("jaxkv.evals.streaming.stream_eval", __doc__)
+    ask.add_argument("--tokens", type=int, default=6_000, help="of each stream")
+    ask.add_argument("--seed", type=int, default=0)
+    given = ask.parse_args()
+    if len(given.texts) < 2:
+        ask.error(f"--texts must name at least 2 files, got {len(given.texts)}; intervals are over "
+                  "texts")  # fmt: skip
+    least = FIRST + EVERY + max(DISTANCES)
+    if not least <= given.tokens <= MOST:
+        ask.error(f"--tokens must be from {least} to {MOST}, got {given.tokens}; try 6000")
+    llm = models.load(given.model, "float32")
+    novels = [tokens_of(llm, path, given.tokens)[0] for path in given.texts]
+    short = [p.stem for p, ids in zip(given.texts, novels, strict=True) if len(ids) < given.tokens]
+    if short:
+        ask.error(f"--texts must have {given.tokens} tokens, {', '.join(short)} has fewer; give "
+                  "others or smaller --tokens")  # fmt: skip
+    record = Record("stream_eval", [*llm.files, *given.texts], [given.seed], given.quick)
+    streams = [stream_of(llm, ids, [given.seed, n]) for n, ids in enumerate(novels)]
+    found = run(llm, streams, Parts(record, len(POLICIES) + 2))
+    record.finish(found | {"texts": [path.stem for path in given.texts]})
+
+
+class Fact(NamedTuple):
+    """ids: a question with its answer. start: where the number begins in them."""
+
+    ids: list[int]
+    start: int
+
+
+class Streamed(NamedTuple):
+    """The tokens of a stream, and what its sentences say; sentence n ends before token EVERY n."""
+
+    tokens: list[int]
+    facts: list[Fact]
+
+
+def stream_of(llm: Llm, novel: Sequence[int], seed: Sequence[int]) -> Streamed:
+    """A novel with a sentence at the end of every EVERY tokens."""
+    rng = np.random.default_rng(seed)
+    encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
+    tokens, facts, at, things = [], [], 0, []
+    for _ in range(len(novel) // EVERY):
+        things = things or rng.permutation(THINGS).tolist()  # no thing again within eight sentences
+        said = f"\n\nThe secret number of the {things.pop()} is"
+        number = str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
+        sentence = encode(f"{said} {number}.\n\n")
+        room = EVERY - len(sentence)
+        front = list(llm.tokenizer.front) if not tokens else []
+        tokens += [*front, *novel[at : at + room - len(front)], *sentence]
+        at += room - len(front)
+        asked, question = encode(f"{said} {number}"), encode(f"{said} ")
+        start = next(i for i, pair in enumerate(zip(asked, [*question, -1], strict=False))
+                     if pair[0] != pair[1])  # fmt: skip
+        facts.append(Fact(asked, start))
+    return Streamed(tokens, facts)
+
+
+def run(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str, Any]:
+    """Shares of right answers by policy and distance, and those of the gate."""
+    tokens, count = len(streams[0].tokens), len(streams[0].facts)
+    last = (tokens - max(DISTANCES)) // EVERY
+    asked = range(FIRST // EVERY, min(last, count - 1) + 1)
+    policies = POLICIES | {"full": f"full:max={tokens + EVERY}"}
+    hash_ = zlib.crc32(np.array([one.tokens for one in streams], np.int32).tobytes())
+    part = lambda name, compute: parts.part(f"{llm.name}, {hash_:x}, {name}", compute)  # noqa: E731
+    right = {
+        name: part(policy, partial(answers, llm, streams, policy, times(asked), tokens))
+        for name, policy in policies.items()
+    }
+    gated = part(f"gate of {GATE}, {GATED}", partial(gate, llm, streams, asked[::GATED]))
+    return {
+        "model": llm.name, "tokens": tokens, "every": EVERY, "cache": CACHE, "ends": ENDS,
+        "policies": policies, "questions": len(asked), "gate_questions": len(asked[::GATED]),
+        "gate_tokens": GATE, "gate": by_distance(gated),
+        "right": {name: by_distance(found) for name, found in right.items()},
+        "commits_of_parts": parts.commits,
+    }  # fmt: skip
+
+
+def by_distance(found: np.ndarray) -> dict[str, Any]:
+    """Of shares [B,D]: mean, two standard errors over streams, and every stream's."""
+    return {
+        str(distance): {
+            "mean": row.mean(), "two_errors": 2 * (standard_error(row) or 0), "each": row.tolist(),
+        } for distance, row in zip(DISTANCES, found.T, strict=True)
+    }  # fmt: skip
+
+
+def times(sentences: Iterable[int]) -> list[tuple[int, int]]:
+    """(tokens read, number of the sentence) of every question, in order."""
+    return sorted((EVERY * n + distance, n) for n in sentences for distance in DISTANCES)
+
+
+def gate(llm: Llm, streams: Sequence[Streamed], sentences: Sequence[int]) -> np.ndarray:
+    """The shares of right answers of full attention, read afresh for each sentence."""
+    policy = f"full:start={GATE + EVERY},max={GATE + EVERY}"
+    found = []
+    for number in sentences:
+        end = EVERY * number + max(DISTANCES)
+        found.append(answers(llm, streams, policy, times([number]), end, max(0, end - GATE)))
+    return np.mean(found, axis=0)
+
+
+def answers(
+    llm: Llm, streams: Sequence[Streamed], policy: str, asked: Sequence[tuple[int, int]], end: int,
+    begin: int = 0,
+) -> np.ndarray:  # fmt: skip
+    """The shares of right answers [B,D] of a stream of the tokens from `begin` on."""
+    stream = models.Stream(llm, policy, len(streams), seed=range(len(streams)))
+    tokens = np.array([one.tokens for one in streams], np.int32)
+    right = np.zeros((len(streams), len(DISTANCES)))
+    moments = sorted({begin, *(at for at, _ in asked if at <= end)})
+    for before, at in pairwise([*moments[:1], *moments]):
+        feed(stream, tokens[:, before:at])
+        for _, number in (one for one in asked if one[0] == at):
+            facts = [one.facts[number - 1] for one in streams]
+            right[:, DISTANCES.index(at - EVERY * number)] += correct(stream, facts)
+    return right / len({number for _, number in asked})
+
+
+def feed(stream: models.Stream, tokens: Int32[np.ndarray, "B T"]) -> None:
+    """Read tokens in pieces of WIDTHS, and of what is left."""
+    done = 0
+    while done < tokens.shape[1]:
+        left = tokens.shape[1] - done
+        width = next((w for w in WIDTHS if w <= left), left)
+        stream.prefill(tokens[:, done : done + width].tolist(), width)
+        done += width
+
+
+def correct(stream: models.Stream, facts: Sequence[Fact]) -> np.ndarray:
+    """Whether each sequence's number is answered rightly; the stream stays as it was."""
+    llm, size = stream.llm, max(len(fact.ids) for fact in facts)
+    tokens, valid, number = np.zeros((3, len(facts), size), np.int32)
+    for row, fact in enumerate(facts):
+        tokens[row, : len(fact.ids)], valid[row, : len(fact.ids)] = fact.ids, 1
+        number[row, fact.start : len(fact.ids)] = 1
+    valid = valid.astype(bool)
+    lengths = stream.lengths
+    stream.reserve(size)
+    stream.lengths = lengths  # room alone reads no token
+    states = jax.tree.map(jnp.copy, stream.decoding.states)  # `run_layers` takes them
+    positions = positions_of(stream.decoding.position, valid)
+    x, _ = run_layers(stream.static, llm.weights, tokens, positions, valid, states)
+    likeliest = np.asarray(_likeliest(llm.config, llm.weights, x))[:, :-1]
+    return ((likeliest == tokens[:, 1:]) | (number[:, 1:] == 0)).all(axis=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _likeliest(config: Config, weights: Weights, x: Float[Array, "D B T"]) -> Int32[Array, "B T"]:
+    decoder = Decoder(config, weights)
+    return jnp.argmax(decoder.logits(decoder.normed(x)), axis=0).astype(jnp.int32)
+
+
+if __name__ == "__main__":
+    main()

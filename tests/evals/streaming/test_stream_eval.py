@@ -1,0 +1,121 @@
+"""StreamEval at tiny size: where sentences stand, what counts as right, and the verdict."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib import parts
+from jaxkv.evals.lib.claim import HOLDS, NOT, PART, UNSEEN
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.streaming import claims, stream_eval
+from jaxkv.evals.streaming.stream_eval import DISTANCES, EVERY, Fact, Streamed
+from jaxkv.models import uncached
+from tests.tiny import write_tiny
+
+TOKENS = 1_800
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream_eval") / "model"
+    return models.load(write_tiny(folder, max_position_embeddings=2_048))
+
+
+@pytest.fixture(scope="module")
+def streams(llm):
+    random = np.random.default_rng(0)
+    novels = [random.integers(97, 122, TOKENS).tolist() for _ in range(2)]
+    return [stream_eval.stream_of(llm, ids, [0, n]) for n, ids in enumerate(novels)]
+
+
+def test_every_sentence_ends_before_its_distances(llm, streams):
+    for one in streams:
+        assert len(one.tokens) == TOKENS and len(one.facts) == TOKENS // EVERY
+        for number, fact in enumerate(one.facts, 1):
+            text = llm.tokenizer.decode(one.tokens[EVERY * (number - 1) : EVERY * number])
+            said = llm.tokenizer.decode(fact.ids)
+            assert text.endswith(f"{said}.\n\n") and "The secret number of the " in said
+            digits = llm.tokenizer.decode(fact.ids[fact.start :])
+            assert said.endswith(f" is {digits.strip()}") and digits.strip().isdigit()
+    assert streams[0].facts[0].ids != streams[1].facts[0].ids
+
+
+def test_greedy_numbers_are_right_and_others_are_not(llm, streams):
+    """The sentences are replaced by what a forward pass without a cache writes."""
+    at, number = EVERY + 60, 3
+    asked = []
+    for one in streams:
+        ids, question = one.tokens[:at], llm.tokenizer.encode(" It is", bos=False)
+        for _ in range(number):
+            decoder, hidden, _ = uncached.forward(
+                llm.config, llm.weights, np.array([[*ids, *question]])
+            )
+            question = [*question, int(np.argmax(decoder.logits(hidden)[:, 0, -1]))]
+        asked.append(Fact(question, len(question) - number))
+    wrong = asked[0]._replace(ids=[*asked[0].ids[:-1], (asked[0].ids[-1] + 1) % 256])
+    given = [Streamed(one.tokens, [fact]) for one, fact in zip(streams, (wrong, asked[1]))]  # noqa: B905
+    found = stream_eval.answers(llm, given, "full:max=1024", [(at, 1)], at)
+    assert found[:, DISTANCES.index(60)].tolist() == [0, 1]
+    assert not found[:, 1:].any()
+
+
+def test_a_question_leaves_the_stream_as_it_was(llm, streams):
+    stream = models.Stream(llm, "streaming:sinks=4,window=60", 2)
+    stream_eval.feed(stream, np.array([one.tokens[:130] for one in streams]))
+    before = jax.tree.map(np.asarray, stream.decoding)
+    stream_eval.correct(stream, [one.facts[0] for one in streams])
+    jax.tree.map(np.testing.assert_array_equal, before, stream.decoding)
+    assert stream.lengths.tolist() == [130, 130]
+
+
+def test_a_record_has_every_policy_distance_and_gate(llm, streams, monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "TRIALS", tmp_path)
+    monkeypatch.setattr(stream_eval, "POLICIES", {"streaming": "streaming:sinks=4,window=252"})
+    record = Record("stream_eval", quick=True)
+    found = stream_eval.run(llm, streams, parts.Parts(record, 3))
+    assert found["questions"] == 2 and found["gate_questions"] == 1
+    distances = [str(distance) for distance in DISTANCES]
+    for row in (found["gate"], *found["right"].values()):
+        assert list(row) == distances
+        assert all(0 <= share <= 1 for of in row.values() for share in of["each"])
+    assert list(found["right"]) == ["streaming", "full"]
+    text, verdict = claims.found_within_cache(found | {"texts": ["a", "b"]})
+    assert verdict == UNSEEN and "600: gate 0% ± 0%" in text
+
+
+def record(near, far, gate=1.0):
+    row = lambda share: {"mean": share, "two_errors": 0.01, "each": [share]}  # noqa: E731
+    of = {str(d): row(near if d < 256 else far) for d in DISTANCES}
+    return {
+        "model": "a model", "texts": ["a", "b"], "tokens": 6_000, "every": 200, "cache": 256,
+        "questions": 9, "gate_tokens": 1_024, "gate": {d: row(gate) for d in of},
+        "right": {"streaming": of, "full": of},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "near, far, gate, verdict",
+    [(0.95, 0.0, 1.0, HOLDS), (0.95, 0.3, 1.0, PART), (0.5, 0.0, 1.0, NOT),
+     (0.95, 0.0, 0.8, UNSEEN)],
+)  # fmt: skip
+def test_the_verdict_follows_the_shares(near, far, gate, verdict):
+    assert claims.found_within_cache(record(near, far, gate))[1] == verdict
+
+
+@pytest.mark.parametrize(
+    "words, reported",
+    [
+        (["--texts", "README.md"], "at least 2 files, got 1"),
+        (["--texts", "README.md", "LICENSE", "--tokens", "900"], "--tokens must be from 1800"),
+        (["--texts", "README.md", "{short}", "--tokens", "2000"], "2000 tokens, short has fewer"),
+    ],
+)
+def test_bad_input_is_one_line(llm, words, reported, monkeypatch, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("A short text.")
+    words = [word.format(short=tmp_path / "short.txt") for word in words]
+    monkeypatch.setattr(models, "load", lambda *_: llm)
+    monkeypatch.setattr("sys.argv", ["stream_eval", *words, "--quick"])
+    with pytest.raises(SystemExit) as stopped:
+        stream_eval.main()
+    assert stopped.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]
