@@ -274,10 +274,7 @@ def variant(program: Program, compiled: jax.stages.Compiled, args: tuple[Any, ..
     at = program.donate
 
     def run() -> float:
-        given = list(args)
-        if at is not None:
-            given[at] = jax.tree.map(jnp.copy, given[at])
-        jax.block_until_ready(given)
+        given = jax.block_until_ready(to_donate(program, args))
         begun = perf_counter()
         for _ in range(program.calls):
             result = compiled(*given)
@@ -287,6 +284,14 @@ def variant(program: Program, compiled: jax.stages.Compiled, args: tuple[Any, ..
         return perf_counter() - begun
 
     return run
+
+
+def to_donate(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Arguments for one call, after which the given ones still exist."""
+    given = list(args)
+    if program.donate is not None:
+        given[program.donate] = jax.tree.map(jnp.copy, given[program.donate])
+    return given
 
 
 def line(found: dict[str, Any]) -> str:
