@@ -16,6 +16,8 @@ REPLACED_BY = {
     "axes": _LEAVES,
     "shared": _LEAVES,
     "appends": _LEAVES,
+    "settling": _LEAVES,
+    "settled": _LEAVES,
     "on_host": _LEAVES,
     "formula": "bytes_per_sequence",
     "seal": "finish_prefill",
@@ -26,13 +28,17 @@ REPLACED_BY = {
 
 
 def refuse_old_members(kind: type) -> None:
-    """Raise UserError for a class with members that nothing calls any more."""
+    """Raise UserError for a class of the older contract, also if it has `update` by now.
+
+    Every such class has `attend` and `extend`. Other old names are good names of helpers.
+    """
+    if not (hasattr(kind, "attend") and hasattr(kind, "extend")):
+        return
     by_new: dict[str, list[str]] = {}
     for old, new in REPLACED_BY.items():
         if hasattr(kind, old):
             by_new.setdefault(new, []).append(old)
-    if by_new:
-        remedy = ", ".join(f"replace {' and '.join(old)} by {new}" for new, old in by_new.items())
-        raise UserError(
-            f"{kind.__name__} has members of an older contract: subclass jaxkv.Policy and {remedy}"
-        )
+    remedy = ", ".join(f"replace {' and '.join(old)} by {new}" for new, old in by_new.items())
+    raise UserError(
+        f"{kind.__name__} has members of an older contract: subclass jaxkv.Policy and {remedy}"
+    )

@@ -127,22 +127,31 @@ def test_bad_arguments_are_refused(name):
 
 
 def test_a_subclass_with_old_members_is_refused_at_its_definition():
-    with pytest.raises(jaxkv.UserError, match=r"attend by one update.*, replace kept by cached"):
+    with pytest.raises(jaxkv.UserError, match=r"extend by one update.*, replace kept by cached"):
 
         class Old(jaxkv.Policy):
             def attend(self, spec, state, chunk):
                 return None
+
+            def extend(self, spec, state, chunk):
+                return state
 
             def kept(self, spec, state):
                 return state
 
 
 @pytest.mark.parametrize("old", REPLACED_BY)
-def test_a_policy_with_update_and_one_old_member_is_refused(old):
+def test_a_policy_with_update_and_old_members_is_refused(old):
+    members = dict.fromkeys(("attend", "extend", old))
     for base in (jaxkv.Policy, jaxkv.Window):
-        with pytest.raises(jaxkv.UserError, match=rf"Half has .*replace {old} by") as caught:
-            type("Half", (base,), {"update": jaxkv.Window.update, old: None})
+        with pytest.raises(jaxkv.UserError, match=rf"Half has .*(\b{old}\b)") as caught:
+            type("Half", (base,), members | {"update": jaxkv.Window.update})
         assert "\n" not in str(caught.value)
+
+
+def test_a_helper_may_have_an_old_name():
+    for old in REPLACED_BY:
+        type("New", (jaxkv.Window,), {old: None})
 
 
 def test_an_inherited_old_member_is_refused():
