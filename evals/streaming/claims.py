@@ -204,14 +204,14 @@ def streamed_questions(r: Results) -> Finding:
     for name in ("4+252", "0+256"):
         gaps = listed(right[name]["minus"], _gap)
         shown.append(f"{name} {right[name]['share']:.1%} (minus {gaps})")
-    low, high = _bounds(right["4+252"]["minus"]["afresh"]), _bounds(right["0+256"]["minus"]["full"])
+    low, high = _bounds(right["4+252"]["minus"]["reread"]), _bounds(right["0+256"]["minus"]["full"])
     full = right["full"]["share"]
     below = "" if full >= GATE else f"; below the gate: full attention answers {full:.0%}"
     return (
         f"{r['model']}, {r['questions']} questions of ARC-E in a stream of {r['tokens']:,} tokens, "
         f"choices by likelihood, guessing gives {r['chance']:.0%}; full attention to the stream "
-        f"{full:.1%} (the first {r['questions_of_full']}), to the last {r['afresh']} tokens read "
-        f"afresh {right['afresh']['share']:.1%}, to each question alone "
+        f"{full:.1%} (the first {r['questions_of_full']}), to the last {r['reread']} tokens read "
+        f"again {right['reread']['share']:.1%}, to each question alone "
         f"{right['alone']['share']:.1%}; {joined(shown)}{below}"
     ), UNSEEN if below else grade(low[1] >= 0 and high[1] < 0, low[1] >= 0)
 

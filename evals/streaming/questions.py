@@ -4,7 +4,7 @@ Every question is asked after all earlier questions and their right answers, in 
 cache. The answer is the choice with the largest mean log-likelihood of its tokens. The stream is
 many times longer than the cache. A question in the stream has solved ones before it, and one that
 is asked alone has none, so two controls have the same ones: full attention to the whole stream, as
-far as it fits the trained context, and full attention to the last tokens, read afresh for each
+far as it fits the trained context, and full attention to the last tokens, read again for each
 question. The paper compares exact matches of a chat model of 7 billion weights.
 """
 
@@ -29,7 +29,7 @@ POLICIES = {
     "4+252": f"streaming:sinks=4,window={CACHE - 4}",
     "0+256": f"window:window={CACHE}",
 }
-WINDOW = CACHE - 4  # tokens that are read afresh
+WINDOW = CACHE - 4  # tokens that are read again
 MOST = 8_000  # tokens of the stream under full attention
 BETWEEN = "\n\n"  # questions
 Question = dict[str, Any]
@@ -65,16 +65,16 @@ def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     fit = int((tokens <= min(MOST, llm.config.context)).sum())
     right["full"], _ = right_in_stream(llm, questions[:fit], full, progress="full")
     last = f"full:max={2 * CACHE}"  # with room for a choice
-    right["afresh"], _ = right_in_stream(llm, questions, last, WINDOW, progress="afresh")
+    right["reread"], _ = right_in_stream(llm, questions, last, WINDOW, progress="reread")
     found: dict[str, Any] = {name: {"share": one.mean()} for name, one in right.items()}
     for name in POLICIES:
         found[name]["minus"] = {
-            base: difference(right[name], right[base]) for base in ("full", "afresh", "alone")
+            base: difference(right[name], right[base]) for base in ("full", "reread", "alone")
         }
     chance = np.mean([1 / len(one["choices"]) for one in questions])
     return {
         "model": llm.name, "questions": len(questions), "questions_of_full": fit,
-        "tokens": int(tokens[-1]), "afresh": WINDOW, "policies": POLICIES, "chance": chance,
+        "tokens": int(tokens[-1]), "reread": WINDOW, "policies": POLICIES, "chance": chance,
         "right": found,
     }  # fmt: skip
 
@@ -87,12 +87,12 @@ def difference(one: np.ndarray, base: np.ndarray) -> dict[str, Any]:
 
 
 def right_in_stream(
-    llm: Llm, questions: Sequence[Question], policy: str, afresh: int | None = None,
+    llm: Llm, questions: Sequence[Question], policy: str, reread: int | None = None,
     progress: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Whether each question is answered rightly, and the tokens up to its longest choice.
 
-    afresh: before each question a new stream reads only this many last tokens, the question's
+    reread: before each question a new stream reads only this many last tokens, the question's
     included. progress: a name for lines of progress.
     """
     stream, read = models.Stream(llm, policy), []
@@ -101,9 +101,9 @@ def right_in_stream(
     for number, one in enumerate(questions, 1):
         text = [*waiting, *encode(one["context"])]
         read += text[:-1]
-        if afresh:
+        if reread:
             stream = models.Stream(llm, policy)
-        stream.prefill([read[-afresh + 1 :] if afresh else text[:-1]])
+        stream.prefill([read[-reread + 1 :] if reread else text[:-1]])
         choices = [encode(choice) for choice in one["choices"]]
         means = [likelihood(llm, stream, [text[-1], *choice]) for choice in choices]
         right.append(int(np.argmax(means)) == one["answer"])

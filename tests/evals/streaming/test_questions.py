@@ -40,10 +40,10 @@ def test_a_question_follows_the_earlier_ones_and_their_right_answers(llm, monkey
     ]
 
 
-def test_the_last_tokens_are_read_afresh(llm, monkeypatch):
+def test_the_last_tokens_are_read_again(llm, monkeypatch):
     seen, of = [], questions.likelihood
     monkeypatch.setattr(questions, "likelihood", lambda *given: seen.append(of(*given)) or seen[-1])
-    questions.right_in_stream(llm, ASKED, "full:max=128", afresh=12)
+    questions.right_in_stream(llm, ASKED, "full:max=128", reread=12)
     encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
     front = list(llm.tokenizer.front) or encode("\n\n")
     stream = [*front, *encode("the cat"), *encode(" over the hill"), *encode("\n\n")]
@@ -63,20 +63,20 @@ def test_a_run_pairs_each_stream_with_the_controls(llm, monkeypatch):
         minus = found["right"][name]["minus"]
         assert minus["full"]["standard_error"] is None
         share = found["right"][name]["share"]
-        assert minus["afresh"]["mean"] == share - found["right"]["afresh"]["share"]
+        assert minus["reread"]["mean"] == share - found["right"]["reread"]["share"]
         assert minus["alone"]["mean"] == share - found["right"]["alone"]["share"]
 
 
 def record(sinks, window, full=0.95):
     gap = lambda mean: {"mean": mean, "standard_error": 0.01}  # noqa: E731
     right = {
-        name: {"share": 0.9 + mean, "minus": dict.fromkeys(("full", "afresh", "alone"), gap(mean))}
+        name: {"share": 0.9 + mean, "minus": dict.fromkeys(("full", "reread", "alone"), gap(mean))}
         for name, mean in {"4+252": sinks, "0+256": window}.items()
     }
-    others = {name: {"share": full} for name in ("full", "afresh", "alone")}
+    others = {name: {"share": full} for name in ("full", "reread", "alone")}
     return {
         "model": "a model", "questions": 300, "questions_of_full": 240, "tokens": 9_000,
-        "afresh": 252, "chance": 0.25, "right": others | right,
+        "reread": 252, "chance": 0.25, "right": others | right,
     }  # fmt: skip
 
 
