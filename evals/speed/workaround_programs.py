@@ -79,7 +79,7 @@ class Program:
     copies: Callable[[str, frozenset[int]], list[str]] = hlo.copies_in_loops
 
 
-Load = Callable[[str], Llm]  # of LOADED
+LoadModel = Callable[[str], Llm]  # of LOADED
 
 
 def policies(slots: int) -> dict[str, str]:
@@ -96,7 +96,12 @@ def policies(slots: int) -> dict[str, str]:
 
 
 def decode(
-    load: Load, sizes: Sizes, policy: str, slots: str, weights: str = "float32", cache: str = ""
+    load: LoadModel,
+    sizes: Sizes,
+    policy: str,
+    slots: str,
+    weights: str = "float32",
+    cache: str = "",
 ) -> Program:
     """The decode loop of one sequence whose cache is full. slots: small or large."""
     tokens = getattr(sizes, slots)
@@ -120,7 +125,7 @@ def decode(
     )
 
 
-def prefill(load: Load, sizes: Sizes) -> Program:
+def prefill(load: LoadModel, sizes: Sizes) -> Program:
     """A chunk through one layer whose cache is full."""
     llm, slots = load("float32"), sizes.large
     spec = policies(slots)["streaming"]
@@ -140,7 +145,7 @@ def prefill(load: Load, sizes: Sizes) -> Program:
     return Program(about, chunk, lambda: args)
 
 
-def engine(load: Load, sizes: Sizes) -> Program:
+def engine(load: LoadModel, sizes: Sizes) -> Program:
     """A decode step of the engine for one sequence under full attention."""
     llm, slots = load("float32"), sizes.large
     model = make_model(llm, "full")
@@ -159,7 +164,7 @@ def engine(load: Load, sizes: Sizes) -> Program:
                    copies=hlo.copies)  # fmt: skip
 
 
-def argmax(load: Load, sizes: Sizes) -> Program:
+def argmax(load: LoadModel, sizes: Sizes) -> Program:
     """Greedy tokens of a batch."""
     shape = sizes.sequences, load("float32").config.vocab
     logits = jax.random.normal(jax.random.key(0), shape)
@@ -167,7 +172,7 @@ def argmax(load: Load, sizes: Sizes) -> Program:
     return Program(about, lambda x: xla_cpu.argmax(x), lambda: (logits,), calls=8)
 
 
-def lookup(_: Load, sizes: Sizes) -> Program:
+def lookup(_: LoadModel, sizes: Sizes) -> Program:
     """The keys that three query heads find in the tables of their KV head."""
     tables = jax.jit(partial(hash_tables.build, bits=sizes.bits))(
         random_codes(sizes), jnp.ones(sizes.keys, bool)
@@ -191,7 +196,7 @@ def lookup(_: Load, sizes: Sizes) -> Program:
     return Program(about, find, lambda: (whole, jnp.asarray(queries)), calls=8 * sizes.steps)
 
 
-def index(_: Load, sizes: Sizes) -> Program:
+def index(_: LoadModel, sizes: Sizes) -> Program:
     """The hash tables of one KV head."""
     codes, there = random_codes(sizes), jnp.ones(sizes.keys, bool)
     about = f"magicpig, tables of {sizes.keys:,} keys, {sizes.tables} tables"
@@ -205,7 +210,7 @@ def random_codes(sizes: Sizes) -> Int32[Array, "L S"]:
     return jnp.asarray(codes, jnp.int32)
 
 
-def sampled(load: Load, sizes: Sizes, dtype: str) -> Program:
+def sampled(load: LoadModel, sizes: Sizes, dtype: str) -> Program:
     """Attention of one token to sampled keys, as magicpig attends."""
     config = load("float32").config
     shape = shapes.BenchShape(
@@ -219,7 +224,7 @@ def sampled(load: Load, sizes: Sizes, dtype: str) -> Program:
     return Program(about, attend, lambda: args, calls=4 * sizes.steps)
 
 
-def train(_: Load, sizes: Sizes) -> Program:
+def train(_: LoadModel, sizes: Sizes) -> Program:
     """One training step on random tokens."""
     recipe = sizes.recipe
     setting: Setting = setting_for(recipe, sizes.vocab, (), 0)
@@ -233,7 +238,7 @@ def train(_: Load, sizes: Sizes) -> Program:
     return Program(about, step, lambda: args, donate=0)
 
 
-PROGRAMS: Mapping[str, Callable[[Load, Sizes], Program]] = {
+PROGRAMS: Mapping[str, Callable[[LoadModel, Sizes], Program]] = {
     "decode": partial(decode, policy="streaming", slots="small"),
     "decode, large cache": partial(decode, policy="streaming", slots="large"),
     "decode, small model": partial(decode, policy="streaming", slots="small", weights="default"),

@@ -210,8 +210,8 @@ def streamed_questions(r: Results) -> Finding:
     return (
         f"{r['model']}, {r['questions']} questions of ARC-E in a stream of {r['tokens']:,} tokens, "
         f"choices by likelihood, guessing gives {r['chance']:.0%}; full attention to the stream "
-        f"{full:.1%} (the first {r['questions_of_full']}), to the last {r['reread']} tokens, "
-        f"reread {right['reread']['share']:.1%}, to each question alone "
+        f"{full:.1%} (the first {r['questions_of_full']}), to the last {r['reread']} tokens read "
+        f"again {right['reread']['share']:.1%}, to each question alone "
         f"{right['alone']['share']:.1%}; {joined(shown)}{below}"
     ), UNSEEN if below else grade(low[1] >= 0 and high[1] < 0, low[1] >= 0)
 

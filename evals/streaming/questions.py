@@ -4,7 +4,7 @@ Every question is asked after all earlier questions and their right answers, in 
 cache. The answer is the choice with the largest mean log-likelihood of its tokens. The stream is
 many times longer than the cache. A question in the stream has solved ones before it, and one that
 is asked alone has none, so two controls have the same ones: full attention to the whole stream, as
-far as it fits the trained context, and full attention to the last tokens, reread for each
+far as it fits the trained context, and full attention to the last tokens, read again for each
 question. The paper compares exact matches of a chat model of 7 billion weights.
 """
 
@@ -29,7 +29,7 @@ POLICIES = {
     "4+252": f"streaming:sinks=4,window={CACHE - 4}",
     "0+256": f"window:window={CACHE}",
 }
-WINDOW = CACHE - 4  # tokens that are reread
+WINDOW = CACHE - 4  # tokens that are read again
 MOST = 8_000  # tokens of the stream under full attention
 BETWEEN = "\n\n"  # questions
 Question = dict[str, Any]

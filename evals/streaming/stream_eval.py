@@ -4,7 +4,7 @@ Novels are read as streams, and every 200 tokens a sentence names the secret num
 question names the thing a set number of tokens after the end of its sentence; it is read with a
 copy of the cache, so the stream goes on without it. It is answered rightly if every token of the
 number is the likeliest one after those before it, which is what greedy decoding writes. Full
-attention to at most the last 1,024 tokens, reread for each question, is the gate.
+attention to at most the last 1,024 tokens, read again, is the gate.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def times(sentences: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def gate(llm: Llm, streams: Sequence[Streamed], sentences: Sequence[int]) -> np.ndarray:
-    """The shares of right answers of full attention, reread for each sentence."""
+    """The shares of right answers of full attention, read again for each sentence."""
     policy = f"full:start={GATE + EVERY},max={GATE + EVERY}"
     found = []
     for number in sentences:

@@ -40,7 +40,7 @@ def test_a_question_follows_the_earlier_ones_and_their_right_answers(llm, monkey
     ]
 
 
-def test_the_last_tokens_are_read_afresh(llm, monkeypatch):
+def test_the_last_tokens_are_read_again(llm, monkeypatch):
     seen, of = [], questions.likelihood
     monkeypatch.setattr(questions, "likelihood", lambda *given: seen.append(of(*given)) or seen[-1])
     questions.right_in_stream(llm, ASKED, "full:max=128", reread=12)
