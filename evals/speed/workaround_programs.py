@@ -26,7 +26,7 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import setting_for
 from jaxkv.models.recipes import PRESETS, Recipe
 from jaxkv.models.serving import make_model
-from jaxkv.models.training import Setting
+from jaxkv.models.training import TrainingSetting
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, reference, shapes
 from jaxkv.policies.magicpig import hash_tables
 from jaxkv.sampling import Sampling
@@ -227,7 +227,7 @@ def sampled(load: LoadModel, sizes: Sizes, dtype: str) -> Program:
 def train(_: LoadModel, sizes: Sizes) -> Program:
     """One training step on random tokens."""
     recipe = sizes.recipe
-    setting: Setting = setting_for(recipe, sizes.vocab, (), 0)
+    setting: TrainingSetting = setting_for(recipe, sizes.vocab, (), 0)
     random = np.random.default_rng(0)
     runs = random.integers(3, sizes.vocab, (recipe.rows, recipe.context + 1)).astype(np.int32)
     args = training.begin(setting), setting.split(runs)

@@ -39,7 +39,7 @@ def test_block_hashes_are_equal_up_to_the_first_different_token():
 @pytest.mark.slow
 def test_hit_rates_are_those_of_the_report():
     found = conversations.measure_hit_rates((4, 8), requests=60, seeds=2)
-    setting = replace(report.ONE_PROMPT, mode="rekey", slots=8, requests=60)
+    setting = replace(report.ONE_PROMPT, mode="rekey", concurrent=8, requests=60)
     alone = [report.hits(setting, seed) for seed in (0, 1)]
     assert (found["rekey"][1]["min"], found["rekey"][1]["max"]) == (min(alone), max(alone))
     assert [one["max"] for one in found["full"]] == [0, 0]
