@@ -29,8 +29,9 @@ Randomness lives in the state. A draw is a function of the sequence's seed and o
 position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
 on devices.
 
-The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12 and 13, which have
-functions of their own, `check_unbiased` and `check_protected`. tests/laws checks every policy here.
+The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12, 13 and 18, which
+have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. tests/laws checks
+every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.
@@ -50,6 +51,8 @@ functions of their own, `check_unbiased` and `check_protected`. tests/laws check
 16 `update` has finite gradients in q, k and v; the choice of tokens and rows in int8 have none.
 17 A key or value that is stored in int8 differs from the exact one by at most half of its row's
    scale, also after the row was moved to other slots.
+18 The output does not depend on where positions begin, also where they wrap at 2^32, unless the
+   policy draws by the position or rounds rotated keys.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from jaxkv.testing import (
     check_policy,
     check_protected,
     check_unbiased,
+    check_wrap,
     make_subject,
     table,
 )
@@ -309,3 +310,37 @@ def test_a_policy_of_the_old_contract_is_refused(unchecked):
 def test_an_object_that_is_not_a_policy_is_refused(unchecked):
     with pytest.raises(UserError, match="a policy is a value"):
         check_policy("streaming")
+
+
+class Saturated(jaxkv.Window):
+    """Its positions stop at 2^31."""
+
+    def update(self, spec, state, chunk):
+        positions = jnp.minimum(chunk.positions, jnp.uint32(2**31))
+        return super().update(spec, state, chunk._replace(positions=positions))
+
+
+def test_positions_that_do_not_wrap_are_found(unchecked):
+    check_wrap(jaxkv.Window(window=5))
+    with pytest.raises(LawError, match=r"law 18 .* from position 4294967291 in chunks of 1"):
+        check_wrap(Saturated(window=5))
+
+
+def test_the_letter_of_query_heads_in_place_of_kv_heads_is_found(unchecked):
+    class Grouped(jaxkv.Window):
+        @property
+        def leaves(self):
+            leaves = super().leaves
+            return leaves._replace(v=dataclasses.replace(leaves.v, axes="B G S H"))
+
+    (result,) = [r for r in check_laws(Grouped(window=5)) if not r.holds]
+    assert result.number == 11 and "leaf .v: axis G must be 2, got 3" in result.reason
+
+
+def test_a_missing_member_is_the_only_finding(unchecked):
+    @dataclasses.dataclass(frozen=True)
+    class Empty(jaxkv.Policy):
+        pass
+
+    (result,) = check_laws(Empty())
+    assert (result.number, result.reason) == (1, "it lacks `init`")

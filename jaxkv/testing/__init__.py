@@ -6,10 +6,11 @@
 Each law runs on random tokens, past three times the capacity of the policy, and compares with plain
 numpy or with the policy itself in another arrangement. The numbers are those of jaxkv/contract.py.
 
-Two laws hold for some policies and need a number, so they have functions of their own:
+Three laws do not hold for every policy, so they have functions of their own:
 
     check_unbiased(MyPolicy(), tokens=17)    # law 12: the estimate after 17 tokens is unbiased
     check_protected(MyPolicy(), first=4)     # law 13: the first 4 tokens stay, whatever the keys
+    check_wrap(MyPolicy())                   # law 18: positions may wrap at 2^32
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from typing import NamedTuple
 
 from jaxkv.arguments import check_is_policy
 from jaxkv.contract import Policy
-from jaxkv.testing.estimates import estimates_are_unbiased, protected_tokens_stay
+from jaxkv.testing.estimates import (
+    estimates_are_unbiased,
+    positions_may_wrap,
+    protected_tokens_stay,
+)
 from jaxkv.testing.laws import LAWS, Law
 from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find_capacity
 
@@ -32,6 +37,7 @@ __all__ = [
     "check_policy",
     "check_protected",
     "check_unbiased",
+    "check_wrap",
     "make_subject",
     "table",
 ]
@@ -97,6 +103,18 @@ def check_protected(policy: Policy, first: int, newest: int = 0) -> None:
     _raise_broken(policy, [check_law(law, make_subject(policy, capacity))])
 
 
+def check_wrap(policy: Policy, capacity: int | None = None) -> None:
+    """Raise LawError unless the output is the same where positions wrap at 2^32 (law 18).
+
+    For policies that choose tokens by neither the absolute position nor the rotated key. Those that
+    draw by the position choose others after it moves. capacity: as in `check_policy`.
+    """
+    check_is_policy(policy)
+    capacity = find_capacity(make_subject(policy, 1)) if capacity is None else capacity
+    law = 18, "the output does not depend on where positions begin", positions_may_wrap
+    _raise_broken(policy, [check_law(law, make_subject(policy, capacity))])
+
+
 def _raise_broken(policy: Policy, results: Sequence[LawResult | None]) -> None:
     """Raise LawError if a law does not hold, from the first exception of the policy."""
     broken = [result for result in results if result and not result.holds]
@@ -112,10 +130,11 @@ def check_laws(
     cached_tokens: CachedTokens | None = None,
 ) -> list[LawResult]:
     """The results of `check_policy`, also if laws are broken."""
-    of_one = make_subject(policy, 1, cached_tokens)
-    first = [check_law(law, of_one) for law in LAWS[:3]]
-    if not all(result.holds for result in first if result):
-        return [result for result in first if result]  # the others would fail for this reason
+    of_one, first = make_subject(policy, 1, cached_tokens), []
+    for law in LAWS[:3]:
+        first.append(check_law(law, of_one))
+        if not first[-1].holds:
+            return first  # the others would fail for this reason
     capacity = find_capacity(of_one) if capacity is None else capacity
     subject = make_subject(policy, capacity, cached_tokens)
     results = (check_law(law, subject) for law in LAWS)

@@ -1,4 +1,4 @@
-"""Laws 12 and 13, which hold for some policies and need a number from the caller."""
+"""Laws 12, 13 and 18, which do not hold for every policy."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ def protected_tokens_stay(subject: Subject, first: int, newest: int = 0) -> Chec
             missing = sorted(needed - there)
             what = f"adversarial keys evict the tokens at {missing}, or change their weight of 1"
             yield what, not missing
+
+
+def positions_may_wrap(subject: Subject) -> Checks:
+    """The tokens again, from a position at which the middle of the prompt crosses 2^32."""
+    first = 2**32 - subject.prompt // 2
+    positions = ((subject.tokens.positions.astype(np.int64) + first) % 2**32).astype(np.uint32)
+    moved = subject.tokens._replace(positions=positions)
+    for size in subject.sizes[:2]:
+        wanted = subject.read(size).outs.astype(np.float64)
+        found = subject.read_tokens(moved, size).outs.astype(np.float64)
+        away = np.abs(found - wanted).max(axis=(0, 2, 3))
+        yield (
+            f"from position {first} in chunks of {size}, the output of token {away.argmax()} "
+            f"differs by {away.max():.2g} from that of the same tokens from position 0",
+            bool(away.max() <= 10 * subject.tolerance),
+        )
 
 
 def with_larger_keys(tokens: Chunk, first: int) -> Chunk:

@@ -47,7 +47,7 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
     )
     made, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
     yield f"leaves must describe {made} arrays, got {leaves}", made == leaves
-    sizes = {"B": count, "K": spec.kv_heads, "H": spec.head_dim}
+    sizes = {"B": count, "K": spec.kv_heads, "G": spec.group, "H": spec.head_dim}
     for name, leaf, array in named_leaves(policy, state):
         letters = leaf.letters
         yield (

@@ -16,6 +16,7 @@ from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
 from jaxkv.testing import check_law
 from jaxkv.testing.estimates import (
     estimates_are_unbiased,
+    positions_may_wrap,
     protected_tokens_stay,
     with_larger_keys,
 )
@@ -188,3 +189,14 @@ def test_positions_wrap_without_a_trace(case):
         # Keys are rounded after rotation, so in int8 other positions round them otherwise.
         tolerance = max(2e-6, case.tolerance / 3, ROUNDED * case.in_int8)
         assert close(outs, wanted.astype(np.float64), tolerance)
+
+
+# Without draws by the position. Keys in int8 are rounded after their rotation.
+WRAPPING = ("full", "window-5", "streaming-4-5", "absolute-4-5", "stratified",
+            "balance-stream", "uniform", "snapkv", "keydiff", "h2o", "topk")  # fmt: skip
+
+
+@some(lambda case: case.name in WRAPPING)
+def test_law_18_positions_may_wrap(case):
+    for what, passes in positions_may_wrap(subject(case)):
+        assert passes, what
