@@ -28,7 +28,7 @@ from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import Variant, ratio, time_rounds
 from jaxkv.evals.speed import plain_forms
-from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, Load, Program, Sizes
+from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, LoadModel, Program, Sizes
 from jaxkv.models import cross_entropy, decoder, decoding, smollm2
 from jaxkv.models import xla_cpu as models_xla_cpu
 from jaxkv.pallas_kernels import host_memory
@@ -199,7 +199,7 @@ def main() -> None:
     record.finish(run(load, Sizes(), given.only or list(WORKAROUNDS), rounds))
 
 
-def run(load: Load, sizes: Sizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def run(load: LoadModel, sizes: Sizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """The rows of these workarounds, by program."""
     described, rows = {}, {}
     for program in dict.fromkeys(WORKAROUNDS[name].program for name in names):
