@@ -213,7 +213,7 @@ def random_codes(sizes: Sizes) -> Int32[Array, "L S"]:
 def sampled(load: LoadModel, sizes: Sizes, dtype: str) -> Program:
     """Attention of one token to sampled keys, as magicpig attends."""
     config = load("float32").config
-    shape = shapes.BenchShape(
+    shape = shapes.AttentionBenchShape(
         1, config.heads, config.kv_heads, sizes.keys, config.head_dim,
         int(1.5 * shapes.SAMPLED * sizes.keys), dtype,
     )  # fmt: skip
