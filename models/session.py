@@ -48,7 +48,7 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
         notes = batch.read_notes(path, IDENTITY)
     except UserError:
         if not os.path.isfile(path):
-            raise UserError(f"no such session: {path}; name a file written by /save") from None
+            raise UserError(f"no such file: {path}; name one written by /save") from None
         raise UserError(
             f"{path} is no complete session; name a file written by /save of this version"
         ) from None

@@ -108,7 +108,7 @@ def _system(chat: ChatState, text: str) -> str:
         return f"system message: {chat.system or 'none'}"
     chat.talk = chat.fresh(chat.policy, text)
     chat.system = text
-    return "the conversation begins with this system message; the earlier one is dropped"
+    return "a new conversation begins with this system message"
 
 
 def _policy(chat: ChatState, text: str) -> str:
@@ -137,7 +137,7 @@ def _load(chat: ChatState, path: str) -> str:
     first = chat.talk.messages[:1]
     chat.system = first[0]["content"] if first and first[0]["role"] == "system" else None
     count = sum(message["role"] == "user" for message in chat.talk.messages)
-    return f"loaded {path}, {count} messages, position {chat.talk.position}"
+    return f"loaded {path}, {count} message{'s' * (count != 1)}, position {chat.talk.position}"
 
 
 # Name -> what follows it, what it does, the function. In brackets: may be left out.

@@ -25,11 +25,15 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Field:
-    """check: returns the parsed value or raises Fault. default: for absent and null."""
+    """check: returns the parsed value or raises Fault. default: for absent and null.
+
+    remedy: what to do where a required field is absent.
+    """
 
     check: Check
     default: Any = None
     required: bool = False
+    remedy: str = "give it"
 
 
 def wrong(name: str, rule: str, value: object) -> Fault:
@@ -219,7 +223,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 SHARED = {
-    "model": Field(text, required=True),
+    "model": Field(text, required=True, remedy="give a name that /v1/models lists"),
     # Where these five are absent, the settings of the model apply.
     "temperature": Field(number(0.0, 2.0)),
     "top_p": Field(number(0.0, 1.0, above=True)),
@@ -286,7 +290,7 @@ def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     for name, field in table.items():
         value = body.get(name)
         if value is None and field.required:
-            raise Fault(400, f"{name} is missing; give it", param=name)
+            raise Fault(400, f"{name} is missing; {field.remedy}", param=name)
         values[name] = field.default if value is None else field.check(name, value)
     if values["stream_options"] is not None and not values["stream"]:
         message = "stream_options is for streams, got stream=false; leave it out"

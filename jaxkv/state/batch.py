@@ -128,8 +128,7 @@ def save(
             np.savez(file, header=np.array(json.dumps(header)), **raw)
     except OSError as error:
         raise UserError(
-            f"a snapshot needs a file that can be written: {path}: {error.strerror}; "
-            "choose another place"
+            f"the file cannot be written: {path}: {error.strerror}; choose another place"
         ) from None
 
 

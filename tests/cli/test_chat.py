@@ -137,11 +137,11 @@ def test_help_names_every_command(chat):
         ("/exit now", "/exit takes nothing after it, got 'now'; write /exit"),
         ("/reset now", "/reset takes nothing after it, got 'now'; write /reset"),
         ("/policy windw", "unknown policy 'windw'; did you mean 'window'?"),
-        ("/load absent", "no such session: absent"),
+        ("/load absent", "no such file: absent"),
         ("/save /no/such/folder/file", "choose another place"),
         ("/save ~nobody-of-this-name/x", "begins with the home of an unknown user"),
         ("/load ~nobody-of-this-name/x", "begins with the home of an unknown user"),
-        ("/load " + "x" * 300, "no such session"),
+        ("/load " + "x" * 300, "no such file"),
         ("/save " + "x" * 300, "choose another"),
         ("/save\tx/y/z", "choose another place"),
     ],
@@ -178,7 +178,7 @@ def test_save_and_load(chat, tmp_path):
     path = tmp_path / "a b"
     turns, lines = chat("Hello", f"/save {path}", "And?", f"/load {path}", "And?")
     assert turns[1]["tokens"] == turns[2]["tokens"] and turns[2]["position"] == 23
-    assert "saved" in lines[0] and "1 messages, position 12" in lines[1]
+    assert "saved" in lines[0] and "1 message, position 12" in lines[1]
 
 
 def test_a_message_that_begins_with_a_slash(chat):

@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_one_line(llm, saved):
 
 def test_a_file_that_is_absent_or_no_session(llm, saved, tmp_path):
     talk, text = models.Conversation(llm, POLICY), tmp_path / "text"
-    with pytest.raises(UserError, match="no such session"):
+    with pytest.raises(UserError, match="no such file"):
         session.load(tmp_path / "absent", talk)
     text.write_text("my notes")
     with pytest.raises(UserError, match="only a session may be overwritten"):
