@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.lib.record import read
 from jaxkv.state.memory import show
-
-RECORD = "sparse_135m"
 
 
 def table() -> str:
-    """One row per share and method; without the record, the command that makes it."""
-    if not (RESULTS / f"{RECORD}.json").exists():
-        return (
-            "There is no record yet; `python -m jaxkv.evals.magicpig.sparse_losses --texts FILE...`"
-            " makes it.\n"
-        )
-    return rows(read(RECORD, RESULTS)["results"]["perplexity"])
+    """One row per share and method."""
+    return rows(read("sparse_135m")["results"]["perplexity"])
 
 
 def rows(by_model: dict[str, Any]) -> str:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.evals.lib.claim import ranged
-from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.lib.record import read
 from jaxkv.state.memory import show
-
-RECORD = "workarounds"
 
 
 def table() -> str:
-    """The programs and the rows of the record; says so where there is none yet."""
-    if not (RESULTS / f"{RECORD}.json").exists():
-        return "Not recorded yet.\n"
-    return of(read(RECORD, RESULTS)["results"])
+    """The programs and the rows of the record."""
+    return of(read("workarounds")["results"])
 
 
 def of(results: dict[str, Any]) -> str:

@@ -30,11 +30,7 @@ def gate(found: Results) -> str:
 
 
 def gates() -> str:
-    """One row per task and length: what full attention solves; without a record, its command."""
-    if not (RESULTS / "task_gates.json").exists():
-        return (
-            "There is no record of the gates yet; `python -m jaxkv.evals.tasks --gates` makes it.\n"
-        )
+    """One row per task and length: what full attention solves."""
     return gate_rows(read("task_gates", RESULTS)["results"])
 
 
