@@ -186,7 +186,7 @@ def lookup(_: LoadModel, sizes: Sizes) -> Program:
         tables: hash_tables.Tables, queries: Int32[Array, "N L"]
     ) -> tuple[Int32[Array, "N M"], Int32[Array, " N"]]:
         def one(code: Array) -> tuple[Array, Array]:
-            words = hash_tables.tally(tables, np.int32(0), code, sizes.keys, 2)
+            words = hash_tables.tally(tables, jnp.int32(0), code, sizes.keys, 2)
             found = hash_tables.select(words, most, np.float32(0.5))
             return found.places, found.count
 
