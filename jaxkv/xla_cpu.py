@@ -18,7 +18,7 @@ from jaxkv.cache.rows import Rows
 from jaxkv.contract import Chunk, Partial
 from jaxkv.typing import Array, Float, Float32, Int8, Int32
 
-CACHED_LOGITS = 2**22  # of all heads; more exceed the processor's cache
+CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of them
 FEW_ROWS = 16  # of the left side of a product with a cache in int8
 
 
@@ -35,7 +35,9 @@ def attend_by_head(
     """`attend(q, k, v, bias, start, size=size)`; on a CPU one KV head after another if it is large.
 
     XLA:CPU otherwise writes the logits of all heads of a long chunk, which exceed the processor's
-    cache, before it reads them. Those of one head fit.
+    cache, before it reads them. Those of one head fit. Few logits also keep the temporary arrays of
+    a layer below 32 MiB. Above that the C library takes new pages for each call, which made a layer
+    of width 256 twice as slow.
     Record workarounds, row attend_by_head.
     """
     together = partial(attend, size=size)
