@@ -1,8 +1,9 @@
 """Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
-Tests marked `parity`, `tpu_check`, `gpu_check` or `real_model` are skipped, with the reason, where
-their extra is absent. `--must-run parity` makes that skip an error and reports how many such tests
-ran. Tests of the real model may be skipped where it is neither cached nor downloadable.
+Tests marked `parity`, `router`, `tpu_check`, `gpu_check` or `real_model` are skipped, with the
+reason, where their extra is absent. `--must-run parity` makes that skip an error and reports how
+many such tests ran. Tests of the real model may be skipped where it is neither cached nor
+downloadable.
 """
 
 import gc
@@ -21,6 +22,7 @@ import pytest
 
 NEEDS = {
     "parity": ("torch", "transformers"),
+    "router": ("vllm_router",),
     "tpu_check": ("libtpu",),
     "gpu_check": ("jax_cuda12_plugin",),
     "real_model": ("gguf",),

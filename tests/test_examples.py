@@ -27,6 +27,7 @@ PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 # The beginning of a command -> why it is not run.
 NOT_RUN = {
     "pip install": "CI installs every extra; test_house.py compares them with pyproject.toml",
+    "vllm-router": "tests/cli/test_router.py runs it",
     "JAX_PLATFORMS=cuda": "needs a GPU",
     "python -m jaxkv.evals.streaming.tables": "reads five novels, for hours",
     **dict.fromkeys(

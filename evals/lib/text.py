@@ -56,6 +56,17 @@ def tokens_of(
     return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
 
 
+def first_tokens(
+    ask: argparse.ArgumentParser, llm: Llm, texts: Sequence[Path], count: int
+) -> dict[str, list[int]]:
+    """The first `count` tokens of each text, by its name; exits with code 2 if a text has fewer."""
+    found = {path.stem: tokens_of(llm, path, count)[0] for path in texts}
+    short = [name for name, ids in found.items() if len(ids) < count]
+    if short:
+        ask.error(f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others")
+    return found
+
+
 def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:
     """The books of some splits, those of manifest_more.json last.
 

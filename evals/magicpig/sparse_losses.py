@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.magicpig.matched_budgets import (
     ASKED,
@@ -69,10 +69,7 @@ def main() -> None:
             ask.error(f"--{name} must be at least {least}, got {getattr(given, name)}; give more")
     llm = models.load(given.model, "float32")
     size = given.prompt + given.scored + 1
-    read = {path: tokens_of(llm, path, 2 * size)[0] for path in given.texts}
-    short = [path.stem for path, ids in read.items() if len(ids) < 2 * size]
-    if short:
-        ask.error(f"--texts must have {2 * size} tokens, {', '.join(short)} has fewer; give others")
+    read = first_tokens(ask, llm, given.texts, 2 * size)
     texts = [RecordedText(llm, ids[:size], given.prompt) for ids in read.values()]
     after = [RecordedText(llm, ids[size:], given.prompt) for ids in read.values()]
     record = Record(

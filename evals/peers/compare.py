@@ -25,7 +25,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, standard_error
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
@@ -49,10 +49,7 @@ def main() -> None:
     given = ask.parse_args()
     llm = models.load(given.model)
     longest = max(given.prompts) + given.scored + 1
-    texts = {path.stem: tokens_of(llm, path, longest)[0] for path in given.texts}
-    short = [name for name, ids in texts.items() if len(ids) < longest]
-    if short:
-        ask.error(f"--texts must have {longest} tokens, {', '.join(short)} has fewer; give others")
+    texts = first_tokens(ask, llm, given.texts, longest)
     record = Record("peers", [*llm.files, *given.texts], quick=given.quick)
     record.finish(run(llm, texts, given, record))
 

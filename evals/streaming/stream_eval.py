@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, standard_error
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
 from jaxkv.evals.tasks.generators import DIGITS, THINGS
 from jaxkv.models.config import Config
@@ -55,15 +55,11 @@ def main() -> None:
     if not least <= given.tokens <= MOST:
         ask.error(f"--tokens must be from {least} to {MOST}, got {given.tokens}; try 6000")
     llm = models.load(given.model, "float32")
-    novels = [tokens_of(llm, path, given.tokens)[0] for path in given.texts]
-    short = [p.stem for p, ids in zip(given.texts, novels, strict=True) if len(ids) < given.tokens]
-    if short:
-        ask.error(f"--texts must have {given.tokens} tokens, {', '.join(short)} has fewer; give "
-                  "others or smaller --tokens")  # fmt: skip
+    novels = first_tokens(ask, llm, given.texts, given.tokens)
     record = Record("stream_eval", [*llm.files, *given.texts], [given.seed], given.quick)
-    streams = [stream_of(llm, ids, [given.seed, n]) for n, ids in enumerate(novels)]
+    streams = [stream_of(llm, ids, [given.seed, n]) for n, ids in enumerate(novels.values())]
     found = run(llm, streams, Parts(record, len(POLICIES) + 2))
-    record.finish(found | {"texts": [path.stem for path in given.texts]})
+    record.finish(found | {"texts": list(novels)})
 
 
 class Fact(NamedTuple):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.engine.request import Overloaded, Request
@@ -73,22 +75,40 @@ class Answers:
                 raise fault from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, config = scope["state"]["tenant"], self.config
+        with contextlib.ExitStack() as inside:
+            parsed = await self._read(scope, receive, inside)
+            more = len(parsed.requests) - 1
+            inside.enter_context(self.limit.enter(scope["state"]["tenant"], more))
+            async with self._submitted(parsed, receive) as mailbox:
+                respond = self._stream if parsed.stream else self._whole
+                await respond(parsed, mailbox, Writer(send, self.config.write_seconds))
+
+    async def render(self, request: HTTPRequest) -> Response:
+        """The token ids of each prompt of a request that is not answered.
+
+        Routers ask for them, to send prompts with equal beginnings to one server.
+        """
+        with contextlib.ExitStack() as inside:
+            try:
+                parsed = await self._read(request.scope, request.receive, inside)
+            except Gone:
+                return Response(status_code=499)  # nobody reads it
+        found = [{"token_ids": list(one.tokens)} for one in parsed.requests[:: parsed.n]]
+        return JSONResponse(found if self.format.kind == "completions" else found[0])
+
+    async def _read(self, scope: Scope, receive: Receive, inside: contextlib.ExitStack) -> Job:
+        """Read and parse a body. Until `inside` is closed it counts as one running answer."""
+        tenant = scope["state"]["tenant"]
         self.drain.check()  # before reading the body
         self.limit.check(tenant)
         raw = await self.bodies.read(tenant.digest, scope, receive)
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(self.drain.answering())
-            inside.enter_context(self.limit.enter(tenant))
-            # In a thread, because a long prompt would delay other streams.
-            parsed = await self.parsers.run(
-                tenant.digest, len(raw), job.parse_job, raw, self.format, tenant, self.engine,
-                self.language, config,
-            )  # fmt: skip
-            inside.enter_context(self.limit.enter(tenant, len(parsed.requests) - 1))
-            async with self._submitted(parsed, receive) as mailbox:
-                respond = self._stream if parsed.stream else self._whole
-                await respond(parsed, mailbox, Writer(send, config.write_seconds))
+        inside.enter_context(self.drain.answering())
+        inside.enter_context(self.limit.enter(tenant))
+        # In a thread, because a long prompt would delay other streams.
+        return await self.parsers.run(
+            tenant.digest, len(raw), job.parse_job, raw, self.format, tenant, self.engine,
+            self.language, self.config,
+        )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def _submitted(self, parsed: Job, receive: Receive) -> AsyncIterator[Mailbox]:

@@ -50,10 +50,11 @@ def application(
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
     parsers = BodyParsers()
-    answers = {
-        format: Answers(format, engine, language, config, metrics, limit, bodies, parsers, drain)
-        for format in (COMPLETION, CHAT)
-    }
+    routes = []
+    for path, format in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        answers = Answers(format, engine, language, config, metrics, limit, bodies, parsers, drain)
+        for end, endpoint in (("", answers), ("/render", answers.render)):
+            routes.append(Route(f"{path}{end}", endpoint, methods=["POST"]))
 
     async def health(request: Request) -> Response:
         drain.check()
@@ -80,8 +81,7 @@ def application(
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", answers[COMPLETION], methods=["POST"]),
-            Route("/v1/chat/completions", answers[CHAT], methods=["POST"]),
+            *routes,
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", health),

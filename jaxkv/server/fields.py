@@ -248,6 +248,10 @@ SHARED = {
     "service_tier": Field(among("auto", "default")),
     "prompt_cache_key": Field(text),
     "safety_identifier": Field(text),
+    # vLLM's router adds these to every request, with the values that change nothing.
+    "no_stop_trim": Field(only(False)),
+    "skip_special_tokens": Field(only(True)),
+    "return_hidden_states": Field(only(False)),
 }
 FIELDS: dict[str, dict[str, Field]] = {
     "completions": SHARED
@@ -274,6 +278,10 @@ FIELDS: dict[str, dict[str, Field]] = {
         "tools": Field(only([])),
         "tool_choice": Field(only("none")),
         "modalities": Field(only(["text"])),
+        # No answer has a part that is marked as reasoning.
+        "include_reasoning": Field(flag),
+        "separate_reasoning": Field(flag),
+        "stream_reasoning": Field(flag),
     },
 }
 

@@ -304,10 +304,14 @@ def test_fields_that_ask_for_nothing_are_accepted(served):
     """And null in any field, also in an unknown one."""
     harmless = {
         "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "key",
-        "safety_identifier": "me", "unheard_of": None,
+        "safety_identifier": "me", "unheard_of": None, "no_stop_trim": False,
+        "skip_special_tokens": True, "return_hidden_states": False,
     }  # fmt: skip
     assert served.complete("|x", **harmless).json["choices"][0]["text"] == "x"
-    chat = {"tools": [], "tool_choice": "none", "modalities": ["text"], "functions": None}
+    chat = {
+        "tools": [], "tool_choice": "none", "modalities": ["text"], "functions": None,
+        "include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True,
+    }  # fmt: skip
     messages = [{"role": "user", "content": "|x", "name": "Ann"}]
     reply = served.chat("", messages=messages, response_format={"type": "text"}, **harmless, **chat)
     assert reply.json["choices"][0]["message"]["content"] == "x"

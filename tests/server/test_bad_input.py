@@ -104,6 +104,9 @@ COMPLETIONS = {
     "a salt": ({"cache_salt": 5}, "cache_salt", "a text"),
     "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
     "user": ({"user": {}}, "user", "a text"),
+    "special tokens in answers": (
+        {"skip_special_tokens": False}, "skip_special_tokens", "True, the only value"
+    ),
     "no model": ({"model": None}, "model", "missing"),
     "model": ({"model": 5}, "model", "a text"),
 }  # fmt: skip

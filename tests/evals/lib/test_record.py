@@ -34,7 +34,7 @@ def test_a_record_has_commit_command_data_and_versions(results, monkeypatch):
     assert found["results"]["x"] == {"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}
     # The sha256 of "abc".
     assert [h[:8] for h in found["data"].values()] == ["ba7816bf"]
-    assert str(ROOT.parent) not in json.dumps(found)
+    assert f"{ROOT.parent}/" not in json.dumps(found)
 
 
 def test_a_record_is_written_atomically(results):
