@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -24,6 +29,7 @@ from tests.models.training_data import write_texts
 from tests.seldom import seldom
 from tests.tiny import write_tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 FEW = ("context=16", "rows=8", "steps=6", "log_every=1", "look_every=3", "save_every=1",
        "valid_samples=8", "lr=1e-2")  # fmt: skip
 
@@ -167,6 +173,23 @@ def test_a_model_folder_has_the_losses_of_its_run(folder, texts, tmp_path, kind)
     assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["none", seldom("token")])
+def test_transformers_gives_the_logits_of_a_continued_model(folder, texts, tmp_path, kind):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = run(folder, texts, tmp_path / "run", f"sinks={kind}", "lr=1e-3")
+    llm = models.load(path, "float32")
+    ids = [*llm.tokenizer.front, *texts.run("valid", 0, 24).tolist()]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = -logits[range(len(ids) - 1), ids[1:]].numpy()
+    found = np.concatenate(list(models.losses(llm, ids, "full")))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
 def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
     """The folder has the model, the file its sink; neither fits another model."""
     path = run(folder, texts, tmp_path / "run", "train=attention", "sinks=token", "lr=1e-3")
@@ -214,6 +237,42 @@ def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
         other = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
         assert file.read_bytes() == other.read_bytes()
     assert again.name == whole.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_killed_run_has_the_same_bits(folder, texts, tmp_path):
+    """A process killed at random moments after a step, and started again until it ends."""
+    command = [
+        sys.executable, "-m", "jaxkv.cli", "pretrain", "--from", folder, "--data", texts.folder,
+        "--train", "sinks", *(word for setting in FEW for word in ("--set", setting)),
+        "--set", "sinks=token",
+    ]  # fmt: skip
+
+    def begin(out: str) -> subprocess.Popen:
+        return subprocess.Popen([*map(str, command), "--out", str(tmp_path / out)], cwd=ROOT)
+
+    assert begin("whole").wait(300) == 0
+    moments, log, kills = random.Random(0), tmp_path / "cut" / "log.jsonl", 0
+    for _ in range(20):
+        process, steps = begin("cut"), logged_steps(log) + 1 + kills % 2
+        while process.poll() is None and logged_steps(log) < steps:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.1))
+        process.kill()
+        if process.wait(60) == 0:
+            break
+        kills += 1
+    assert process.returncode == 0 and kills >= 2
+    written = [*(tmp_path / "whole").rglob("*.safetensors")]
+    assert written
+    for file in written:
+        other = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
+        assert file.read_bytes() == other.read_bytes(), file.name
+
+
+def logged_steps(log: Path) -> int:
+    return log.read_text("utf-8").count("\n") if log.exists() else 0
 
 
 @pytest.mark.parametrize("devices", [2, seldom(8)])
