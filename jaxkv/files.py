@@ -12,16 +12,17 @@ from typing import BinaryIO
 from jaxkv.errors import UserError
 
 
-def decode(raw: bytes, name: str) -> str:
+def decode(raw: bytes, name: str, begin: int = 0) -> str:
     """Decode UTF-8.
 
-    name: the source, for the error message. Raises UserError for bytes that are not UTF-8.
+    name: the source, for the error message. begin: the position of the first byte in it. Raises
+    UserError for bytes that are not UTF-8.
     """
     try:
         return raw.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it, for instance with iconv"
+            f"{name} is not UTF-8 (byte {begin + error.start}); convert it, for instance with iconv"
         ) from None
 
 

@@ -1,6 +1,5 @@
-"""The folder of a training run: its lock, its recipe and data, and its checkpoints.
+"""The checkpoints in the folder of a training run (models/run_folder.py).
 
-    OUT/run.json     the recipe and the data: a folder belongs to one run
     OUT/last/STEP    the newest two checkpoints, to resume from
     OUT/best/STEP    the one with the least loss on the valid split
 
@@ -23,91 +22,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.errors import UserError
-from jaxkv.files import whole_file
-from jaxkv.models.hf.folder import read_json
+from jaxkv.models.run_folder import unwritten
 from jaxkv.models.training import Training
 from jaxkv.typing import Array, UInt32
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-RUN, LOCK = "run.json", "lock"
 MAX_TO_KEEP = {"last": 2, "best": 1}
 # The causes of failed writes, as they occur within the error messages of other libraries.
 CAUSES = ("No space left on device", "File too large", "Disk quota exceeded", "Permission denied",
           "Read-only file system")  # fmt: skip
-
-
-@contextlib.contextmanager
-def own(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
-    """Lock a folder for one run, where the system has file locks.
-
-    Raises UserError where another process has the lock, where the folder belongs to another run, or
-    where it contains other files and no run.
-    """
-    with contextlib.ExitStack() as stack:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in folder.iterdir()}
-            # A run that was killed while writing run.json leaves a partial file beside it.
-            others = {n for n in names if n != LOCK and not n.startswith(f".{RUN}.")}
-            if RUN not in names and others:
-                raise UserError(
-                    f"--out must be a new folder or that of a run to resume: {folder} holds "
-                    f"other files ({min(others)}); choose another"
-                )
-            lock = stack.enter_context((folder / LOCK).open("w"))
-            try:
-                if fcntl is not None:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another run is writing to {folder}; wait for it or choose another"
-                ) from None
-            _check_owner(folder, run)
-        yield
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Inside, failed writes become UserErrors."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _unwritten(folder, error.strerror or str(error)) from None
-
-
-def _unwritten(folder: Path, reason: str) -> UserError:
-    return UserError(
-        f"--out must be a folder that can be written to: {folder}: {reason}; make room, or choose "
-        "another; the same command resumes from the last checkpoint"
-    )
-
-
-def _check_owner(folder: Path, run: Mapping[str, Any]) -> None:
-    """Write run.json, or check that it describes this run."""
-    written = read_json(folder / RUN, "start the run again in another folder")
-    if not (folder / RUN).exists():
-        with whole_file(folder / RUN) as file:
-            file.write((json.dumps(run, indent=1) + "\n").encode())
-        return
-    before, now = _flat(written), _flat(run)
-    changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
-    if changed:
-        changes = "; ".join(f"{n} was {before.get(n)!r} and is now {now.get(n)!r}" for n in changed)
-        raise UserError(
-            f"{folder} is the folder of another run: {changes}; use its original "
-            "settings, or choose another --out"
-        )
-
-
-def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The run with the fields of its recipe at the top level."""
-    return {k: v for k, v in run.items() if k != "recipe"} | dict(run.get("recipe", {}))
 
 
 @jax.jit
@@ -178,7 +100,7 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             reason = f"a checkpoint takes {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
-            raise _unwritten(self.folder, reason)
+            raise unwritten(self.folder, reason)
 
     def wait(self) -> None:
         """Wait until all checkpoints are on disk."""
@@ -229,4 +151,4 @@ class Checkpoints:
             reason = next((cause for cause in CAUSES if cause in text), None)
             if reason is None and not isinstance(error, OSError):
                 raise  # a bug, not a disk error
-            raise _unwritten(self.folder, reason or text[:160]) from error
+            raise unwritten(self.folder, reason or text[:160]) from error

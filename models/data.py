@@ -58,6 +58,10 @@ class DataFolder:
         """The ids of the sink tokens before every sample, by the recipe's `sinks`."""
         return tuple(self.id_of(name) for name in FRONT.get(sinks, ()))
 
+    def documents(self, split: Split) -> int:
+        """Documents of a split."""
+        return sum(file["documents"].get(split, 0) for file in self.manifest["files"])
+
     def count(self, split: Split) -> int:
         """Tokens of a split."""
         return sum(shard["tokens"] for shard in self.manifest["shards"][split])
@@ -123,7 +127,7 @@ def read(folder: Path | str) -> DataFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}; create one with `jaxkv data`")
-    remedy = "create the folder again with `jaxkv data`"
+    remedy = "delete the folder and create it again with `jaxkv data`"
     manifest = read_json(folder / MANIFEST, remedy)
     if manifest.get("format") != FORMAT:
         raise UserError(

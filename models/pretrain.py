@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.errors import UserError
 from jaxkv.models import data, device, training
 from jaxkv.models.chat import Chat
-from jaxkv.models.checkpoint import Checkpoints, own, writing
+from jaxkv.models.checkpoint import Checkpoints
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.continued import Base
 from jaxkv.models.data import DataFolder
@@ -39,6 +39,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
 from jaxkv.models.recipes import FROM, LOGGING, Recipe, config_of
+from jaxkv.models.run_folder import own, writing
 from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
 from jaxkv.models.tokenizer import read_tokenizer

@@ -13,8 +13,8 @@ import jax
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models import curves, device, training
-from jaxkv.models.checkpoint import writing
 from jaxkv.models.compilation import clock
+from jaxkv.models.run_folder import writing
 from jaxkv.models.training import TrainingSetting
 
 

@@ -164,13 +164,12 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     last, recipe = log[-1], about["recipe"]
     if last["step"] < recipe["steps"]:
         raise SystemExit(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")
-    documents = tokens.manifest["documents"]
     return about | {
         "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
         "tokens_there": tokens.count("train"),
         "removed": tokens.manifest["removed"],
         "documents": {
-            split: [one["file"] for one in documents if one["split"] == split]
+            split: [f["file"] for f in tokens.manifest["files"] if split in f["documents"]]
             for split in data.SPLITS
         },
         "curve": [[line["step"], line["valid_loss"]] for line in log if "valid_loss" in line],

@@ -49,6 +49,7 @@ CLOSED = 141
 EXTRAS = {
     "models": ("flax", "jax", "tokenizers"),
     "train": ("optax", "orbax", "orbax.checkpoint", "matplotlib", "safetensors"),
+    "parquet": ("pyarrow",),
     "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 

@@ -6,18 +6,23 @@ import argparse
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_folder, print_json, unwritable
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.files import check_folder, print_json
+from jaxkv.cli.progress import Progress, show_phases
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", nargs="+", required=True, metavar="FILES_OR_FOLDER",
-        help="UTF-8 text files, one document each, or folders of *.txt files",
+        help="files and folders: .txt (one document each), .jsonl, .jsonl.gz (a document a line) "
+        "and .parquet (a document a row)",
     )  # fmt: skip
     parser.add_argument(
         "--valid", nargs="+", default=[], metavar="FILES_OR_FOLDER",
         help="texts of the validation split (default: a share of --text, chosen by hash)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--column", default="text", metavar="NAME",
+        help="field of JSON lines, and column of Parquet files, with the text (default text)",
     )  # fmt: skip
     parser.add_argument(
         "--valid-share", type=flags.number, default=0.02, metavar="F",
@@ -42,34 +47,39 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="regular expression; its matches are removed from the texts (_italics_: --remove _)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="folder for the shards and manifest.json"
-    )
+        "--processes", type=flags.whole(1), metavar="N",
+        help="processes that tokenize (default: one per core); the result does not depend on it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", required=True, metavar="DIR",
+        help="folder for the shards and manifest.json; the same command resumes an interrupted run",
+    )  # fmt: skip
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out, ())
-    with Progress("reading", unit="bytes") as progress:
+    with Progress("loading"):
         from jaxkv.models import corpus, data
-
-        try:
-            tokens = corpus.prepare(
-                [Path(text) for text in args.text],
-                out,
-                args.vocab_size,
-                args.tokenizer,
-                [Path(text) for text in args.valid],
-                args.valid_share,
-                args.token_dtype,
-                args.remove,
-                progress.at,
-            )
-        except OSError as error:
-            raise unwritable(out, error) from None
+        from jaxkv.models.device import cores
+    with show_phases("bytes") as progress:
+        tokens = corpus.prepare(
+            [Path(text) for text in args.text],
+            out,
+            args.vocab_size,
+            args.tokenizer,
+            [Path(text) for text in args.valid],
+            args.valid_share,
+            args.token_dtype,
+            args.remove,
+            args.column,
+            args.processes or cores(),
+            progress,
+        )
     report = {
         "vocab": tokens.vocab,
         "dtype": tokens.manifest["dtype"],
-        "documents": len(tokens.manifest["documents"]),
+        "documents": sum(tokens.documents(split) for split in data.SPLITS),
         **{f"{split}_tokens": tokens.count(split) for split in data.SPLITS},
     }
     if args.json:

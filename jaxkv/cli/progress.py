@@ -82,6 +82,24 @@ def show_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield progress.at
 
 
+@contextlib.contextmanager
+def show_phases(unit: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Inside, the progress of work in phases, each with its own rate.
+
+    The function takes the phase, what is done of it, and all of it.
+    """
+    with contextlib.ExitStack() as stack:
+        shown: dict[str, Progress] = {}
+
+        def at(phase: str, done: int, total: int) -> None:
+            if phase not in shown:
+                stack.close()  # erases the line of the phase before
+                shown[phase] = stack.enter_context(Progress(phase, unit=unit))
+            shown[phase].at(done, total)
+
+        yield at
+
+
 def _short(count: float) -> str:
     """A count with three digits and k, M or G."""
     for unit in ("", "k", "M"):

@@ -23,7 +23,7 @@ def folder(run, texts, tmp_path):
     report = run("data", "--text", texts, "--valid", texts / "5.txt", "--vocab-size", VOCAB,
                "--out", out, "--json").json  # fmt: skip
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
-    assert report["documents"] == len(manifest["documents"]) == 6
+    assert report["documents"] == len(manifest["files"]) == 6
     assert (report["vocab"], report["dtype"]) == (VOCAB, "uint16")
     assert report["train_tokens"] > report["valid_tokens"] > 100
     return out
@@ -97,7 +97,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     refused(data(tmp_path / "nowhere", "--vocab-size", 300), "no such text", "nowhere")
     refused(data(texts), "--vocab-size", "--tokenizer", "required")
     refused(data(texts, "--vocab-size", 100, "--valid", texts / "0.txt"), "at least 259", "100")
-    monkeypatch.setattr("jaxkv.models.corpus._train", lambda *_: Wide())
+    monkeypatch.setattr("jaxkv.models.data_tokenizer.train", lambda *_: Wide())
     wide = ("--vocab-size", 300, "--valid", texts / "0.txt")
     refused(data(texts, *wide, "--token-dtype", "uint16"), "65,535", "70,000", "use uint32")
     assert not out.exists()

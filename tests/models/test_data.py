@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from functools import partial
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models import corpus, data
+from jaxkv.models import corpus, data, text_files
 from jaxkv.models.tokenizer import read_tokenizer
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
@@ -25,8 +26,8 @@ def test_every_text_is_restored_and_ends_with_its_token(tokens):
         begins = [0, *(ends[:-1] + 1)]
         for path, begin, end in zip(of, begins, ends, strict=True):
             assert tokenizer.decode(ids[begin:end]) == path.read_text("utf-8")
-    listed = {d["file"]: d["split"] for d in tokens.manifest["documents"]}
-    assert listed == {p.name: "train" for p in texts[:-1]} | {texts[-1].name: "valid"}
+    listed = {file["file"]: file["documents"] for file in tokens.manifest["files"]}
+    assert listed == {p.name: {"train": 1} for p in texts[:-1]} | {texts[-1].name: {"valid": 1}}
 
 
 def test_special_tokens_have_their_own_ids(tokens):
@@ -53,7 +54,7 @@ def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
         path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
     made = []
     for piece in (10**6, 1, 7):
-        monkeypatch.setattr(corpus, "_PIECE", piece)
+        monkeypatch.setattr(text_files, "BLOCK", piece)
         found = corpus.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
         made.append(found.run("train", 0, found.count("train")))
     np.testing.assert_array_equal(made[1], made[0])
@@ -97,32 +98,45 @@ def test_shards_are_read_as_one(tmp_path, monkeypatch):
         )
 
 
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    """A data folder is overwritten, whole or left by a killed run. Any other folder is refused."""
+def test_only_the_folder_of_the_same_run_is_written_to(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=3)
     make = partial(corpus.prepare, [texts], vocab=VOCAB, share=0.4)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named" / "train-00000.npy").write_text("mine")
     (tmp_path / "deep" / "train-00000.npy").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds train"):
-        make(out=tmp_path / "deep")
-    for folder, named in (
-        ("texts", "0.txt"), ("model", "config"), ("tokenizer", "tokenizer"), ("named", "train")
-    ):  # fmt: skip
-        before = {p: p.read_bytes() for p in (tmp_path / folder).iterdir()}
-        with pytest.raises(UserError, match=f"holds {named}"):
-            make(out=tmp_path / folder)
-        assert {p: p.read_bytes() for p in (tmp_path / folder).iterdir()} == before
     out = tmp_path / "out"
     first = make(out=out).manifest
-    (out / "manifest.json").unlink()
-    (out / ".train-00000.npy.x1y2").write_bytes(b"half")
-    assert make(out=out).manifest == first == make(out=out).manifest
+    shutil.copytree(out, tmp_path / "without_run")
+    (tmp_path / "without_run" / "run.json").unlink()
+    (tmp_path / "without_run" / "lock").unlink()
+    for folder, named in (
+        ("texts", "0.txt"), ("model", "config"), ("deep", "train"), ("without_run", "manifest")
+    ):  # fmt: skip
+        before = contents(tmp_path / folder)
+        with pytest.raises(UserError, match=rf"holds other files \({named}.*choose another"):
+            make(out=tmp_path / folder)
+        assert contents(tmp_path / folder) == before
+    before, times = contents(out), {p: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert make(out=out).manifest == first  # the same command again
+    for other, words in (
+        ({"share": 0.5}, "valid_share was 0.4 and is now 0.5"),
+        ({"remove": "_"}, "removed was None and is now '_'"),
+        ({"column": "body"}, "column was 'text' and is now 'body'"),
+        ({"vocab": VOCAB - 1}, f"tokenizer was {VOCAB} and is now {VOCAB - 1}"),
+        ({"dtype": "uint32"}, "dtype was 'auto' and is now 'uint32'"),
+    ):
+        with pytest.raises(UserError, match=f"of another run: {words}; .*choose another --out"):
+            make(**{"out": out} | other)
+    (texts / "0.txt").write_text("changed")
+    with pytest.raises(UserError, match=r"of another run: texts was '3 file\(s\), sha256"):
+        make(out=out)
+    assert contents(out) == before
+    assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == times
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() if p.is_file() else None for p in folder.iterdir()}
 
 
 def test_validation_documents_are_chosen_by_content(tmp_path):
@@ -131,7 +145,7 @@ def test_validation_documents_are_chosen_by_content(tmp_path):
     again = corpus.prepare(sorted(texts.glob("*.txt"))[::-1], tmp_path / "two", VOCAB, share=0.2)
 
     def valid(tokens):
-        return {d["file"] for d in tokens.manifest["documents"] if d["split"] == "valid"}
+        return {f["file"] for f in tokens.manifest["files"] if "valid" in f["documents"]}
 
     assert valid(held) == valid(again) and 0 < len(valid(held)) < 20
 
@@ -187,11 +201,11 @@ DAMAGE = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is not a data folder"),
     "edited manifest": (
         change("manifest.json", lambda raw: raw.replace(b'"vocab": 300', b'"vocab": 301')),
-        "manifest.json was changed after `jaxkv data` wrote it; create the folder again",
+        "manifest.json was changed after `jaxkv data` wrote it; delete the folder and create it",
     ),
     "half a manifest": (
         change("manifest.json", lambda raw: raw[:-10]),
-        "not valid JSON: .*; create the folder again",
+        "not valid JSON: .*; delete the folder and create it again",
     ),
     "another's manifest": (
         lambda folder: (folder / "manifest.json").write_text(json.dumps({"shards": {}})),
@@ -221,7 +235,7 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
 
     out = tmp_path / "out"
     refused("no such text", [tmp_path / "nowhere"], out, VOCAB)
-    refused(r"no \*.txt in the folder", [tmp_path / "empty"], out, VOCAB)
+    refused("has no file that ends with .txt", [tmp_path / "empty"], out, VOCAB)
     refused(r"not UTF-8 \(byte 3\)", [tmp_path / "latin.txt"], out, VOCAB, valid=[texts])
     refused("valid has no document", [texts], out, VOCAB, share=0.0)
     refused("at least 259 tokens, got 100", [texts], out, 100, valid=[texts / "0.txt"])
@@ -236,17 +250,3 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
     refused("is not a tokenizer.json", [texts], out, tokenizer=tmp_path / "latin.txt", valid=valid)
     with pytest.raises(UserError, match=r"batch of 8 samples of 4096 tokens needs .*train has"):
         data.batch(tokens, "train", 0, 0, 8, 4096)
-
-
-def test_an_unfinished_folder_is_not_a_data_folder(tmp_path, monkeypatch, tokens):
-    """An interrupted write leaves no manifest, not even the previous one."""
-    folder = write_tokens(tmp_path).folder
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(corpus._Shards, "close", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_tokens(tmp_path)
-    with pytest.raises(UserError, match="is not a data folder"):
-        data.read(folder)

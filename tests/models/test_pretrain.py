@@ -22,7 +22,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import checkpoint, data, training
+from jaxkv.models import checkpoint, data, run_folder, training
 from jaxkv.models.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
@@ -239,9 +239,9 @@ def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
     with pytest.raises(UserError, match=r"holds other files \(thesis.tex\); choose another"):
         run_here(tokens, other)
     with (
-        checkpoint.own(tmp_path / "held", {"a": 1}),
+        run_folder.own(tmp_path / "held", {"a": 1}),
         pytest.raises(UserError, match="another run is writing to"),
-        checkpoint.own(tmp_path / "held", {"a": 1}),
+        run_folder.own(tmp_path / "held", {"a": 1}),
     ):
         pass
     (tmp_path / "file").write_text("x")
@@ -395,6 +395,6 @@ def test_a_run_killed_before_its_first_file_does_not_block(tokens, tmp_path):
     """The files of a process that was killed while it wrote run.json do not block the next."""
     out = tmp_path / "run"
     out.mkdir()
-    (out / f".{checkpoint.RUN}.abcd").write_text("{")
-    (out / checkpoint.LOCK).touch()
+    (out / f".{run_folder.RUN}.abcd").write_text("{")
+    (out / run_folder.LOCK).touch()
     assert run_here(tokens, out, "steps=2") == out / "hf"
