@@ -35,7 +35,7 @@ from jaxkv.models.data import (
     with_checksum,
 )
 from jaxkv.models.run_folder import check_owner, own, writing
-from jaxkv.models.text_files import Reading, TextFile
+from jaxkv.models.text_files import ReadSettings, TextFile
 from jaxkv.models.token_parts import PARTS, Count, Part, Tokenizing
 
 SHARD = 2**24  # most tokens per shard: 32 MiB in 16 bits
@@ -80,6 +80,7 @@ def prepare(
         "texts": f"{len(files)} file(s), sha256 {_hash_of([f[1:] for f in files])}",
         "valid_share": None if valid else share,
         "tokenizer": vocab if coder is None else f"sha256 {_hash_of(coder.to_str())}",
+        "end": end,
         "dtype": dtype,
         "removed": remove,
         "column": column,
@@ -88,7 +89,7 @@ def prepare(
     check_owner(out, run)
     if (out / MANIFEST).is_file():
         return data.read(out)
-    reading = Reading(column, remove, share, coder is None or data_tokenizer.can_cut(coder))
+    reading = ReadSettings(column, remove, share, coder is None or data_tokenizer.can_cut(coder))
     parts = text_files.divide(files, reading)
     if coder is None and (out / TOKENIZER).is_file():
         coder = data_tokenizer.read(out / TOKENIZER)
@@ -122,7 +123,7 @@ def _phase(progress: Report, phase: str) -> Callable[[int, int], None]:
 
 
 def _training_texts(
-    parts: Sequence[Part], reading: Reading, report: Callable[[int, int], None]
+    parts: Sequence[Part], reading: ReadSettings, report: Callable[[int, int], None]
 ) -> Iterator[str]:
     """The texts of the train split."""
     sections = [section for part in parts for section in part if section.split != "valid"]

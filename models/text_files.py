@@ -16,22 +16,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxkv.errors import UserError, first_few
 from jaxkv.files import decode
 from jaxkv.models import json_lines, parquet
+from jaxkv.models.data import SPLITS, Split
 
 PART = 2**24  # bytes of a part, about: seconds of one process
-BLOCK = 2**20  # bytes or characters of a long text that are encoded at a time
+BLOCK = 2**18  # bytes or characters that are encoded at a time: larger ones take more memory only
 ENDINGS = {
     ".txt": "text", ".jsonl": "lines", ".jsonl.gz": "gzip lines", ".parquet": "parquet",
 }  # fmt: skip
 # Where a long text may be cut: between a letter or digit and a line end.
 _CUT, _LINE_END = re.compile(r"(?<=[^\W_])(?=\r?\n)"), re.compile(rb"\r?\n")
 _WINDOW = 2**16  # bytes that are searched for a cut at a time
-
-Split = Literal["train", "valid"]
 
 
 class TextFile(NamedTuple):
@@ -58,7 +57,7 @@ class Section(NamedTuple):
     size: int
 
 
-class Reading(NamedTuple):
+class ReadSettings(NamedTuple):
     """How documents are read.
 
     column: the field or column with the text. remove: a regular expression whose matches are
@@ -118,7 +117,7 @@ def find(
 
 def check_splits(found: set[str]) -> None:
     """Raise UserError unless both splits have a document."""
-    for split in ("train", "valid"):
+    for split in SPLITS:
         if split not in found:
             raise UserError(
                 f"{split} has no document; give more texts, or name those of the valid split"
@@ -171,7 +170,7 @@ def split_of(digest: bytes, share: float) -> Split:
     return "valid" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
 
 
-def divide(files: Sequence[TextFile], reading: Reading) -> list[tuple[Section, ...]]:
+def divide(files: Sequence[TextFile], reading: ReadSettings) -> list[tuple[Section, ...]]:
     """The parts of some files, in order: each has about PART bytes.
 
     Raises UserError for Parquet files without the column, before any text is read.
@@ -190,7 +189,7 @@ def divide(files: Sequence[TextFile], reading: Reading) -> list[tuple[Section, .
     return [tuple(part) for part in parts]
 
 
-def _sections(file: TextFile, reading: Reading) -> Iterator[tuple[int, int, int, int]]:
+def _sections(file: TextFile, reading: ReadSettings) -> Iterator[tuple[int, int, int, int]]:
     """Start, stop, end and size of each section of a file."""
     size = file.bytes
     if file.kind == "parquet":
@@ -204,12 +203,12 @@ def _sections(file: TextFile, reading: Reading) -> Iterator[tuple[int, int, int,
         yield 0, size, size, size
 
 
-def _streams(reading: Reading) -> bool:
+def _streams(reading: ReadSettings) -> bool:
     """Whether a text file is read in blocks; not with a pattern, which may match across a cut."""
     return reading.cuts and reading.remove is None
 
 
-def read(section: Section, reading: Reading) -> Iterator[Text]:
+def read(section: Section, reading: ReadSettings) -> Iterator[Text]:
     """The documents of a section, long ones in pieces.
 
     Raises UserError for a text that cannot be read.

@@ -29,7 +29,7 @@ from jaxkv.errors import UserError
 from jaxkv.files import whole_file
 from jaxkv.models import data_tokenizer, text_files
 from jaxkv.models.data import SPLITS, TOKENIZER
-from jaxkv.models.text_files import Reading, Section, Text
+from jaxkv.models.text_files import ReadSettings, Section, Text
 
 PARTS = "parts"
 Part = tuple[Section, ...]
@@ -40,7 +40,7 @@ class Tokenizing(NamedTuple):
     """Where parts are written and how: `end` is the token after each document."""
 
     out: Path
-    reading: Reading
+    reading: ReadSettings
     dtype: str
     end: int
 
@@ -106,7 +106,7 @@ def _tokenize_part(coder: Coder, how: Tokenizing, number: int, part: Part) -> No
         file.write(json.dumps(counts).encode())
 
 
-def _batches(part: Part, reading: Reading) -> Iterator[list[tuple[int, Text]]]:
+def _batches(part: Part, reading: ReadSettings) -> Iterator[list[tuple[int, Text]]]:
     """The texts of a part with their files, about BLOCK characters at a time."""
     batch: list[tuple[int, Text]] = []
     size = 0

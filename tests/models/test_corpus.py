@@ -242,7 +242,7 @@ def test_blocks_of_a_text_add_up_to_it(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(text_files, "PART", rng.choice([1, 7, 100, 5_000]))
     monkeypatch.setattr(text_files, "BLOCK", rng.choice([1, 7, 100, 5_000]))
     monkeypatch.setattr(text_files, "_WINDOW", rng.choice([8, 50, 1_000]))
-    reading = text_files.Reading("text", None, 0.5, True)
+    reading = text_files.ReadSettings("text", None, 0.5, True)
     file = text_files.TextFile(path, "a", "text", path.stat().st_size, "", "train")
     parts = text_files.divide([file], reading)
     found = [t for part in parts for section in part for t in text_files.read(section, reading)]
