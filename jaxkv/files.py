@@ -36,10 +36,11 @@ def write(files: Mapping[Path, bytes]) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def whole_file(path: str | os.PathLike, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to, which gets its name on a clean exit, after it is on the disk.
 
-    After an exception an existing file of that name is unchanged.
+    After an exception an existing file of that name is unchanged. private: only its user can access
+    the file.
     """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -48,7 +49,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(handle)
-        os.chmod(name, 0o666 & ~_umask())  # only the owner can access a temporary file
+        if not private:  # as a temporary file is
+            os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)

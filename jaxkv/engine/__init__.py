@@ -6,6 +6,7 @@ from jaxkv.engine.handle import RequestHandle
 from jaxkv.engine.model import Model
 from jaxkv.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
 from jaxkv.engine.store import PrefixConfig
+from jaxkv.prefix.folder import PrefixFolder
 
 __all__ = [
     "Collected",
@@ -15,6 +16,7 @@ __all__ = [
     "Outcome",
     "Overloaded",
     "PrefixConfig",
+    "PrefixFolder",
     "Request",
     "RequestHandle",
     "ScoredToken",

@@ -192,13 +192,15 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel all requests and end the thread; returns whether it has ended.
+        """Cancel all requests, end the thread and write what prefixes wait for the disk.
 
-        seconds: to wait for a step that runs; None for as long as it takes.
+        Returns whether the thread has ended. seconds: to wait for a running step and for the disk;
+        None for as long as they take.
         Raises RuntimeError in a listener: the thread cannot wait for itself.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("a listener cannot stop the engine that calls it; let another do so")
+        until = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -209,12 +211,16 @@ class Engine:
         if ended:
             self._thread = None
         self._finish_all("cancelled")
+        if ended and self._store is not None:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            self._store.disk.close(left, keep=not self.failure)
         return ended
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._has_work())
+                seconds = None if self._store is None else self._store.disk.idle_seconds
+                self._changed.wait_for(lambda: self._stopping or self._has_work(), seconds)
                 if self._stopping:
                     return
             try:
@@ -228,21 +234,26 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; returns whether there was anything to do."""
-        if not self._has_work():
-            return False
+        busy = self._has_work()
         try:
             with self._watch:
-                self._finish_cancelled()
-                old = len(self._in_flight)
-                self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
-                new = len(self._in_flight) > old
-                for _ in range(old if new else len(self._in_flight)):
-                    self._delivery.deliver(self._in_flight.popleft())
+                if busy:
+                    self._step()
+                if self._store is not None:
+                    self._store.disk.write()
         except Exception:
             self.failure = traceback.format_exc()
             self._finish_all("error", self.failure.splitlines()[-1])
             raise
-        return True
+        return busy
+
+    def _step(self) -> None:
+        self._finish_cancelled()
+        old = len(self._in_flight)
+        self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
+        new = len(self._in_flight) > old
+        for _ in range(old if new else len(self._in_flight)):
+            self._delivery.deliver(self._in_flight.popleft())
 
     def _finish_cancelled(self) -> None:
         """Finish all cancelled requests."""

@@ -11,6 +11,7 @@ from jaxkv.engine.request import Outcome
 from jaxkv.prefix.counts import Counts
 
 EDGES = tuple(4**power for power in range(11))  # tokens of a step: bounds of the histogram
+DISK = ("entries", "bytes", "entries_waiting", "hits", "writes", "failures", "evictions", "lost")
 SECONDS = (1.0, 60.0)  # least and most time after which a client should retry
 
 
@@ -69,4 +70,5 @@ def prefix_metrics(
         "host_entries": host_capacity, "host_entries_stored": host_stored,
         "misses": dict(counts.lookups.missed), "evictions": counts.evictions,
         "demotions": counts.demotions, "promotions": counts.promotions,
+        **{f"disk_{name}": 0 for name in DISK},
     }  # fmt: skip

@@ -29,6 +29,10 @@ class HostTier:
     def put(self, index: int, arrays: Any, extra: Any) -> None:
         self._entries[index] = jax.device_put(arrays, _memory("pinned_host")), extra
 
+    def get(self, index: int) -> tuple[Any, Any]:
+        """The arrays of an entry, which stays."""
+        return self._entries[index]
+
     def take(self, index: int) -> tuple[Any, Any]:
         arrays, extra = self._entries.pop(index)
         return jax.device_put(arrays, _memory("device")), extra

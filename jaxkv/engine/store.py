@@ -7,23 +7,22 @@ at a multiple of the chunk, so its remaining chunks are computed as in a full pr
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jaxkv.contract import Pages as SlotPages
 from jaxkv.defaults import PREFIX_MEMORY
 from jaxkv.engine import pool
+from jaxkv.engine.device_pool import DevicePool
+from jaxkv.engine.disk_tier import READ_SECONDS, DiskTier, settings_hash
 from jaxkv.engine.engine_metrics import prefix_metrics
 from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.model import Model
-from jaxkv.engine.pool import SKIP, Layout, Pool
+from jaxkv.engine.pool import SKIP
 from jaxkv.engine.programs import PrefillState, Programs
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError, check_choice, check_int
@@ -31,9 +30,10 @@ from jaxkv.policy_spec import format_policy
 from jaxkv.prefix.block_hash import TOKEN, HashedPrompt, root_hash
 from jaxkv.prefix.blocks import BlockPool
 from jaxkv.prefix.eviction import ORDERS
-from jaxkv.prefix.lease import Lease
-from jaxkv.prefix.snapshots import PrefillPlan, Snapshots, parse_rules
-from jaxkv.state import batch, memory
+from jaxkv.prefix.folder import PrefixFolder
+from jaxkv.prefix.lease import Block, Lease
+from jaxkv.prefix.snapshots import PrefillPlan, Snapshot, Snapshots, parse_rules
+from jaxkv.state import memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class PrefixConfig:
     which chunk boundaries snapshots are stored, joined by +: `last`, the deepest from which the
     same prompt could resume; `branch`, the deepest up to which the prompt equals an earlier one;
     `every=N`. host_memory: bytes in the host's memory for blocks or snapshots evicted from the
-    device. num_blocks, num_host_blocks: their numbers, instead of bytes.
+    device. num_blocks, num_host_blocks: their numbers, instead of bytes. folder: where all of them
+    are stored too, for the next engine with equal settings; the engine closes it when it stops.
     Raises UserError for bad numbers and unknown names.
     """
 
@@ -55,6 +56,7 @@ class PrefixConfig:
     host_memory: int = 0
     num_blocks: int | None = None
     num_host_blocks: int | None = None
+    folder: PrefixFolder | None = None
 
     def __post_init__(self) -> None:
         check_int("memory", self.memory)
@@ -97,9 +99,10 @@ class PrefixHit(NamedTuple):
 
 @runtime_checkable
 class PrefixStore(Protocol):
-    """The interface of both prefix stores. bytes: on the device."""
+    """The interface of both prefix stores. bytes: on the device. disk: what survives a restart."""
 
     bytes: int
+    disk: DiskTier
 
     def find(self, request: Request) -> PrefixHit | None:
         """Look a prompt up and hold its cached prefix until `release`."""
@@ -145,19 +148,26 @@ class BlockStore:
         size = pool.bytes_per_prefix(layout, model.policies, states)
         blocks, host = config.counts(size, size)
         self.index = BlockPool(chunk, blocks, mode="full", order=config.order, host_blocks=host)
-        self._root = partial(model_root, model, chunk, seed)
-        self._chunk = chunk
-        self._device = DevicePool(layout, programs, model.vocab, blocks, blocks, host > 0)
+        self._root, self._chunk = partial(model_root, model, chunk, seed), chunk
+        movable = host > 0 or config.folder is not None
+        self._device = DevicePool(layout, programs, model.vocab, blocks, blocks, movable)
         self.bytes = self._device.bytes
         self._host = HostTier(host, size)
+        settings = settings_hash(self._root(None), states)
+        like = self._device.piece if movable else None
+        self.disk = DiskTier(config.folder, settings, like, blocks + host, self._copy)
 
     def find(self, request: Request) -> PrefixHit | None:
         """Hold blocks for a prompt until `release`, cached and new, as many as are available."""
         tokens = request.tokens
         prompt = self.index.hash_prompt(tokens, self._root(request.salt), request.owner)
         # Neither a tail that fills no block nor blocks beyond the available pages are stored.
-        lease = self.index.admit(prompt, extra_tokens=-(len(tokens) % self._chunk), partly=True)
-        transfer(self.index.transfers, self._host, self._device.take, self._device.put)
+        self.disk.touch(prompt.hashes, request.owner)
+        self._read_until = time.monotonic() + READ_SECONDS
+        lease = self.index.admit(
+            prompt, extra_tokens=-(len(tokens) % self._chunk), partly=True, restore=self._restore
+        )
+        self._transfer()
         return None if lease is None else PrefixHit(lease.cached, lease)
 
     def load(self, hit: PrefixHit) -> PrefillState:
@@ -174,6 +184,8 @@ class BlockStore:
         self.index.publish(hit.lease, at)
         if hit.lease.pages[number] == page:
             self._device.save(state, number, page, page)
+            prompt, block = hit.lease.prompt, hit.lease.blocks[number]
+            self.disk.add(block, prompt.hashes[number], own_bytes(prompt, number), block.owner)
 
     def release(self, hit: PrefixHit) -> None:
         self.index.release(hit.lease)
@@ -182,12 +194,35 @@ class BlockStore:
         if not self.index.reset():
             return False
         self._host.clear()
+        self.disk.clear()
         return True
 
     def metrics(self) -> dict[str, Any]:
         index, total, host = self.index, self.index.num_blocks, self._host.capacity
         used = total - index.free
-        return prefix_metrics(index.counts, total, used, index.active, host, index.host_taken)
+        known = prefix_metrics(index.counts, total, used, index.active, host, index.host_taken)
+        return known | self.disk.metrics()
+
+    def _transfer(self) -> None:
+        transfer(self.index.transfers, self._host, self._device.take, self._device.put)
+
+    def _restore(self, prompt: HashedPrompt, number: int, page: int) -> bool:
+        """Read block `number` of a prompt from the disk into a page, if it is there."""
+        if not self.disk.has(prompt.hashes[number]) or time.monotonic() > self._read_until:
+            return False
+        piece = self.disk.read(prompt.hashes[number], own_bytes(prompt, number))
+        if piece is None:  # those after it are computed too, and may be damaged too
+            self.disk.discard(prompt.hashes[number + 1 :])
+            return False
+        self._transfer()  # the page may still have the content of an evicted block
+        self._device.put(page, piece)
+        return True
+
+    def _copy(self, block: Block, hash: bytes) -> pool.Pool | None:
+        if self.index.get(hash) is not block:  # it was evicted
+            return None
+        place = self._host.get if block.on_host else self._device.take
+        return place(block.page)[0]
 
 
 class SnapshotStore:
@@ -203,7 +238,7 @@ class SnapshotStore:
         layout = pool.prefix_layout(model.policies, states, chunk)
         size = pool.bytes_per_prefix(layout, model.policies, states)
         capacity, host = config.counts(size, programs.prefill_bytes)
-        self.index = Snapshots(capacity, chunk, config.where, host)
+        self.index, self._chunk = Snapshots(capacity, chunk, config.where, host), chunk
         self._root, self._capacity = partial(model_root, model, chunk, seed), capacity
         rewritten = pool.pages_of(model.policies[0]) if layout.max_pages else None
         self._page_ids = partial(page_ids, rewritten, chunk)
@@ -212,10 +247,14 @@ class SnapshotStore:
         self._pages = SharedPages(pages)
         self._host = HostTier(host, programs.prefill_bytes)
         self.bytes = self._device.bytes
+        settings = settings_hash(self._root(None), states)
+        self.disk = DiskTier(config.folder, settings, states, capacity + host, self._copy)
 
     def find(self, request: Request) -> PrefixHit | None:
         root = self._root(request.salt)
         prompt = self.index.hash_prompt(request.tokens, root, request.owner)
+        self.disk.touch(prompt.hashes, request.owner)
+        self._restore(prompt)
         plan = self.index.plan_prefill(prompt)
         transfer(self.index.transfers, self._host, self._take, self._put)
         return PrefixHit(plan.start, plan)
@@ -233,6 +272,31 @@ class SnapshotStore:
         transfer(self.index.transfers, self._host, self._take, self._put)
         self._save(state, snapshot.index, self._page_ids(hit.lease.prompt, at))
         self.index.publish(snapshot)
+        self.disk.add(snapshot, snapshot.hash, snapshot.data, snapshot.owner)
+
+    def _restore(self, prompt: HashedPrompt) -> None:
+        """Read the deepest snapshot on the disk, if memory has none that is as deep."""
+        found = self.index.find(prompt)
+        least = 0 if found is None else found.boundary // self._chunk
+        for number in range((len(prompt) - 1) // self._chunk, least, -1):
+            hash, at = prompt.hashes[number - 1], number * self._chunk
+            if not self.disk.has(hash):
+                continue
+            states = self.disk.read(hash, prompt.root + prompt.data[: at * TOKEN])
+            if states is None:
+                continue
+            snapshot = self.index.claim(prompt, at)
+            if snapshot is not None:
+                transfer(self.index.transfers, self._host, self._take, self._put)
+                self._put(snapshot.index, states, self._page_ids(prompt, at))
+                self.index.publish(snapshot)
+            return
+
+    def _copy(self, snapshot: Snapshot, hash: bytes) -> pool.States | None:
+        if self.index.get(hash) is not snapshot:  # it was evicted
+            return None
+        on_device = snapshot.tier.name == "device"
+        return (self._take if on_device else self._host.get)(snapshot.index)[0]
 
     def _load(self, index: int) -> PrefillState:
         return self._device.load(self._pages.of(index), index)
@@ -252,17 +316,25 @@ class SnapshotStore:
             return False
         self._pages.clear()
         self._host.clear()
+        self.disk.clear()
         return True
 
     def metrics(self) -> dict[str, Any]:
         index, total, host = self.index, self._capacity, self._host.capacity
-        return prefix_metrics(index.counts, total, index.taken, index.held, host, index.host_taken)
+        taken, host_taken = index.taken, index.host_taken
+        known = prefix_metrics(index.counts, total, taken, index.held, host, host_taken)
+        return known | self.disk.metrics()
 
     def _take(self, index: int) -> tuple[pool.States, list[Hashable]]:
         return self._load(index).states, self._pages.ids(index)
 
     def _put(self, index: int, states: pool.States, ids: list[Hashable]) -> None:
         self._save(PrefillState(states, None), index, ids)
+
+
+def own_bytes(prompt: HashedPrompt, number: int) -> bytes:
+    """What the hash of block `number` stands for: the hash before it, and the block's tokens."""
+    return (prompt.hashes[number - 1] if number else prompt.root) + prompt.blocks[number]
 
 
 def page_ids(pages: SlotPages | None, chunk: int, prompt: HashedPrompt, at: int) -> list[Hashable]:
@@ -323,57 +395,3 @@ class SharedPages:
             if not self._readers[id]:
                 del self._readers[id]
                 self._free.append(self._by_id.pop(id))
-
-
-class DevicePool:
-    """A pool on the device with its programs, which copy between it and prefill states.
-
-    movable: compile `take` and `put`, for pages and records of one number.
-    """
-
-    def __init__(
-        self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int,
-        movable: bool = False,
-    ) -> None:  # fmt: skip
-        states, zero = programs.prefill_shapes.states, np.int32(0)
-        shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
-        self.bytes = batch.nbytes(shape)
-        memory.check(self.bytes, f"{records} prefixes", fewer="bytes for prefixes")
-
-        def load(
-            stored: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array
-        ) -> PrefillState:
-            made = pool.load(layout, states, stored, numbers, count, record)
-            return PrefillState(made, jnp.zeros((1, vocab), jnp.float32))
-
-        table = np.zeros(max(1, layout.max_pages), np.int32)
-        self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
-        self._save = programs.compile(
-            partial(pool.save, layout), shape, states, zero, zero, zero, donate=(0,)
-        )
-        self._load = programs.compile(load, shape, table, zero, zero)
-        if movable:
-            piece = jax.eval_shape(pool.take, shape, zero, zero)
-            self._take = programs.compile(pool.take, shape, zero, zero)
-            self._put = programs.compile(pool.put, shape, piece, zero, zero, donate=(0,))
-        self._table, self.layout = table, layout
-
-    def save(self, state: PrefillState, number: int, page: int, record: int) -> None:
-        """Store page `number` of a state as `page`, and its record as `record`."""
-        self._pool = self._save(
-            self._pool, state.states, np.int32(number), np.int32(page), np.int32(record)
-        )
-
-    def load(self, pages: list[int], record: int) -> PrefillState:
-        """A prefill state with a copy of these pages and that record."""
-        table = self._table.copy()
-        table[: len(pages)] = pages
-        return self._load(self._pool, table, np.int32(len(pages)), np.int32(record))
-
-    def take(self, page: int) -> tuple[Pool, None]:
-        """Copy a page and the record of the same number, for `put`."""
-        return self._take(self._pool, np.int32(page), np.int32(page)), None
-
-    def put(self, page: int, taken: Pool, _: None = None) -> None:
-        """Store a page and the record of the same number."""
-        self._pool = self._put(self._pool, taken, np.int32(page), np.int32(page))

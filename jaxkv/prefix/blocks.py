@@ -99,6 +99,10 @@ class BlockPool:
         """
         return self.chain.hash_prompt(tokens, root, self.mode != "full", owner)
 
+    def get(self, hash: bytes) -> Block | None:
+        """The published block of this hash, on the device or the host."""
+        return self._index.get(hash)
+
     def match(self, prompt: HashedPrompt) -> Match:
         """Look a prompt up without changing or counting anything."""
         found, collided = self._index.walk(prompt)
@@ -108,13 +112,18 @@ class BlockPool:
         return Match(pages, matched, usable, missed)
 
     def admit(
-        self, prompt: HashedPrompt, extra_tokens: int = 0, partly: bool = False
+        self,
+        prompt: HashedPrompt,
+        extra_tokens: int = 0,
+        partly: bool = False,
+        restore: Callable[[HashedPrompt, int, int], bool] | None = None,
     ) -> Lease | None:
         """Take cached and new blocks for a prompt; returns None, uncounted, if too few are left.
 
         extra_tokens: tokens that will be appended; their blocks are taken now. partly: take as
         many of the prompt's first blocks as possible, never None; such a lease cannot be appended
-        to. Do the `transfers` before reading or writing.
+        to. restore: fills the page of a block from elsewhere: prompt, number of the block, page ->
+        whether it did. It needs mode `full`. Do the `transfers` before reading or writing.
         """
         self._pages.shares.touch(prompt.owner)
         found, collided = self._index.walk(prompt)
@@ -141,7 +150,6 @@ class BlockPool:
             else:
                 del found[full:]  # its page is needed
         missed = self._index.missed(prompt, len(found), usable, collided)
-        self.counts.lookups.add(size, usable, self.block_size, missed)
         shared = found[:full]
         self._pages.share(shared)
         lease = Lease(
@@ -149,7 +157,21 @@ class BlockPool:
             published=min(full, size // self.block_size),
         )  # fmt: skip
         self._extend(lease, blocks, donor, tail)
+        if restore is not None and not collided and (restored := self._restored(lease, restore)):
+            missed = self._index.missed(prompt, full + restored, lease.cached, False)
+        self.counts.lookups.add(size, lease.cached, self.block_size, missed)
         return lease
+
+    def _restored(self, lease: Lease, restore: Callable[[HashedPrompt, int, int], bool]) -> int:
+        """Restore the first new blocks of a lease, and publish them; returns their number."""
+        first = lease.cached // self.block_size
+        last = min(len(lease.blocks), (len(lease.prompt) - self.cap) // self.block_size)
+        for number in range(first, last):
+            if not restore(lease.prompt, number, lease.blocks[number].page):
+                break
+            self._publish_full(lease, number + 1)
+            lease.cached += self.block_size
+        return lease.cached // self.block_size - first
 
     def publish(self, lease: Lease, computed: int | None = None) -> None:
         """Let lookups find the blocks of the first `computed` tokens of a lease; None: all.

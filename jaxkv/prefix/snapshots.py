@@ -122,6 +122,11 @@ class Snapshots:
         """
         return next(self._ready(prompt), None)
 
+    def get(self, hash: bytes) -> Snapshot | None:
+        """The stored snapshot of this hash, in either memory."""
+        snapshot = self._index.get(hash)
+        return snapshot if snapshot is not None and snapshot.ready else None
+
     def boundaries_to_save(self, prompt: HashedPrompt, start: int = 0) -> tuple[int, ...]:
         """The boundaries after token `start` where the rules want a snapshot and none exists."""
         deepest, (last, branch, every) = (len(prompt) - 1) // self.chunk, self._rules

@@ -110,11 +110,13 @@ def save(
     state: State,
     identity: str = "",
     notes: Mapping[str, Any] | None = None,
+    private: bool = False,
 ) -> None:
     """Write a snapshot atomically.
 
     identity: what the state belongs to beyond its shapes, such as the policy's string and the
     model's name; `load` refuses another. notes: JSON values to store with it (`read_notes`).
+    private: only the user of the process can access the file.
     Raises UserError where the file cannot be written.
     """
     leaves = {name: np.asarray(leaf) for name, leaf in _named(to_host(state)).items()}
@@ -124,7 +126,7 @@ def save(
     # Raw bytes: npz drops the name of every dtype that is not numpy's own, such as bfloat16.
     raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
     try:
-        with whole_file(path) as file:
+        with whole_file(path, private) as file:
             np.savez(file, header=np.array(json.dumps(header)), **raw)
     except OSError as error:
         raise UserError(
