@@ -8,3 +8,4 @@ GROWING_LEN = 4096  # tokens of a sequence under growing caches, which reserve m
 MAX_TOKENS = 2**17  # of a prompt, and of an answer, where max_len sets no limit
 MEMORY_SHARE = 0.9  # of the free memory, where none is given
 PREFIX_MEMORY = 2**29  # bytes for prefixes, where neither they nor memory are given
+PREFIX_DIR_SIZE = 2**32  # bytes of a folder of prefixes, where none are given

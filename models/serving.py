@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
@@ -78,6 +79,9 @@ def make_engine(
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
+    if prefix_cache is not None and prefix_cache.folder is not None:
+        # Between two starts, other weights may get the name of these.
+        model = replace(model, identity=f"{model.identity} {llm.fingerprint()}")
     length = resolve_max_len(model.policies, max_len)
     warn_beyond_context(llm, model.policies, length or 0)  # only growing caches use it
     return Engine(

@@ -83,6 +83,11 @@ FLAGS = (
      f"{defaults.PREFIX_MEMORY // 2**20}MiB)"),
     (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
      "device evicts (default 0)"),
+    (PREFIXES, "prefix-dir", str, None, "FOLDER", "folder of prefixes that survive a restart, and "
+     "of prompts therefore; one server at a time uses it (default: none)"),
+    (PREFIXES, "prefix-dir-size", flags.memory, None, "SIZE", "maximum bytes of --prefix-dir; the "
+     "least recently used prefixes are deleted first (default: "
+     f"{defaults.PREFIX_DIR_SIZE // 2**30}GiB)"),
     (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
      "used), lru-deepest-first (LRU; of blocks last used together, the deepest) or lfu (least "
      "frequently used)"),
@@ -241,21 +246,36 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
 def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """The prefix cache settings, checked before a model is loaded."""
     from jaxkv.engine import PrefixConfig
+    from jaxkv.prefix.folder import PrefixFolder
 
     if args.prefix_memory == 0:
-        if args.prefix_host_memory:
+        for name, given in needing_prefixes(args):
             raise UserError(
-                f"--prefix-host-memory needs --prefix-memory, got {args.prefix_host_memory} and 0; "
-                "give --prefix-memory too"
+                f"{name} needs --prefix-memory, got {given} and 0; give --prefix-memory too"
             )
         return None
+    if args.prefix_dir_size is not None and args.prefix_dir is None:
+        raise UserError("--prefix-dir-size bounds a folder of prefixes; give --prefix-dir too")
     try:
-        return PrefixConfig(
+        made = PrefixConfig(
             memory=args.prefix_memory or PrefixConfig.memory, order=args.prefix_order,
             where=args.prefix_where, host_memory=args.prefix_host_memory,
         )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
+    if args.prefix_dir is None:
+        return made
+    size = defaults.PREFIX_DIR_SIZE if args.prefix_dir_size is None else args.prefix_dir_size
+    try:
+        return replace(made, folder=PrefixFolder(args.prefix_dir, size))
+    except UserError as error:
+        raise UserError(f"--prefix-dir: {error}") from None
+
+
+def needing_prefixes(args: argparse.Namespace) -> list[tuple[str, object]]:
+    """The given flags that need a prefix cache, with their values."""
+    known = {"--prefix-host-memory": args.prefix_host_memory, "--prefix-dir": args.prefix_dir}
+    return [(name, given) for name, given in known.items() if given]
 
 
 def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
@@ -270,9 +290,11 @@ def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
     # On a CPU, the host's prefixes take the memory of the device.
     host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
     plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available(), host)
-    if args.prefix_host_memory and not plan.prefixes:
-        raise UserError("--prefix-host-memory needs --prefix-memory, for which no memory is left; "
-                        "give more --memory")  # fmt: skip
+    if not plan.prefixes:
+        for name, _ in needing_prefixes(args):
+            raise UserError(
+                f"{name} needs --prefix-memory, for which no memory is left; give more --memory"
+            )
     return plan
 
 

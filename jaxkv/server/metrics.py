@@ -34,6 +34,9 @@ GAUGES = (
     ("prefix_entries_in_use", "prefix_entries_in_use", "Blocks or snapshots that requests use"),
     ("prefix_host_entries", "host_entries", "Blocks or snapshots that fit on the host"),
     ("prefix_host_entries_stored", "host_entries_stored", "Blocks or snapshots on the host"),
+    ("prefix_disk_entries_stored", "disk_entries", "Blocks or snapshots on the disk"),
+    ("prefix_disk_entries_waiting", "disk_entries_waiting", "Blocks or snapshots to be written"),
+    ("prefix_disk_bytes", "disk_bytes", "Bytes of all files of the prefix folder"),
 )
 COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens that were looked up"),
@@ -41,6 +44,11 @@ COUNTERS = (
     ("prefix_cache_evictions", "evictions", "Blocks or snapshots evicted"),
     ("prefix_cache_demotions", "demotions", "Blocks or snapshots moved to the host"),
     ("prefix_cache_promotions", "promotions", "Blocks or snapshots moved back"),
+    ("prefix_disk_hits", "disk_hits", "Blocks or snapshots read from the disk"),
+    ("prefix_disk_writes", "disk_writes", "Blocks or snapshots written to the disk"),
+    ("prefix_disk_evictions", "disk_evictions", "Files deleted because the folder was full"),
+    ("prefix_disk_failures", "disk_failures", "Files that could not be written or read"),
+    ("prefix_disk_lost", "disk_lost", "Blocks or snapshots that left memory without being written"),
     ("generation_tokens", "generation_tokens", "Generated tokens"),
     ("compilations", "compilations", "Programs compiled, also at the start"),
 )

@@ -122,6 +122,8 @@ class FakeEngine:
             "compilations": 5, "misses": {"cold": 50, "tail": 10}, "step_tokens": 70,
             "step_sizes": [("1", 2), ("16", 6), ("+Inf", 7)], "generation_tokens": 17,
             "host_entries": 9, "host_entries_stored": 5, "demotions": 6, "promotions": 1,
+            "disk_entries": 12, "disk_bytes": 3000, "disk_entries_waiting": 2, "disk_hits": 7,
+            "disk_writes": 13, "disk_evictions": 1, "disk_failures": 4, "disk_lost": 8,
         }  # fmt: skip
 
     def start(self) -> FakeEngine:

@@ -48,6 +48,10 @@ def test_metrics_of_the_engine(metrics):
     assert metrics["generation_tokens_total",] == 17
     assert (metrics["prefix_host_entries",], metrics["prefix_host_entries_stored",]) == (9, 5)
     assert metrics["prefix_cache_demotions_total",] == 6
+    gauges = ("entries_stored", "entries_waiting", "bytes")
+    assert [metrics[f"prefix_disk_{name}",] for name in gauges] == [12, 2, 3000]
+    counters = ("hits", "writes", "evictions", "failures", "lost")
+    assert [metrics[f"prefix_disk_{name}_total",] for name in counters] == [7, 13, 1, 4, 8]
 
 
 def test_finished_answers_are_counted(metrics):
