@@ -129,10 +129,13 @@ def through_the_engine(r: Results) -> Finding:
 def soaked(r: Results) -> Finding:
     shown = []
     for policy, found in r["policies"].items():
-        sizes = [rest["resident"] for rest in found["rests"]]
+        lives = [[rest["resident"] for rest in life["rests"]] for life in found["lives"]]
+        growth = max(sizes[-1] / sizes[min(2, len(sizes) - 1)] for sizes in lives)
+        ratios = [ratio for life in found["lives"] for ratio in life["unfairness"]]
         shown.append(
-            f"{policy.split(':')[0]}: {found['requests']:,} requests, {found['left']:,} clients "
-            f"disconnected; {found['wrong']} answers differ; resident memory at the end "
-            f"{sizes[-1] / sizes[min(2, len(sizes) - 1)]:.3f} times that after 2,000 requests"
+            f"{policy.split(':')[0]}: {found['requests']:,} requests of 4 API keys, "
+            f"{found['left']:,} clients disconnected, one restart; {found['wrong']} answers "
+            f"differ; resident memory at the end {growth:.3f} times that after 2,000 requests; an "
+            f"API key with three times the clients gets up to {max(ratios):.2f} times the answers"
         )
     return joined(shown), by_all([line["met"] for line in r["bars"]])

@@ -1,9 +1,12 @@
-"""Ten thousand concurrent requests to a server, some cancelled: no leaks, equal answers.
+"""Ten thousand requests with four API keys, a restart between: no leaks, equal answers, fair turns.
 
 Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
-come in any order, streamed or whole; some clients disconnect before or during the answer. Memory
-and open files are those of the server's process, counted while it is idle; cache usage and prefixes
-are those that the server reports.
+come in any order, streamed or whole. Some clients disconnect before or during the answer, or with a
+second request on the connection, and some send their bodies slowly. One key has three times the
+clients of each other. The prefix memory is so small that prefixes are evicted. After half of the
+requests the server is started again with the same folder of prefixes. Memory and open files are
+those of the server's process, counted while it is idle; the other figures are those that the server
+reports.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,17 +32,29 @@ from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.speed.serving import BOOKS, passages
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
-KINDS, AT_ONCE, REST = 200, 48, 1000  # distinct requests, clients, requests between idle checks
-LEAVES = {"before": 0.1, "amid": 0.2}  # share of clients that disconnect, by time
+KINDS, REST = 200, 1000  # distinct requests, requests between idle checks
+CLIENTS = {"many": 24, "one": 8, "two": 8, "three": 8}  # at a time, by API key
+ADMIN = "admin"
+# Share of clients that disconnect, by time; `next`: with a second request on the connection.
+LEAVES = {"before": 0.1, "amid": 0.2, "next": 0.05}
+SLOW, PAUSE = 0.05, 0.2  # share of bodies that come in two parts, seconds between the parts
 GROWTH = 1.05  # bar: growth of resident memory between idle checks
+FAIR = 2.0  # bar: answers of the API key with most over those of the key with fewest
 
 
 class SoakRequest(NamedTuple):
-    """One request and its client; `leaves`: when it disconnects (before, amid) or ""."""
+    """One request and its client; `leaves`: when it disconnects (a key of LEAVES) or ""."""
 
     kind: int
     stream: bool
     leaves: str
+    key: str = "many"
+    slow: bool = False
+
+
+class SoakServer(NamedTuple):
+    process: subprocess.Popen
+    port: int
 
 
 def main() -> None:
@@ -81,51 +98,93 @@ def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 async def soak(policy: str, kinds: list[dict[str, Any]], count: int) -> dict[str, Any]:
-    """The whole experiment for one policy, against its own server."""
-    alone = await answers_alone(policy, kinds)
-    words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-             "--max-batch", "16", "--max-len", "1024", "--prefix-memory", "64MiB"]  # fmt: skip
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    """The whole experiment for one policy: two lives of a server with one folder of prefixes."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys, admins = Path(folder) / "keys", Path(folder) / "admins"
+        keys.write_text("\n".join(CLIENTS))
+        admins.write_text(ADMIN)
+        shared = ["--api-key-file", str(keys), "--admin-key-file", str(admins)]
+        alone = await answers_alone(policy, kinds, shared)
+        words = [*shared, "--prefix-memory", "8MiB", "--prefix-dir", str(Path(folder) / "prefixes")]
+        rng, lives = np.random.default_rng(1), []
+        for life in range(2):
+            part = count // 2 if life == 0 else count - count // 2
+            lives.append(await one_life(policy, words, kinds, alone, part, rng))
+    total = {name: sum(life[name] for life in lives) for name in ("requests", "left", "wrong")}
+    return total | {"finished": total["requests"] - total["left"], "lives": lives}
+
+
+async def one_life(
+    policy: str,
+    words: Sequence[str],
+    kinds: list[dict[str, Any]],
+    alone: Sequence[str],
+    count: int,
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """From the start of a server to its end."""
+    server = start(policy, *words)
     try:
-        port = port_of(process)
-        rng, done, wrong = np.random.default_rng(1), 0, 0
-        rests, begun = [await rest(port, process.pid)], time.monotonic()
-        left = 0
+        rests = [await rest(server)]
+        done, left, wrong, ratios, begun = 0, 0, 0, [], time.monotonic()
         for _ in range(-(-count // REST)):
             batch = [draw_request(rng) for _ in range(min(REST, count - done))]
-            texts = await ask_all(port, kinds, batch)
+            texts, ends = await ask_all(server.port, kinds, batch)
             wrong += sum(
                 text != alone[one.kind]
                 for one, text in zip(batch, texts, strict=True) if not one.leaves
             )  # fmt: skip
             left += sum(bool(one.leaves) for one in batch)
             done += len(batch)
-            rests.append(await rest(port, process.pid))
+            ratios.append(unfairness([one.key for one in batch], ends))
+            rests.append(await rest(server))
             rate = done / (time.monotonic() - begun)
             print(f"{policy}: {done} of {count}, {rate:.1f} a second, "
                   f"{(count - done) / rate:.0f} s left", file=sys.stderr, flush=True)  # fmt: skip
         return {
-            "requests": done, "left": left, "finished": done - left, "wrong": wrong,
-            "items_per_second": rate, "rests": rests,
+            "requests": done, "left": left, "wrong": wrong, "items_per_second": rate,
+            "unfairness": ratios, "rests": rests,
         }  # fmt: skip
     finally:
-        process.terminate()
-        process.wait(30)
+        stop(server)
 
 
-async def answers_alone(policy: str, kinds: list[dict[str, Any]]) -> list[str]:
+def unfairness(keys: Sequence[str], ends: Sequence[float]) -> float:
+    """Answers of the key with most over those of the key with fewest, while all keys have clients.
+
+    ends: when each answer ended. After the last answer of any key its clients no longer compete.
+    """
+    by_key = {key: [end for k, end in zip(keys, ends, strict=True) if k == key] for key in CLIENTS}
+    until = min(max(of_key) for of_key in by_key.values())
+    counts = [sum(end <= until for end in of_key) for of_key in by_key.values()]
+    return max(counts) / max(1, min(counts))
+
+
+async def answers_alone(
+    policy: str, kinds: list[dict[str, Any]], words: Sequence[str]
+) -> list[str]:
     """Each answer from an idle server without prefix caching."""
-    words = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-             "--max-batch", "16", "--max-len", "1024", "--prefix-memory", "0"]  # fmt: skip
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    server = start(policy, *words, "--prefix-memory", "0")
     try:
-        port = port_of(process)
         return [
-            await ask_server(port, body, SoakRequest(n, False, "")) for n, body in enumerate(kinds)
+            await ask_server(server.port, body, SoakRequest(n, False, ""))
+            for n, body in enumerate(kinds)
         ]
     finally:
-        process.terminate()
-        process.wait(30)
+        stop(server)
+
+
+def start(policy: str, *words: str) -> SoakServer:
+    command = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
+               "--max-batch", "16", "--max-len", "1024", *words]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return SoakServer(process, port_of(process))
+
+
+def stop(server: SoakServer) -> None:
+    server.process.terminate()
+    server.process.wait(30)
+    server.process.stderr.close()
 
 
 def port_of(process: subprocess.Popen) -> int:
@@ -139,19 +198,23 @@ def port_of(process: subprocess.Popen) -> int:
 def draw_request(rng: np.random.Generator) -> SoakRequest:
     leaves = str(rng.choice(["", *LEAVES], p=[1 - sum(LEAVES.values()), *LEAVES.values()]))
     return SoakRequest(
-        int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves
-    )
+        int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves,
+        str(rng.choice(list(CLIENTS))), bool(rng.random() < SLOW),
+    )  # fmt: skip
 
 
-async def ask_all(port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]) -> list[str]:
-    """The texts of a batch, this many clients at a time."""
-    gate = asyncio.Semaphore(AT_ONCE)
+async def ask_all(
+    port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]
+) -> tuple[list[str], list[float]]:
+    """The texts of a batch, and when each ended; CLIENTS says how many clients ask at a time."""
+    gates = {key: asyncio.Semaphore(clients) for key, clients in CLIENTS.items()}
 
-    async def one(each: SoakRequest) -> str:
-        async with gate:
-            return await ask_server(port, kinds[each.kind], each)
+    async def one(each: SoakRequest) -> tuple[str, float]:
+        async with gates[each.key]:
+            return await ask_server(port, kinds[each.kind], each), time.monotonic()
 
-    return await asyncio.gather(*map(one, batch))
+    texts, ends = zip(*await asyncio.gather(*map(one, batch)), strict=True)
+    return list(texts), list(ends)
 
 
 async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
@@ -162,10 +225,20 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         data = json.dumps(body | {"stream": how.stream}).encode()
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data) + data
-        )
+        again = "keep-alive" if how.leaves == "next" else "close"
+        request = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: {again}\r\n"
+            f"authorization: Bearer {how.key}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        ).encode() + data
+        half = len(request) - len(data) // 2 if how.slow else len(request)
+        writer.write(request[:half])
+        if how.slow:
+            await writer.drain()
+            await asyncio.sleep(PAUSE)
+        writer.write(request[half:])
+        if how.leaves == "next":
+            writer.write(request)
         await writer.drain()
         if how.leaves == "before":
             await asyncio.sleep(0.02 * (how.kind % 5))
@@ -173,7 +246,7 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
         head = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in head.splitlines()[0]:
             raise RuntimeError(f"{head!r} {await reader.read()!r}")
-        if how.leaves == "amid":
+        if how.leaves:
             await reader.readline()
             return ""
         content = await reader.read()
@@ -187,33 +260,40 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
-async def rest(port: int, pid: int) -> dict[str, float]:
+async def rest(server: SoakServer) -> dict[str, float]:
     """The server's memory, open files and metrics when it is idle.
 
     Raises RuntimeError if it does not become idle.
     """
     for _ in range(200):
-        figures = await metrics(port)
+        figures = await metrics(server.port)
         if not figures["jaxkv:num_requests_running"] and not figures["jaxkv:num_requests_waiting"]:
             break
         await asyncio.sleep(0.1)
     else:
         raise RuntimeError(f"still running: {figures}")
     await asyncio.sleep(1)  # for sockets that are being closed
-    status = Path(f"/proc/{pid}/status").read_text()
+    process = Path(f"/proc/{server.process.pid}")
+    status = (process / "status").read_text()
     return {
         "resident": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024,
-        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "files": len(os.listdir(process / "fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
         "prefixes": figures["jaxkv:prefix_entries_stored"],
         "prefixes_in_use": figures["jaxkv:prefix_entries_in_use"],
+        "evictions": figures["jaxkv:prefix_cache_evictions_total"],
+        "prefix_tokens": figures["jaxkv:prefix_cache_queries_total"],
+        "prefix_hits": figures["jaxkv:prefix_cache_hits_total"],
         "compilations": figures["jaxkv:compilations_total"],
     }
 
 
 async def metrics(port: int) -> dict[str, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    writer.write(
+        b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"authorization: Bearer %s\r\n\r\n" % ADMIN.encode()
+    )
     content = (await reader.read()).decode()
     writer.close()
     lines = (line.split() for line in content.splitlines() if line.startswith("jaxkv:"))
@@ -221,19 +301,33 @@ async def metrics(port: int) -> dict[str, float]:
 
 
 def bars(policy: str, found: dict[str, Any]) -> list[dict[str, object]]:
-    """The bars: equal answers, and no growth."""
-    first, last = found["rests"][min(2, len(found["rests"]) - 1)], found["rests"][-1]
+    """The bars: equal answers, no growth in either life, fair turns, and prefixes that survive."""
+    ends = [(life["rests"][min(2, len(life["rests"]) - 1)], life["rests"][-1])
+            for life in found["lives"]]  # fmt: skip
+    first = [early_hits(life) for life in found["lives"]]
+    ratios = [ratio for life in found["lives"] for ratio in life["unfairness"]]
     return [
         bar(f"answers that differ from those of single requests, {policy}", found["wrong"],
             "<=", 0),
-        bar(f"growth of the number of open files, {policy}", last["files"] - first["files"],
-            "<=", 0),
+        bar(f"growth of the number of open files, {policy}",
+            max(last["files"] - early["files"] for early, last in ends), "<=", 0),
         bar(f"memory at the end over memory after {2 * REST:,} requests, {policy}",
-            last["resident"] / first["resident"], "<=", GROWTH),
-        bar(f"prefixes in use while no request runs, {policy}", last["prefixes_in_use"], "<=", 0),
+            max(last["resident"] / early["resident"] for early, last in ends), "<=", GROWTH),
+        bar(f"prefixes in use while no request runs, {policy}",
+            max(last["prefixes_in_use"] for _, last in ends), "<=", 0),
         bar(f"programs compiled during serving, {policy}",
-            last["compilations"] - first["compilations"], "<=", 0),
+            max(last["compilations"] - early["compilations"] for early, last in ends), "<=", 0),
+        bar(f"answers of the API key with most over those of the key with fewest, {policy}",
+            float(np.median(ratios)), "<=", FAIR),
+        bar(f"prefix tokens found in the first {REST:,} requests, after a restart over before, "
+            f"{policy}", first[1] / max(first[0], 1), ">=", 1),
     ]  # fmt: skip
+
+
+def early_hits(life: dict[str, Any]) -> float:
+    """Prompt tokens found among the prefixes until the first idle check."""
+    before, after = life["rests"][:2]
+    return after["prefix_hits"] - before["prefix_hits"]
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def loads(*least):
 
 def soak(*met):
     rests = [{"resident": size} for size in (10, 20, 21)]
-    found = {"requests": 10, "left": 3, "wrong": 0, "rests": rests}
+    lives = [{"rests": rests, "unfairness": [1.1]}]
+    found = {"requests": 10, "left": 3, "wrong": 0, "lives": lives}
     return {"policies": {"full": found}, "bars": [{"met": one} for one in met]}
 
 

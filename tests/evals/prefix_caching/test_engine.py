@@ -119,8 +119,9 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
                 await soak.ask_server(served.port, body, soak.SoakRequest(0, *how)) for how in hows
             ]
 
-        reported = asyncio.run(ask((False, ""), (True, ""), (True, "amid"), (False, "before")))
-        assert reported == ["some words", "some words", "", ""]
+        hows = ((False, ""), (True, ""), (True, "amid"), (False, "before"), (False, "next"),
+                (False, "", "one", True))  # fmt: skip
+        assert asyncio.run(ask(*hows)) == ["some words", "some words", "", "", "", "some words"]
         figures = asyncio.run(soak.metrics(served.port))
         assert figures["jaxkv:num_requests_waiting"] == 0
         body["model"] = "nobody"
@@ -131,12 +132,27 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
 @pytest.mark.parametrize(
     "wrong, changed, missed",
     [(0, {}, 0), (1, {}, 1), (0, {"files": 9}, 1), (0, {"resident": 120}, 1),
-     (0, {"compilations": 8}, 1), (0, {"prefixes_in_use": 1}, 1), (0, {"resident": 80}, 0)],
+     (0, {"compilations": 8}, 1), (0, {"prefixes_in_use": 1}, 1), (0, {"resident": 80}, 0),
+     (0, {"unfair": 2.5}, 1), (0, {"lost": 30}, 1)],
 )  # fmt: skip
 def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
-    rest = {"resident": 100, "files": 8, "compilations": 7, "prefixes_in_use": 0}
-    found = {"wrong": wrong, "rests": [rest | {"resident": 50}, rest, rest, rest | changed]}
+    rest = {"resident": 100, "files": 8, "compilations": 7, "prefixes_in_use": 0, "prefix_hits": 40}
+    begin = rest | {"resident": 50, "prefix_hits": 0}
+    first = {"unfairness": [1.2], "rests": [begin, rest, rest, rest]}
+    second = {
+        "unfairness": [changed.get("unfair", 1.0)] * 2,
+        "rests": [begin | {"prefix_hits": changed.get("lost", 0)}, rest, rest, rest | changed],
+    }
+    found = {"wrong": wrong, "lives": [first, second]}
     assert sum(not line["met"] for line in soak.bars("full", found)) == missed
+
+
+def test_unfairness_compares_keys_while_all_have_clients():
+    keys, ends = [], []
+    for key, each in zip(soak.CLIENTS, (1, 2, 2, 2), strict=True):  # answers a second
+        keys += [key] * 100
+        ends += [n / each for n in range(1, 101)]
+    assert soak.unfairness(keys, ends) == pytest.approx(2, rel=0.02)  # until the fast keys end
 
 
 def test_clients_disconnect_at_the_configured_rates():
