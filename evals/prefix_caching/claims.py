@@ -135,7 +135,8 @@ def soaked(r: Results) -> Finding:
         shown.append(
             f"{policy.split(':')[0]}: {found['requests']:,} requests of 4 API keys, "
             f"{found['left']:,} clients disconnected, one restart; {found['wrong']} answers "
-            f"differ; resident memory at the end {growth:.3f} times that after 2,000 requests; an "
-            f"API key with three times the clients gets up to {max(ratios):.2f} times the answers"
+            f"differ; resident memory at the end {growth:.3f} times that after 2,000 requests; the "
+            f"keys, of which one has three times the clients of each other, get answers within a "
+            f"factor of {max(ratios):.2f}"
         )
     return joined(shown), by_all([line["met"] for line in r["bars"]])
