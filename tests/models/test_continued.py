@@ -129,6 +129,28 @@ def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
     assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
 
 
+def test_a_pair_starts_as_a_constant_token(folder, texts):
+    """The first loss is that of the model with the token of the pair in front of every sample."""
+    base, recipe = start(folder, "train=sinks", "sinks=kv")
+    setting = base.setting(recipe, texts)
+    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    assert weights.keys() == {"sink_keys", "sink_values"}
+    assert {w.shape for w in weights.values()} == {setting.shapes["sink_keys"]}
+    runs = data.batch(texts, "valid", 0, 0, 4, 16)
+    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    (first,), llm = base.tokenizer.front, models.load(folder)
+    rows = [[first, first, *row[1:]] for row in runs.tolist()]
+    wanted = [np.concatenate(list(models.losses(llm, ids, "full")))[1:] for ids in rows]
+    assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
+    mass = np.asarray(training.first_token_mass(setting, weights | frozen, jnp.asarray(runs)))
+    assert mass.shape == (2, 4) and np.all((mass > 0) & (mass < 1))
+    before = {name: np.asarray(weight) for name, weight in weights.items()}
+    trained = training.begin(setting, weights)
+    trained, _ = training.update(setting, trained, setting.split(runs), frozen)
+    changed = {name: np.asarray(weight) != before[name] for name, weight in trained.weights.items()}
+    assert all(np.all(np.any(one, axis=3)) for one in changed.values())
+
+
 def mean_loss(llm, texts) -> float:
     """The mean loss of the validation samples, each with the model's front in place of its own."""
     front, found = llm.tokenizer.front, []
@@ -143,13 +165,13 @@ def logged(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit"])
+@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit", "kv"])
 def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
     path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
     assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
     llm, plain = models.load(folder, sinks=path), models.load(folder)
     assert changed(plain.weights, llm.weights) == set()
-    front = {"token": (258,), "two_tokens": (258, 259), "logit": (0,)}[kind]
+    front = {"token": (258,), "two_tokens": (258, 259)}.get(kind, (0,))
     assert llm.tokenizer.front == front
     assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
     assert mean_loss(llm, texts) < mean_loss(plain, texts) - 1e-4
@@ -326,6 +348,8 @@ BAD = {
     "width=64": "takes layers, width, .* from the model, got another width; leave it out",
     "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
     "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
+    "window=8 train=sinks sinks=kv": "a window of 8 tokens loses a sink token, got sinks=kv; set",
+    "sinks=kv": "sinks=kv is trained alone, got train=all; set train=sinks",
     "train=head": "train must be one of all, attention, sinks, got 'head'",
 }
 
