@@ -47,7 +47,7 @@ class Texts(NamedTuple):
     scored: Bool[np.ndarray, "B T"]
 
 
-class Asked(NamedTuple):
+class Probed(NamedTuple):
     """A document, and the texts of each of KINDS."""
 
     document: list[int]
@@ -76,7 +76,7 @@ def halved_tokens(length: int, window: int, rounds: int) -> int:
     return SINKS + window + groups + rest
 
 
-def case(llm: Llm, start: int, length: int, seed: int) -> Asked:
+def case(llm: Llm, start: int, length: int, seed: int) -> Probed:
     """A document of about `length` tokens from token `start` of the passage on."""
     encode = partial(llm.tokenizer.encode, bos=False)
     novel, rng = encode(PASSAGE.read_text("utf-8"))[start:], np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def case(llm: Llm, start: int, length: int, seed: int) -> Asked:
              for at in np.linspace(0, len(document) - size, SPANS).astype(int)]  # fmt: skip
     asked = [line + encode(f"{lead} {n}") for lead, n in zip(leads, numbers, strict=True)]
     given = [len(line) + len(encode(lead)) for lead in leads]
-    return Asked(
+    return Probed(
         document,
         (texts([following], [1]), texts(spans, [len(line) + GIVEN] * SPANS), texts(asked, given)),
     )
@@ -118,7 +118,7 @@ def scores(
     policies: tuple[Policy, ...],
     states: tuple[State, ...],
     position: int,
-    one: Asked,
+    one: Probed,
 ) -> list[np.ndarray]:
     """Per kind of text, the losses of its scored tokens and whether the likeliest is right.
 
@@ -161,7 +161,7 @@ def cached(llm: Llm, stream: models.Stream) -> float:
     return float(np.mean(counts))
 
 
-def measure(llm: Llm, one: Asked, slots: int, pairs: np.ndarray) -> dict[str, dict[str, Any]]:
+def measure(llm: Llm, one: Probed, slots: int, pairs: np.ndarray) -> dict[str, dict[str, Any]]:
     """By variant: the cached tokens and the scores of one document."""
     learned = models.Llm(**vars(llm) | {"weights": llm.weights | compaction.Pairs(*pairs).weights})
     full = f"full:start={len(one.document) + ROOM}"
@@ -237,7 +237,7 @@ def main() -> None:
         parts, seconds, found = Parts(record, len(cases)), [], []
         for start, one in zip(given.starts, cases, strict=True):
 
-            def train(one: Asked = one) -> np.ndarray:
+            def train(one: Probed = one) -> np.ndarray:
                 begun = time.perf_counter()
                 pairs = compaction.compact(llm, one.document, given.slots, given.steps)
                 seconds.append(time.perf_counter() - begun)

@@ -129,28 +129,6 @@ def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
     assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
 
 
-def test_a_pair_starts_as_a_constant_token(folder, texts):
-    """The first loss is that of the model with the token of the pair in front of every sample."""
-    base, recipe = start(folder, "train=sinks", "sinks=kv")
-    setting = base.setting(recipe, texts)
-    weights, frozen = base.weights(setting, texts.id_of(data.END))
-    assert weights.keys() == {"sink_keys", "sink_values"}
-    assert {w.shape for w in weights.values()} == {setting.shapes["sink_keys"]}
-    runs = data.batch(texts, "valid", 0, 0, 4, 16)
-    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
-    (first,), llm = base.tokenizer.front, models.load(folder)
-    rows = [[first, first, *row[1:]] for row in runs.tolist()]
-    wanted = [np.concatenate(list(models.losses(llm, ids, "full")))[1:] for ids in rows]
-    assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
-    mass = np.asarray(training.first_token_mass(setting, weights | frozen, jnp.asarray(runs)))
-    assert mass.shape == (2, 4) and np.all((mass > 0) & (mass < 1))
-    before = {name: np.asarray(weight) for name, weight in weights.items()}
-    trained = training.begin(setting, weights)
-    trained, _ = training.update(setting, trained, setting.split(runs), frozen)
-    changed = {name: np.asarray(weight) != before[name] for name, weight in trained.weights.items()}
-    assert all(np.all(np.any(one, axis=3)) for one in changed.values())
-
-
 def mean_loss(llm, texts) -> float:
     """The mean loss of the validation samples, each with the model's front in place of its own."""
     front, found = llm.tokenizer.front, []
