@@ -36,7 +36,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
             "the engine runs on one device, got a model over a mesh; load it without mesh"
         )
     if SINK_TOKENS in llm.weights or SINK_KEYS in llm.weights:
-        what = "tokens" if SINK_TOKENS in llm.weights else "keys and values"
+        what = "sink tokens" if SINK_TOKENS in llm.weights else "keys and values"
         raise UserError(
             f"the engine takes constant sinks and sink logits, got learned {what} from a file; "
             "give --sinks constant, or a model trained with --train all"
