@@ -29,6 +29,9 @@ Weights = Mapping[str, Array | Quantised]
 # A weight [tokens, D] that a published model lacks: the inputs of ids from the vocabulary on. No
 # head predicts these ids.
 SINK_TOKENS = "sink_tokens"
+# Weights [L, K, P, H] that a published model lacks: the P first cached keys, before rotation, and
+# values of every stream, which stand for no token.
+SINK_KEYS, SINK_VALUES = "sink_keys", "sink_values"
 
 
 def spec_of(config: Config, dtype: str) -> Spec:

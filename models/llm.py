@@ -19,7 +19,7 @@ from jaxkv.models import int8
 from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import SINK_TOKENS, Decoder, spec_of
+from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.int8 import Quantised
 from jaxkv.models.published import Published, open_published
@@ -84,6 +84,11 @@ class Llm:
         return self.config.vocab + (0 if rows is None else rows.shape[0])
 
     @property
+    def sink_pairs(self) -> int:
+        """The number of learned keys and values per head that begin every stream."""
+        return self.weights[SINK_KEYS].shape[2] if SINK_KEYS in self.weights else 0
+
+    @property
     def spec(self) -> Spec:
         """The attention of every layer, as policies need it."""
         return spec_of(self.config, self.dtype)
@@ -105,6 +110,13 @@ class Llm:
         for leaf in jax.tree.leaves(self.weights):
             found.update(_corner(leaf).tobytes())
         return found.hexdigest()[:8]
+
+    def check_without_pairs(self, what: str) -> None:
+        """Raise UserError where learned keys and values begin every stream, which `what` lacks."""
+        if self.sink_pairs:
+            raise UserError(
+                f"{what} does not show learned keys and values; leave out their --sinks"
+            )
 
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy per layer; raises UserError for anything that is none."""

@@ -3,7 +3,8 @@
 A window without its first tokens breaks a model, because many heads put most of their attention
 there (StreamingLLM, section 3.1). A sink gives them a place that no text depends on. A constant
 sink is a token that begins every stream, so the first cached key and value are the same for all
-texts. A learned sink is a vector in place of an embedding, or a logit per head in its softmax.
+texts. A learned sink is a vector in place of an embedding, a logit per head in its softmax, or
+pairs of keys and values per layer that stand for no token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import SINK_TOKENS
+from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, SINK_VALUES
 from jaxkv.models.hf.weights import read, read_header, read_metadata
 from jaxkv.models.published import Published
 from jaxkv.models.tokenizer import END_TEXT, Tokenizer
@@ -26,6 +27,7 @@ from jaxkv.models.tokenizer import END_TEXT, Tokenizer
 FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
 FILE = "sinks.safetensors"  # its name in the folder of a run
 LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
+KV = {"keys": SINK_KEYS, "values": SINK_VALUES}  # [L, K, P, H], the names in a file and of weights
 CONSTANT = "constant"
 
 
@@ -40,6 +42,9 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
     logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
     if logits:
         found[LOGITS] = np.stack([np.asarray(one, np.float32) for one in logits])
+    for name, of_model in KV.items():
+        if of_model in weights:
+            found[name] = np.asarray(weights[of_model], np.float32)
     files.write({path: save(found, metadata={FORMAT: fingerprint})})
     return path
 
@@ -90,7 +95,8 @@ def _learned(
     path: Path, published: Published, tokenizer: Tokenizer
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """As `with_sinks`, for a file."""
-    config, remedy = published.config, f"name a {FILE} that `jaxkv pretrain --from` wrote"
+    config = published.config
+    remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote, or a file of `jaxkv compact`"
     found, theirs = _read(path, remedy)
     mine = published.fingerprint()
     if theirs != mine:
@@ -100,6 +106,10 @@ def _learned(
         )
     shapes = {SINK_TOKENS: (len(found.get(SINK_TOKENS, ())), config.width),
               LOGITS: (config.layers, config.heads)}  # fmt: skip
+    if KV.keys() <= found.keys():
+        count = found["keys"].shape[2] if found["keys"].ndim == 4 else 0
+        pairs = (config.layers, config.kv_heads, max(1, count), config.head_dim)
+        shapes |= dict.fromkeys(KV, pairs)
     for name, value in found.items():
         if name not in shapes or value.shape != shapes[name]:
             raise UserError(f"{path} has {name} {list(value.shape)}, which is no sink; {remedy}")
@@ -111,6 +121,7 @@ def _learned(
     if LOGITS in found:
         config = dataclasses.replace(config, sink_logit="learned")
         more |= {f"layers.{i}.sinks": row for i, row in enumerate(found[LOGITS])}
+    more |= {of_model: found[name] for name, of_model in KV.items() if name in found}
     return config, tokenizer, more
 
 

@@ -27,6 +27,7 @@ from jaxkv.models.decoding import (
     init_layer,
     prefill_chunk,
     prefill_programs,
+    put_in_front,
 )
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
@@ -67,9 +68,9 @@ class Stream:
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
-        self._batch, self._checked, self._final = batch, -1, tokens
+        self._batch, self._checked, self._final = batch, -1, tokens + llm.sink_pairs
         self.ahead, self._usable = Ahead(), True
-        self._check_length(tokens, allocated=0)
+        self._check_length(self._final, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
         if not all(isinstance(s, Integral) for s in seeds):
             raise UserError(
@@ -84,6 +85,9 @@ class Stream:
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
         self.decoding = self._begin(seeds, start)
+        if llm.sink_pairs:
+            self.reserve(llm.sink_pairs)
+            self.decoding = put_in_front(self.static, llm.spec, llm.weights, self.decoding)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -131,8 +135,7 @@ class Stream:
         only the speed. progress: called with (tokens done, all tokens) of the longest prompt.
         Raises UserError for unknown token ids, or where the caches do not fit in memory.
         """
-        chunk = self.chunk_of(chunk)
-        batch = self.decoding.position.shape[0]
+        batch, chunk = self._batch, self.chunk_of(chunk)
         if len(prompts) != batch:
             raise UserError(
                 f"give one list of tokens per sequence: got {len(prompts)} for {batch} sequences"
@@ -237,11 +240,11 @@ class Stream:
                 return state
             return jax.eval_shape(partial(policy.reserve, self.llm.spec, tokens=tokens), state)
 
+        length += self.llm.sink_pairs
         prompt, later, final = [], [], self._room(length + 1)
         for policy, state in zip(self.policies, self.decoding.states, strict=True):
             prompt.append(shapes(policy, state, length))
-            finished = policy.min_prompt is not None
-            after = prompt[-1]
+            finished, after = policy.min_prompt is not None, prompt[-1]
             if finished:
                 after = jax.eval_shape(partial(policy.finish_prefill, self.llm.spec), after)
             later.append(shapes(policy, after, final - length * finished))
@@ -365,8 +368,8 @@ class Stream:
         mesh = self.llm.mesh
         # The virtual devices of a CPU share one memory.
         split = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
-        each = caches // math.prod(split.values()) + logits // split.get("data", 1)
-        each += self.llm.unloaded_bytes // math.prod(split.values())
+        each = (caches + self.llm.unloaded_bytes) // math.prod(split.values())
+        each += logits // split.get("data", 1)
         name = f"the caches of {self._batch} sequence(s){of}"
         if jax.default_backend() == "cpu":
             memory.check(each + host, name)

@@ -143,13 +143,13 @@ def logged(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit"])
+@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit", "kv"])
 def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
     path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
     assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
     llm, plain = models.load(folder, sinks=path), models.load(folder)
     assert changed(plain.weights, llm.weights) == set()
-    front = {"token": (258,), "two_tokens": (258, 259), "logit": (0,)}[kind]
+    front = {"token": (258,), "two_tokens": (258, 259)}.get(kind, (0,))
     assert llm.tokenizer.front == front
     assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
     assert mean_loss(llm, texts) < mean_loss(plain, texts) - 1e-4
@@ -326,6 +326,8 @@ BAD = {
     "width=64": "takes layers, width, .* from the model, got another width; leave it out",
     "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
     "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
+    "window=8 train=sinks sinks=kv": "a window of 8 tokens loses a sink token, got sinks=kv; set",
+    "sinks=kv": "sinks=kv is trained alone, got train=all; set train=sinks",
     "train=head": "train must be one of all, attention, sinks, got 'head'",
 }
 

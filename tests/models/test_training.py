@@ -267,7 +267,7 @@ BAD = {
     "tinny": "a preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
     "tiny sink=token": "field=value with a field of layers,.*got 'sink=token'",
     "tiny sinks": "field=value",
-    "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit, got 'one'",
+    "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit, kv, got 'one'",
     "tiny layers=0": "layers must be a whole number of at least 1, got '0'",
     "tiny layers=1.5": "layers must be a whole number",
     "tiny lr=-1": "lr must be a number of at least",
