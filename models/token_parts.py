@@ -177,7 +177,10 @@ def _work(how: Tokenizing, parent: connection.Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     coder = data_tokenizer.read(how.out / TOKENIZER)
     while True:
-        number, part = parent.recv()
+        try:
+            number, part = parent.recv()
+        except EOFError:  # all parts are done
+            return
         error = None
         try:
             _tokenize_part(coder, how, number, part)

@@ -33,6 +33,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "backcopy": "training.backcopy",
     **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
     **{name: f"training.{name}" for name in ("sinks_in_front", "emergence", "default_model")},
+    "learned_memory": "comparison.learned_memory",
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "attention_error": "reservoir.attention_error",

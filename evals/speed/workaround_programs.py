@@ -187,7 +187,7 @@ def lookup(_: LoadModel, sizes: Sizes) -> Program:
     ) -> tuple[Int32[Array, "N M"], Int32[Array, " N"]]:
         def one(code: Array) -> tuple[Array, Array]:
             words = hash_tables.tally(tables, jnp.int32(0), code, sizes.keys, 2)
-            found = hash_tables.select(words, most, np.float32(0.5))
+            found = hash_tables.select(words, most, jnp.float32(0.5))
             return found.places, found.count
 
         return jax.lax.map(one, queries)

@@ -261,3 +261,36 @@ def frozen_enough(r: Results) -> Finding:
     text = rows_of(r, "frozen_token", "frozen_two_tokens", "frozen_logit")
     text += "; " + spent(r, "frozen_token")
     return text, grade(loss(r, "frozen_token", 1) <= 0)
+
+
+@claim("learned_memory", "Trained keys and values say more of a document than compressed ones of "
+       "equal bytes", "not in the papers")  # fmt: skip
+def learned_memory(r: Results) -> Finding:
+    """By document; better than every policy with at most the same slots, beyond FELT."""
+    gaps, shown = {}, []
+    for measure in ("following", "spans", "facts"):
+        over = pick(r, f"variants/*/{measure}/over_full_by_document")
+        learned = over.pop("learned")
+        others = [over[name] for name in over if name not in ("full", "no document")]
+        best = [min(of_document) for of_document in zip(*others, strict=True)]
+        gaps[measure] = [b - a for a, b in zip(learned, best, strict=True)]
+        shown.append(
+            f"{measure} {listed_losses(learned)}, the best policy {listed_losses(best)}, without "
+            f"the document {listed_losses(over['no document'])}"
+        )
+    facts = pick(r, "variants/*/facts")
+    minutes = max(r["training_seconds"]) / 60
+    return (
+        f"{r['model']}, {len(r['starts'])} documents of {r['length']} tokens of one novel, "
+        f"{r['slots']} slots, {r['steps']} steps of training ({minutes:.0f} minutes at most); loss "
+        f"over full attention, nats per token, by document: {joined(shown)}; facts recalled: "
+        f"learned {facts['learned']['recalled']}, full attention {facts['full']['recalled']} of "
+        f"{facts['full']['of']}"
+    ), grade(
+        all(gap > FELT for each in gaps.values() for gap in each),
+        any(all(gap > FELT for gap in each) for each in gaps.values()),
+    )
+
+
+def listed_losses(losses: list[float]) -> str:
+    return " and ".join(f"{loss:+.3f}" for loss in losses)
