@@ -126,7 +126,9 @@ def read(folder: Path | str) -> DataFolder:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}; create one with `jaxkv data`")
+        raise UserError(
+            f"data must be a folder that `jaxkv data` made, and {folder} is none; create one"
+        )
     remedy = "delete the folder and create it again with `jaxkv data`"
     manifest = read_json(folder / MANIFEST, remedy)
     if manifest.get("format") != FORMAT:

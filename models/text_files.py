@@ -120,7 +120,7 @@ def check_splits(found: set[str]) -> None:
     for split in SPLITS:
         if split not in found:
             raise UserError(
-                f"{split} has no document; give more texts, or name those of the valid split"
+                f"the {split} split has no document; name its texts (--valid), or give more texts"
             )
 
 

@@ -265,6 +265,10 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         raise UserError(f"--prefix-{error}") from None
     if args.prefix_dir is None:
         return made
+    if not args.prefix_dir:
+        raise UserError("--prefix-dir must name a folder, got an empty name; leave it out for none")
+    if args.prefix_dir_size == 0:
+        raise UserError("--prefix-dir-size must be at least 1 byte, got 0; try 4GiB")
     size = defaults.PREFIX_DIR_SIZE if args.prefix_dir_size is None else args.prefix_dir_size
     try:
         return replace(made, folder=PrefixFolder(args.prefix_dir, size))

@@ -144,7 +144,10 @@ class DiskTier:
             content = batch.load(self._folder.path / file.name, like, self._identity)
         except UserError as error:
             self.failures += 1
-            LOG.warning("a stored prefix cannot be read, and is deleted: %s", error)
+            LOG.warning(
+                "the prefix in %s cannot be read, is deleted and computed again: %s",
+                self._folder.path / file.name, str(error).partition(";")[0],
+            )  # fmt: skip
             self._folder.discard(file)
             return None
         finally:

@@ -65,8 +65,8 @@ class PrefixFolder:
         except OSError as error:
             self.close()
             raise UserError(
-                f"a prefix folder must be a folder that can be read, and {self.path} is not: "
-                f"{error.strerror}; give another"
+                f"a prefix folder must be one that exists or can be created, and can be read, got "
+                f"{self.path}: {error.strerror}; give another"
             ) from None
 
     def attach(self) -> None:

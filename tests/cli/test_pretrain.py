@@ -104,7 +104,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     refused(run("data", "--text", texts, *wide, "--out", tmp_path / "file"), "can be written to")
 
-    refused(pretrain(run, tmp_path / "nowhere", out), "no such folder", "jaxkv data")
+    refused(pretrain(run, tmp_path / "nowhere", out), "a folder that `jaxkv data` made")
     refused(pretrain(run, texts, out), "is not a data folder", "jaxkv data")
     refused(pretrain(run, folder, out, preset="large"), "tiny, default, small, 160m", "'large'")
     refused(pretrain(run, folder, out, "sink=token"), "field=value", "'sink=token'")

@@ -27,7 +27,8 @@ PROMPT = "A long beginning that outlives its server, because a folder has it. "
     (["--prefix-dir", "{file}"], ["--prefix-dir: a prefix folder must be", "{file}"]),
     (["--prefix-dir", "{folder}", "--prefix-memory", "0"], ["--prefix-dir needs --prefix-memory"]),
     (["--prefix-dir-size", "1GiB"], ["--prefix-dir-size", "give --prefix-dir too"]),
-    (["--prefix-dir", "{folder}", "--prefix-dir-size", "0"], ["--prefix-dir", "at least 1"]),
+    (["--prefix-dir", "{folder}", "--prefix-dir-size", "0"], ["--prefix-dir-size must be", "4GiB"]),
+    (["--prefix-dir", ""], ["--prefix-dir must name a folder"]),
     (["--prefix-dir", "{folder}", "--prefix-dir-size", "lots"], ["such as 512MiB", "lots"]),
 ])  # fmt: skip
 def test_flags(run, tmp_path, words, expected):

@@ -129,7 +129,7 @@ def test_a_damaged_file_is_deleted_and_computed_again(tmp_path, caplog, policy, 
     assert engine.metrics()["disk_failures"] > 0 and not engine.failure
     warnings = [line.getMessage() for line in caplog.records]
     assert len(warnings) == engine.metrics()["disk_failures"]
-    assert all("cannot be read, and is deleted" in one and "\n" not in one for one in warnings)
+    assert all("cannot be read, is deleted and computed again" in one and "\n" not in one for one in warnings)
     assert answers(stored(tmp_path, policy)) == expected, "the files were written again"
 
 
@@ -194,7 +194,7 @@ def test_one_server_at_a_time(tmp_path):
 def test_a_path_that_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match="must be a folder"):
+        with pytest.raises(UserError, match="exists or can be created"):
             PrefixFolder(path, 2**30)
 
 

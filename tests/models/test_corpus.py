@@ -111,12 +111,13 @@ def test_tokens_equal_those_of_a_plain_loop(texts, tmp_path):
     assert data.read(made.folder) == made
 
 
-def test_any_number_of_processes_gives_the_same_bytes(texts, tmp_path):
+def test_any_number_of_processes_gives_the_same_bytes(texts, tmp_path, capfd):
     one, two, three = (
         contents(prepare(texts, tmp_path / str(n), processes=n).folder) for n in (1, 2, 3)
     )
     assert one == two == three
     assert set(one) > {"manifest.json", "run.json", "tokenizer.json", "train-00001.npy"}
+    assert "Traceback" not in capfd.readouterr().err  # of a process that ends
 
 
 KILLED = """
