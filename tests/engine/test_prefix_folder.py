@@ -16,11 +16,15 @@ from jaxkv.errors import UserError
 from jaxkv.state import batch
 from tests.engine.plain import Recorder, ask, plain
 from tests.engine.test_failure import wait_for
-from tests.engine.test_prefixes import APPEND_ONLY, CHUNK, EVICTING, SHARED, branches, usable
+from tests.engine.test_prefixes import CHUNK, SHARED, branches, usable
 from tests.seldom import seldom
 
 BOTH = ["full", "streaming:sinks=2,window=14"]
-OFTEN = {*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:cache=int8"}
+OFTEN = [*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:cache=int8"]
+SELDOM = [
+    "balance:sinks=2,window=4,rounds=1,cache=int8", "magicpig:K=4,L=6,sinks=2,window=4",
+    "reservoir:sinks=2,window=6,sample=8",
+]  # fmt: skip
 ASKED = [Request(prompt, 6, logprobs=3) for prompt in (SHARED, *branches((31, 48, 130)))]
 
 
@@ -60,9 +64,7 @@ def wanted(policy: str) -> list[tuple[list, int]]:
     return [(scored, usable(len(one.tokens))) for scored, one in pairs]
 
 
-@pytest.mark.parametrize(
-    "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPEND_ONLY + EVICTING]
-)
+@pytest.mark.parametrize("policy", [*OFTEN, *map(seldom, SELDOM)])
 def test_answers_after_restarts_equal_those_without_a_cache(tmp_path, policy):
     expected = wanted(policy)
     first = answers(stored(tmp_path, policy))
@@ -129,7 +131,10 @@ def test_a_damaged_file_is_deleted_and_computed_again(tmp_path, caplog, policy, 
     assert engine.metrics()["disk_failures"] > 0 and not engine.failure
     warnings = [line.getMessage() for line in caplog.records]
     assert len(warnings) == engine.metrics()["disk_failures"]
-    assert all("cannot be read, is deleted and computed again" in one and "\n" not in one for one in warnings)
+    assert all(
+        "cannot be read, is deleted and computed again" in one and "\n" not in one
+        for one in warnings
+    )
     assert answers(stored(tmp_path, policy)) == expected, "the files were written again"
 
 
