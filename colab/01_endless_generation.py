@@ -70,7 +70,7 @@ print("...", streaming.text[-500:])
 from jaxkv.models import compare
 
 POLICIES = ["full", WINDOW, STREAMING]
-ids = runtime.passage(llm, runtime.size(10_000, 2_000))
+ids = runtime.passage(llm, runtime.size(12_000, 2_000))
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, name, scores[name], block=250) for name in POLICIES]
 runtime.TextBox(compare.table(results))
@@ -81,9 +81,10 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 
 # %% [markdown]
 # **What to see.** The loss under the window (orange) jumps when the window evicts the first token.
-# Under full attention (grey), the loss rises beyond the trained context (dashed). The streaming
-# cache (blue) has the size of the window, but four of its slots store the first tokens, and its loss
-# stays level. Within the trained context, full attention is better, because it sees the whole text.
+# Under full attention (grey), the loss rises some way beyond the trained context (dashed). The
+# streaming cache (blue) has the size of the window, but four of its slots store the first tokens,
+# and its loss stays level. Within the trained context, full attention is better, because it sees the
+# whole text.
 #
 # ## What a token costs
 #
@@ -136,7 +137,8 @@ runtime.verify(
     always={
         "a full cache grows": growth_of_full > 2,
         "a bounded cache does not": end[STREAMING].state_bytes == begin[STREAMING].state_bytes,
-        "full attention fails beyond the trained context": full[-1] > sinks[-1] + 0.3,
+        "full attention fails beyond the trained context": full[-4:].mean()
+        > sinks[-4:].mean() + 0.3,
     },
     ours={
         "a plain window fails": (plain - sinks)[2:].mean() > 0.3,
