@@ -105,7 +105,8 @@ cost_by_length.draw(costs, f"one sequence, {runtime.device()}; median of three r
 # ## Unbounded generation
 #
 # `models.stream` yields text while it is generated, until you stop the iteration. The next cell
-# stops after 12,000 tokens.
+# stops after 12,000 tokens. A model of this size repeats itself, but its language does not fall apart
+# as it does under the window.
 
 # %%
 WRITE["max_new_tokens"] = runtime.size(12_000, 600)
@@ -145,7 +146,8 @@ runtime.verify(
         "with sinks the loss stays near that of full attention": (sinks - full)[within].mean()
         < 0.3,
         "and level": abs(sinks[-8:].mean() - sinks[2:10].mean()) < 0.5,
-        "the story does not repeat itself": len(set(story[-2_000:].split())) > 50,
+        "the end of the story has more than 50 different words": len(set(story[-2_000:].split()))
+        > 50,
     },
     times={
         "at the end, a token takes longer with a full cache": times > 1.2,
