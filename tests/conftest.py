@@ -226,6 +226,15 @@ def unchecked():
 
 
 @pytest.fixture
+def optax_promotes_dtypes():
+    """Optax mixes dtypes, which strict promotion refuses."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 

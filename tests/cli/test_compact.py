@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import signal
 
-import jax
 import pytest
 
 from jaxkv.models import compaction
 from tests.cli.test_bad_input import refused
 from tests.tiny import write_tiny
 
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from jaxkv.models.serving import make_model
 from jaxkv.models.view import check as check_view
 from tests.tiny import write_tiny
 
+pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
+
 SLOTS = 8
 ROOMY = (
     "full",
@@ -25,12 +27,6 @@ ROOMY = (
     "snapkv:capacity=60,window=8",
     "topk:sinks=8,window=32",
 )
-
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

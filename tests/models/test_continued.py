@@ -18,26 +18,22 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import continued, corpus, data, memory_plan, sinks, training
+from jaxkv.models import continued, data, memory_plan, sinks, training
 from jaxkv.models.chat import Chat
 from jaxkv.models.language import Language
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import recipe_from
 from jaxkv.models.serving import make_model
 from jaxkv.state.sharding import mesh_of
-from tests.models.training_data import write_texts
+from tests.models.training_data import write_tokens
 from tests.seldom import seldom
 from tests.tiny import write_tiny
+
+pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("context=16", "rows=8", "steps=6", "log_every=1", "look_every=3", "save_every=1",
        "valid_samples=8", "lr=1e-2")  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +45,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def texts(folder, tmp_path_factory) -> data.DataFolder:
     """A data folder with the tokenizer of that model."""
-    found = sorted(write_texts(tmp_path_factory.mktemp("texts")).glob("*.txt"))
-    out = tmp_path_factory.mktemp("tokens") / "tokens"
-    return corpus.prepare(found[:-1], out, tokenizer=folder, valid=found[-1:])
+    return write_tokens(tmp_path_factory.mktemp("tokens"), vocab=None, tokenizer=folder)
 
 
 def start(folder, *settings):

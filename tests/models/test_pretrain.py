@@ -27,13 +27,10 @@ from jaxkv.models.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals"),
+    pytest.mark.usefixtures("optax_promotes_dtypes"),
+]
 
 
 @pytest.fixture(scope="module")

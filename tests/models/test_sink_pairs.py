@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import continued, corpus, data, training
+from jaxkv.models import continued, data, training
 from jaxkv.models.recipes import recipe_from
-from tests.models.training_data import write_texts
+from tests.models.training_data import write_tokens
 from tests.tiny import write_tiny
 
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +23,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def texts(folder, tmp_path_factory) -> data.DataFolder:
     """A data folder with the tokenizer of that model."""
-    found = sorted(write_texts(tmp_path_factory.mktemp("texts")).glob("*.txt"))
-    out = tmp_path_factory.mktemp("tokens") / "tokens"
-    return corpus.prepare(found[:-1], out, tokenizer=folder, valid=found[-1:])
+    return write_tokens(tmp_path_factory.mktemp("tokens"), vocab=None, tokenizer=folder)
 
 
 def test_a_pair_starts_as_a_constant_token(folder, texts):

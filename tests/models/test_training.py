@@ -19,11 +19,7 @@ from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import small
 from tests.seldom import seldom
 
-
-@pytest.fixture(autouse=True)
-def optax_promotes_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
 
 def steps(setting, tokens, count):

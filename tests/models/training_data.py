@@ -27,7 +27,7 @@ def write_texts(folder: Path, documents: int = 6, words: int = 400, seed: int = 
     return folder
 
 
-def write_tokens(folder: Path, vocab: int = VOCAB, **how) -> data.DataFolder:
+def write_tokens(folder: Path, vocab: int | None = VOCAB, **how) -> data.DataFolder:
     """Write a data folder of such texts. The last one is the validation text."""
     texts = sorted(write_texts(folder / "texts").glob("*.txt"))
     return corpus.prepare(texts[:-1], folder / "tokens", vocab, valid=texts[-1:], **how)
