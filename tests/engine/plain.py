@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,7 +28,7 @@ def weights(seed: int = 0):
     return {name: jnp.asarray(value, jnp.float32) for name, value in made.items()}
 
 
-def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
+def new_plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
     policies = by_layer(policy, LAYERS)
 
     def embed(w, tokens):
@@ -46,6 +48,9 @@ def plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
     return Model(
         embed, layer, head, layer_weights, weights(seed), policies, SPEC, VOCAB, f"plain {seed}"
     )
+
+
+plain = functools.cache(new_plain)  # engines of one model share their programs
 
 
 class Recorder:

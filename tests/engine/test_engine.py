@@ -11,7 +11,7 @@ import pytest
 from jaxkv.engine import Engine, Overloaded, PrefixConfig, Request, answer, programs
 from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling, draw_each
-from tests.engine.plain import VOCAB, Recorder, ask, finish, plain, prompts
+from tests.engine.plain import VOCAB, Recorder, ask, finish, new_plain, plain, prompts
 
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 KINDS = (
@@ -33,7 +33,7 @@ def test_a_finished_request_does_not_affect_the_sampling_of_others(monkeypatch):
         return draw_each(knobs, *args)
 
     monkeypatch.setattr(programs, "draw_each", watched)
-    engine = Engine(plain(), max_batch=2, chunk=16)
+    engine = Engine(new_plain(), max_batch=2, chunk=16)
     ask(engine, Request((1, 2, 3), 4, WARM), Request((1, 2, 3), 4, WARM))
     jax.effects_barrier()
     assert any(max(each) > 0 for each in temperatures)

@@ -60,6 +60,11 @@ def test_prefixes_on_the_host_take_memory_of_a_cpu():
         plan_memory(SIZES, 1390, host_prefixes=300)
 
 
+@pytest.fixture
+def shared_programs():
+    """Each engine compiles its own: the memory of a shared pool would be counted twice."""
+
+
 @pytest.mark.parametrize(
     "policy", ["full", "streaming:sinks=2,window=14", seldom("balance-stream")]
 )
