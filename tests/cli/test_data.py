@@ -116,6 +116,7 @@ def test_an_existing_folder_is_not_replaced(run, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals a group of processes")
 def test_ctrl_c_ends_every_process(tmp_path):
     """With exit code 130 and no word of a process."""

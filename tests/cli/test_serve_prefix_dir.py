@@ -70,6 +70,7 @@ def end(process: subprocess.Popen) -> str:
     return rest
 
 
+@pytest.mark.slow
 def test_prefixes_survive_restarts_and_belong_to_their_key(model, tmp_path):
     keys, admins, folder = tmp_path / "keys", tmp_path / "admins", tmp_path / "prefixes"
     keys.write_text("first-key\nsecond-key\n")

@@ -11,6 +11,7 @@ from jaxkv.evals.tasks.generators import THINGS
 from jaxkv.models import compaction
 
 LENGTH, SLOTS = 700, 48
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

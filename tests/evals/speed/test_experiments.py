@@ -13,6 +13,7 @@ from jaxkv.evals.speed import cache_int8, kernels, profile, rates
 from jaxkv.evals.streaming import endless
 from jaxkv.models import streams
 from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
+from tests.seldom import seldom
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_rates_of_each_policy(compress):
     assert found["snapkv"]["step_milliseconds"]["n"] == 1
 
 
-@pytest.mark.parametrize("policy", cache_int8.STREAMED)
+@pytest.mark.parametrize("policy", [cache_int8.STREAMED[0], *map(seldom, cache_int8.STREAMED[1:])])
 def test_drift_counts_rows_that_are_not_those_of_their_token(policy, monkeypatch):
     found = cache_int8.drift(policy, 1024)
     assert found["tokens"] == 1024 and found["rows"] >= 120 and found["rows_off"] == 0

@@ -69,6 +69,7 @@ def test_a_question_leaves_the_stream_as_it_was(llm, streams):
     assert stream.lengths.tolist() == [130, 130]
 
 
+@pytest.mark.slow
 def test_a_record_has_every_policy_distance_and_gate(llm, streams, monkeypatch, tmp_path):
     monkeypatch.setattr(parts, "TRIALS", tmp_path)
     monkeypatch.setattr(stream_eval, "POLICIES", {"streaming": "streaming:sinks=4,window=252"})
