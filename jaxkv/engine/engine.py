@@ -1,6 +1,6 @@
 """Continuous batching: requests share one decode batch and do not affect each other.
 
-A step decodes one token of every running request, then prefills some tokens of the oldest prompt.
+A step decodes one token of every running request, then prefills some tokens of a prompt.
 Outputs are delivered one step after dispatch, so that the device does not wait for the host. A
 request that ends by its tokens has then decoded one token too many, which is dropped.
 """
@@ -31,7 +31,7 @@ from jaxkv.engine.handle import (
     sequence_params,
 )
 from jaxkv.engine.model import Model
-from jaxkv.engine.programs import PrefillState, Programs, StepOutput, compilations
+from jaxkv.engine.programs import PREFILLS, PrefillState, Programs, StepOutput, compilations
 from jaxkv.engine.queue import RequestQueue
 from jaxkv.engine.request import Listener, Overloaded, Request
 from jaxkv.engine.step_watch import StepWatch
@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """A decode batch, one prefill at a time, and a queue.
+    """A decode batch, one prefill or those of two owners in turn, and a queue.
 
     model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
     prompt and answer; None: GROWING_LEN if a cache grows, else no limit. chunk: prompt tokens per
@@ -99,7 +99,7 @@ class Engine:
         self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
                       "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
         self._running: list[RequestHandle | None] = [None] * max_batch
-        self._prefill: ActivePrefill | None = None
+        self._prefills: deque[ActivePrefill] = deque()  # of different owners, who take turns
         self._in_flight: deque[InFlightStep] = deque()
         self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
         self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
@@ -127,7 +127,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests in prefill or decode."""
-        return sum(handle is not None for handle in self._running) + (self._prefill is not None)
+        return sum(handle is not None for handle in self._running) + len(self._prefills)
 
     @property
     def waiting(self) -> int:
@@ -230,7 +230,7 @@ class Engine:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._in_flight or self._prefill or any(self._running))
+        return bool(self._queue or self._in_flight or self._prefills or any(self._running))
 
     def step(self) -> bool:
         """Run one step; returns whether there was anything to do."""
@@ -259,7 +259,7 @@ class Engine:
         """Finish all cancelled requests."""
         with self._changed:
             gone = self._queue.drop_cancelled()
-        for handle in [*gone, *self._running, self._prefill and self._prefill.handle]:
+        for handle in [*gone, *self._running, *(prefill.handle for prefill in self._prefills)]:
             if handle is not None and handle.cancelled and not handle.finished:
                 self._finish(handle, "cancelled")
 
@@ -288,38 +288,48 @@ class Engine:
         return len(handles)
 
     def _dispatch_prefill(self) -> int:
-        """Dispatch one step's prompt tokens, oldest request first; returns their number."""
+        """Dispatch one step's prompt tokens; returns their number.
+
+        Owners take turns, a chunk each, so that a long prompt does not delay other owners.
+        """
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
         left, tokens = self._max_prefill_tokens, 0
-        while left > 0 and (self._prefill is not None or self._start_prefill()):
-            if tokens and self._programs.padded(self._prefill.next_size(self.chunk)) > left:
+        while left > 0:
+            self._start_prefill()
+            if not self._prefills:
                 break
-            count, cost, logits = self._prefill_chunk(self._prefill)
+            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > left:
+                break
+            count, cost, logits = self._prefill_chunk(self._prefills.popleft())
             tokens += count
             left -= cost
         if tokens:
             self._prefilled.append(logits)
         return tokens
 
-    def _start_prefill(self) -> bool:
-        """Start the next waiting request if a batch entry is free for its owner."""
-        owners = Counter(handle.request.owner for handle in self._running if handle is not None)
-        full = [owner for owner, count in owners.items() if count >= self.max_per_owner]
+    def _start_prefill(self) -> None:
+        """Start the next request of an owner who has none in prefill, if an entry is free."""
+        started = {prefill.handle.index: prefill.handle for prefill in self._prefills}
+        entries = [started.get(index, handle) for index, handle in enumerate(self._running)]
+        if len(started) == PREFILLS - 1 or None not in entries:
+            return
+        owners = Counter(handle.request.owner for handle in entries if handle is not None)
+        blocked = [owner for owner, count in owners.items() if count >= self.max_per_owner]
+        blocked += [handle.request.owner for handle in started.values()]
         with self._changed:
-            if None not in self._running or (handle := self._queue.take(full)) is None:
-                return False
-        free = self._running.index(None)
+            if (handle := self._queue.take(blocked)) is None:
+                return
         request = handle.request
-        handle.index, handle.queue_seconds = free, time.monotonic() - handle.arrival
+        handle.index = entries.index(None)
+        handle.queue_seconds = time.monotonic() - handle.arrival
         seed = policy_seed(self._seed, request.salt)
         hit = None
         if self._store is not None and not request.echo:  # an echo scores the whole prompt
             hit = self._store.find(request)
         handle.cached = 0 if hit is None else hit.cached
         state = self._store.load(hit) if handle.cached else self._programs.init_prefill(seed)
-        self._prefill = ActivePrefill(handle, state, handle.cached, hit)
-        return True
+        self._prefills.append(ActivePrefill(handle, state, handle.cached, hit))
 
     def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int, jax.Array]:
         """Dispatch the next chunk of a prompt; returns its tokens, cost in tokens, and logits."""
@@ -336,9 +346,8 @@ class Engine:
         if prefill.hit is not None:
             self._store.save(prefill.hit, state, end)
         if end < len(tokens):
-            self._prefill = ActivePrefill(handle, state, end, prefill.hit)
+            self._prefills.append(ActivePrefill(handle, state, end, prefill.hit))
             return count, width, state.logits
-        self._prefill = None
         self._release(prefill.hit)
         self._insert(handle, state)
         return count, width + PROMPT_COST, state.logits
@@ -367,9 +376,9 @@ class Engine:
                 self._unfinished.pop(handle, None)
             if handle.index is not None and self._running[handle.index] is handle:
                 self._running[handle.index] = None
-            if self._prefill is not None and self._prefill.handle is handle:
-                hit, self._prefill = self._prefill.hit, None
-                self._release(hit)
+            for prefill in [each for each in self._prefills if each.handle is handle]:
+                self._prefills.remove(prefill)
+                self._release(prefill.hit)
         finally:  # also if the prefix store is broken, because someone waits for the answer
             outcome = handle.outcome(reason, error)
             self._metrics.add(outcome)

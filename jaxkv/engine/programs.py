@@ -29,7 +29,7 @@ from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
-PREFILLS = 2  # in memory at a time: one may begin before the last one is inserted
+PREFILLS = 3  # in memory: two owners take turns, and one may begin before another is inserted
 
 
 class PrefillState(NamedTuple):

@@ -37,7 +37,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
 
     while not any(engine._running):
         engine.step()
-    assert engine.step() and engine._prefill  # one decodes, one is in prefill
+    assert engine.step() and engine._prefills  # one decodes, one is in prefill
     monkeypatch.setattr(engine._programs, "prefill", fail)
     monkeypatch.setattr(engine._programs, "decode", fail)
     if second == "release":

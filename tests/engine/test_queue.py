@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 
-from jaxkv.engine import Engine, Request
+from jaxkv.engine import Engine, PrefixConfig, Request
 from jaxkv.engine.handle import RequestHandle
 from jaxkv.engine.queue import RequestQueue
 from tests.engine.plain import Recorder, ask, finish, plain
@@ -123,3 +124,42 @@ def test_one_owner_cannot_delay_another_in_the_engine():
     (alone,) = ask(engine, Request((3, 2, 1), 3))
     (again,) = ask(engine, late)
     assert alone.tokens == again.tokens
+
+
+@pytest.mark.parametrize("config", [None, PrefixConfig(num_blocks=4)], ids=["plain", "prefixes"])
+@pytest.mark.parametrize("policy", ["streaming:sinks=2,window=14", "full"])
+def test_a_long_prompt_delays_no_other_owner(policy, config):
+    """Two owners' prompts take turns, and no answer changes."""
+    engine = Engine(plain(policy), max_batch=3, max_len=1024, chunk=16, prefix_cache=config)
+    long = [Request(tuple(range(1, 41)) * 20, 4, owner=name, salt=name) for name in "ab"]
+    short = [Request(tuple(range(n, n + 20)), 4, owner=name, salt=name)
+             for n, name in enumerate("bbc")]  # fmt: skip
+    asked = [long[0], *short[:2], long[1], short[2]]
+    alone = [ask(engine, one)[0].tokens for one in asked]
+    for cancelled in (None, 0, 3):
+        assert engine.reset_prefix_cache()
+        listeners = [Recorder() for _ in asked]
+        handles = [engine.submit(*each) for each in zip(asked, listeners, strict=True)]
+        for _ in range(12):
+            engine.step()
+        assert [len(one.outcomes) for one in listeners[:2]] == [0, 1], "b is done and a is not"
+        if cancelled is not None:
+            engine.cancel(handles[cancelled])
+        finish(engine)
+        for number, (listener, tokens) in enumerate(zip(listeners, alone, strict=True)):
+            reason = "cancelled" if number == cancelled else "length"
+            assert listener.outcome.reason == reason
+            assert listener.tokens == (tokens if reason == "length" else [])
+        assert engine.running == engine.waiting == 0
+        assert config is None or engine.metrics()["prefix_entries_in_use"] == 0
+
+
+def test_prompts_of_one_owner_are_read_one_after_another():
+    """In turn, the first of them would wait for both."""
+    engine = Engine(plain(), max_batch=3, chunk=16)
+    first, second = Recorder(), Recorder()
+    engine.submit(Request(tuple(range(40)) * 4, 4, owner="a"), first)
+    engine.submit(Request(tuple(range(20)), 4, owner="a"), second)
+    while not second.scored:
+        engine.step()
+    assert first.scored
