@@ -169,8 +169,8 @@ class Policy:
     """What every policy inherits: the defaults of a method that neither grows nor compresses.
 
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
-    prompt that `finish_prefill` compresses or indexes; None if it does nothing. grows: whether the
-    cache grows with the tokens, so that the caller must `reserve`.
+    prompt on which `finish_prefill` acts; None if it does nothing. grows: whether the cache grows
+    with the tokens, so that the caller must `reserve`.
 
     For `jaxkv policies` and docs/policies.md: summary: what is cached. source: the paper. use_for,
     avoid_for: uses for which the policy is a good or a bad choice. bytes_formula: what

@@ -21,7 +21,7 @@ def step(
     valid: Bool[Array, "B T"],
     sink: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
-    """Attend to the cache and the chunk, absorb the chunk; the attention output and new state.
+    """Attend to cache and chunk, then absorb the chunk. Returns the output and the new state.
 
     q, k: after q/k norms and before rotation. positions: the index of each token in its sequence,
     from 0. valid: False on padding, whose output is 0. sink: one learned sink logit per query head,

@@ -10,8 +10,8 @@ Where KV heads cache different tokens, queries may be [B,K,T] and keys [B,K,S].
 
 Rotary angles are fixed-point phases: `frequencies` has each frequency as a fraction of a full
 rotation in units of 2^-32. So position * frequency wraps exactly in uint32, and the relative angle
-of two tokens is the same at position 10 and at position 2^32 - 10. Float32 angles lose this: at
-position 4,000,000 their logits are wrong by 0.1. The frequencies themselves have 32 bits; keep
+of two tokens is the same at position 10 and at position 2^32 - 10. Angles in float32 lose this,
+because their rounding error grows with the position. The frequencies themselves have 32 bits; keep
 distances in view below about 100,000.
 """
 

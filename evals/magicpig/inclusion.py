@@ -1,6 +1,6 @@
 """The inclusion probability of a key in MagicPIG, in float64; jaxkv computes it in float32.
 
-u = I_P(least, L - least + 1), P = p^K, p = 1 - acos(c)/pi (2410.16179, section 4.2).
+u = I_P(least, L - least + 1), P = p^K, p = 1 - acos(c)/pi (2410.16179, section 4.3, eq. 10).
 """
 
 from __future__ import annotations

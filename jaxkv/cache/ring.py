@@ -8,8 +8,9 @@ final position, so no key is rotated twice.
 With cache=int8 all rows are in int8 (rows.py), and `sinks` has the first tokens in full precision
 too. These are read in place of their rows.
 
-`count` [B] is the number of tokens written. A ring reduces it modulo its size, so it never
-overflows. A dense cache sets it to OVERFULL when a token is lost.
+`count` [B] is the number of tokens written. Beyond `size`, a ring reduces it to size .. 2 size -
+sinks - 1, with the same next slot, so it never overflows. A dense cache sets it to OVERFULL when a
+token is lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Discrepancy: halve a block of tokens so that one half, counted twice, attends like the whole.
 
 BalanceKV (2502.07861, section 3): a self-balancing walk over the vectors phi(k) (x) v, whose inner
-products are exp(<k,k'>) <v,v'>, gives each token a sign, and the tokens of one sign stay. Modes:
+products are exp(<k,k'>) <v,v'>, gives each token a sign, and the tokens of one sign stay (the paper
+keeps the smaller class). Modes:
 
 walk    one sign per token (Algorithm 2). If one sign has more than half of the tokens, randomly
         chosen ones of them change sides.
@@ -51,16 +52,16 @@ class Halving:
                 f"temperature must be above 0 and finite, got {self.temperature}; try "
                 "temperature=0.1"
             )
-        for name, least in (("c", self.c), ("tau", self.tau)):
-            if not 0 <= least < math.inf:
-                raise UserError(f"{name} must be 0 or more and finite, got {least}; leave it out")
+        for name, value in (("c", self.c), ("tau", self.tau)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name} must be 0 or more and finite, got {value}; leave it out")
 
 
 class Halved(NamedTuple):
     """chosen [...,b/2]: the places that stay, in order, then places without a token.
 
-    inner: the scaled inner product s at each step. Outside -1/2 to 1/2 no draw could change the
-    sign.
+    inner: s / (2c) at each step; outside -1/2 to 1/2 no draw could change the sign. s itself where
+    c is 0.
     """
 
     chosen: Int32[Array, "... C"]
@@ -108,7 +109,7 @@ def walk(
     uniforms: Float32[Array, "... S"],
     there: Bool[Array, "... S"],
 ) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
-    """The inner product s at each token, and its sign; 0 where there is no token."""
+    """`Halved.inner` at each token, and its sign; 0 where there is no token."""
     alone = lambda a: a[..., None, :, :]  # noqa: E731
     return _walk(how, scale, alone(keys), alone(values), uniforms, there)
 
@@ -157,9 +158,9 @@ def _lengths(how: Halving, keys: Array, values: Array, shift: Array) -> Float32[
 def _half(signs: Array, uniforms: Array, count: Int32[Array, "..."]) -> Int32[Array, "... C"]:
     """Half of the tokens: those of sign +1, completed or cut at random."""
     # The last bits of a draw are independent of the sign that its first bits gave.
-    key = (uniforms * np.float32(4096)) % 1 + jnp.where(signs > 0, 0, jnp.where(signs < 0, 1, 2))
+    order = (uniforms * np.float32(4096)) % 1 + jnp.where(signs > 0, 0, jnp.where(signs < 0, 1, 2))
     half = signs.shape[-1] // 2
-    first = jnp.argsort(key, axis=-1, stable=True)[..., :half]
+    first = jnp.argsort(order, axis=-1, stable=True)[..., :half]
     place = jax.lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1)
     # In order; places without a token come last.
     places = jnp.where(place < (count // 2)[..., None], first, signs.shape[-1])

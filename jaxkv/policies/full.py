@@ -1,4 +1,4 @@
-"""Full attention: every token is cached, up to a stated maximum."""
+"""Full attention (Vaswani et al. 2017): every token is cached, up to a stated maximum."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxkv.errors import UserError
 class Full(Policy):
     """Cache every token, in `start` slots that `reserve` doubles as they fill, up to `max`.
 
-    This is exact attention, the reference for every other policy. Memory and the time of a token
-    grow with the text. Positions are absolute, so the text must fit the trained context.
+    This is exact attention (section 3.2), the reference for every other policy. Memory and the time
+    of a token grow with the text. Positions are absolute, so the text must fit the trained context.
 
     The caller of `step` calls `reserve` between calls, because slots cannot grow inside a call. A
     call with more tokens than slots raises UserError. A compiled call cannot raise, so there the
@@ -31,7 +31,7 @@ class Full(Policy):
     cache: Cache = "float"
 
     summary: ClassVar[str] = "every token, up to a maximum"
-    source: ClassVar[str] = "dense attention"
+    source: ClassVar[str] = "Attention Is All You Need, arXiv 1706.03762"
     use_for: ClassVar[str] = (
         "texts within the trained context; the reference for every other policy"
     )

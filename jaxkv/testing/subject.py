@@ -34,7 +34,8 @@ CachedTokens = Callable[[int], Sequence[int]]
 class Trajectory(NamedTuple):
     """outs: of all tokens. states[i]: the state after `counts[i]` tokens.
 
-    After every chunk where they fit into MAX_BYTES, else after some, the prompt and the end.
+    All states if they fit into MAX_BYTES; else those after every 64th token, the prompt and the
+    end.
     """
 
     outs: Float[np.ndarray, "B T N H"]

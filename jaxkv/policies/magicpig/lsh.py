@@ -3,9 +3,10 @@
 A SimHash is one bit: the side of a plane on which a vector lies. A key and a query agree in it with
 probability p = 1 - acos(c)/pi, where c is the cosine of their angle, and in all K bits of a table
 with P = p^K. A key is sampled if they agree in at least `min_tables` of L tables (2410.16179,
-section 4.2). A cross-polytope hash (Andoni et al. 2015), which the paper names as future work,
-takes several bits at once: which of m directions a vector is nearest to, and on which side. All
-probabilities are over the draw of the planes.
+section 4.3, eq. 10). The vector extension of eq. 8 is not applied: key norms do not influence u.
+A cross-polytope hash (Andoni et al. 2015), which the paper names as future work, takes several
+bits at once: which of m directions a vector is nearest to, and on which side. All probabilities are
+over the draw of the planes.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def log_inclusion(cosine: Float32[Array, "..."], how: Hashing) -> Float32[Array,
     tables, min_tables = how.tables, how.min_tables
     log_p = _log_agreement(_agreement(cosine), how.pieces)  # of P
     p, count = jnp.exp(log_p), np.float32(tables)
-    # Of two tables or more with expected number up to _RARE: the series of I_P, four terms on.
+    # Where fewer than _RARE tables agree on average: the power series of I_P, leading term factored
+    # out.
     a = tables - min_tables
     nobody = jnp.log1p(-jnp.minimum(p, np.float32(1 - 2**-24)))
     if min_tables == 1:
@@ -184,13 +186,13 @@ def log_weights(
     return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(slots.shape))
 
 
-def planes(key: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:
+def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:
     """F directions, L times those of a table, normal in every coordinate (Box and Muller)."""
     count = head_dim * how.tables * how.directions
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
-    radius = jnp.sqrt(-2 * jnp.log1p(-per_head.uniforms(2 * number, key)))
-    angle = np.float32(2 * math.pi) * per_head.uniforms(2 * number + 1, key)
-    return (radius * jnp.cos(angle)).reshape(*key.shape[:2], head_dim, -1)
+    radius = jnp.sqrt(-2 * jnp.log1p(-per_head.uniforms(2 * number, rng)))
+    angle = np.float32(2 * math.pi) * per_head.uniforms(2 * number + 1, rng)
+    return (radius * jnp.cos(angle)).reshape(*rng.shape[:2], head_dim, -1)
 
 
 def codes(

@@ -33,10 +33,12 @@ _SCAN = 256  # queries that share one read of the newest tokens
 class MagicPIG(Policy):
     """Attend to a sample of the prompt's keys, drawn by hash collisions with the query.
 
-    Attention is an expectation under the softmax, so a weighted sample of keys estimates it without
-    bias. The largest logits alone do not (section 3). Keys with a small angle to the query often
-    have its code under a random hash. So hash tables draw a key with a known probability that rises
-    with its logit, at a cost proportional to the number of keys found (section 4).
+    Attention is an expectation under the softmax. Keys drawn with known probabilities, each
+    weighted by the inverse, estimate the two sums of the softmax without bias; their quotient is
+    consistent (sections 3.2, 4.1). Attention to the largest logits alone is biased (section 3.1).
+    Keys with a small angle to the query often have its code under a random hash. So hash tables
+    draw a key with a known probability that rises with its cosine to the query, at a cost
+    proportional to the number of keys found (sections 4.2, 4.3).
 
     A prompt is attended exactly. After it, a query attends exactly to the first `sinks` tokens and
     the newest `window`. Of the other keys it attends to those that share its code in at least
@@ -52,7 +54,7 @@ class MagicPIG(Policy):
     `budget` keys is taken, each weighted by matches / budget.
 
     u_floor: added to the probability. 1e-4, as in the published code, bounds the weight of rare
-    keys; 0, as in the paper, is unbiased.
+    keys; 0, as in the paper, leaves both sums unbiased.
 
     hash_generated: generated tokens are sampled too once they leave the window. Otherwise they stay
     exact, as published.
@@ -92,8 +94,9 @@ class MagicPIG(Policy):
     bytes_formula: ClassVar[str] = (
         "start * t + 8 + 8 * K + 4 * K * H, doubling, until the end of prefill; after it each KV "
         "head also has L tables, each with 2 or 4 bytes per slot, an eighth more for the padding "
-        "of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per slot of "
-        "the unindexed tail, which has slots for up to twice the generated tokens"
+        "of blocks, and 4 * 2^bits; planes of 4 * H * directions * L, where a table has as many "
+        "directions as bits with simhash and 32 for ten bits with crosspolytope; and codes of "
+        "2 * L per slot of the unindexed tail, which has slots for up to twice the generated tokens"
     )
     grows: ClassVar[bool] = True
 

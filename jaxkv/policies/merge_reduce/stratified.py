@@ -16,12 +16,13 @@ from jaxkv.policies.merge_reduce.occupancy import TreeSize
 class Stratified(TreePolicy):
     """Cache the first `sinks` tokens, the newest `window`, and one of every 2^r tokens between.
 
-    One random token of every stretch of 2^r tokens spreads the sample evenly over the text. Its
-    variance is lower than that of a uniform sample of the same size.
+    One random token of every stretch of 2^r tokens spreads the sample evenly over the text. Where
+    neighbours are alike, its variance is lower than that of a uniform sample of the same size.
 
     When the sample has `sample` tokens, a coin keeps one of every two neighbours, and r grows by
-    one. weighted: a sampled token counts for its whole stretch; otherwise it counts once.
-    positions: as in streaming. exponent: as in reservoir. cache: as in streaming.
+    one. This is merge and reduce (BalanceKV, section 3.2) with one level, and coins in place of
+    its balancing walk. weighted: a sampled token counts for its whole stretch; otherwise it counts
+    once. positions: as in streaming. exponent: as in reservoir. cache: as in streaming.
     """
 
     sinks: int = 4

@@ -37,14 +37,15 @@ class ExpectedAttention(Policy):
     """Keep a prompt's first `sinks` tokens and those that later queries are expected to attend to.
 
     The queries of a head are close to normally distributed. So the queries of the prompt predict
-    those that come later, and the expectation of exp(logit) has a closed form. The score uses all
-    queries of the prompt, so it hardly depends on how the prompt ends.
+    those that come later, and the expectation of exp(logit) has a closed form (section 2.2). The
+    score uses all queries of the prompt, so it hardly depends on how the prompt ends.
 
-    The logit of a key has the mean and the variance of the queries of the prompt, without those of
-    the sinks, rotated by the mean rotation of the next `future` positions. The expected attention
-    is the softmax of mean + variance / 2, averaged over the query heads of a KV head. The score is
-    (expected attention + epsilon) x length of the value. covariance: add the variance. value_norm:
-    multiply by the length of the value. A softcap of the model is ignored in the score.
+    The mean and covariance of the prompt's queries, without those of the sinks, are rotated by the
+    mean rotation of the next `future` positions. They give each key's logit a mean and a variance.
+    The expected attention is the softmax of mean + variance / 2 (equations 7 and 8), averaged over
+    the query heads of a KV head. The score is (expected attention + epsilon) x length of the value
+    (equation 9). covariance: add the variance. value_norm: multiply by the length of the value. A
+    softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
     exactly. A prompt of at most `capacity` tokens is not compressed. start: slots before the

@@ -24,7 +24,8 @@ class KeyDiff(Policy):
     """Keep the `capacity` tokens of a prompt whose keys differ most from the mean key of the head.
 
     Keys that point away from the others tend to receive more attention, and a set of such keys
-    covers more directions. The score needs no query, so it does not depend on what is asked later.
+    covers more directions (section 3). The score needs no query, so it does not depend on what is
+    asked later.
 
     The score is minus the cosine of a key with the mean of all keys of the prompt, each divided by
     its length. Keys are compared as they are cached, rotated to their positions. The paper's

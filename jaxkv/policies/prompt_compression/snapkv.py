@@ -105,7 +105,7 @@ class SnapKV(Policy):
         return base.finish_prefill(spec, state, self._ends, choose)
 
     def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
-        """Pooled over neighbours; beyond the ends are zeros, which a mean counts."""
+        """Pooled over neighbours. A mean counts places beyond the ends as zeros."""
         start, how = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
         side = self.kernel // 2
         pooled = jax.lax.reduce_window(

@@ -24,7 +24,8 @@ class Uniform(Policy):
     """Keep a prompt's first `sinks` tokens, its last `window`, and one in 2^rounds of the others.
 
     A uniform sample, weighted by the inverse of its probability, estimates the sums of the softmax
-    without bias. It does not look at keys or queries, so it is the baseline of methods that select.
+    without bias. It does not look at keys or queries, so it is the baseline of methods that select
+    (BalanceKV, section 4.1).
 
     Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
     weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots

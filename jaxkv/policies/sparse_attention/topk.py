@@ -15,7 +15,7 @@ class TopK(SparsePolicy):
     """Attend to the keys with the largest logits, found by reading all of them.
 
     A softmax is dominated by its largest logits, so methods that search for them approximate this
-    policy. It is their oracle baseline.
+    policy (MagicPIG, section 3.1). It is their oracle baseline.
 
     Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
     the newest `window`, and of the others the `share` with the largest logits, rounded up. Of equal

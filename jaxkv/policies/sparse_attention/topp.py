@@ -1,4 +1,4 @@
-"""Exact top-p attention: as many of the largest logits as it takes to hold a mass."""
+"""Exact top-p attention (Lin et al. 2025): the fewest keys whose weights reach a mass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class TopP(SparsePolicy):
     """Attend to the fewest keys whose softmax weights reach `mass`.
 
     A fixed number of keys is too many for a peaked head and too few for a flat one. A fixed mass
-    adapts to each head and query.
+    adapts to each head and query (section 3.2).
 
     Attention within the prompt is exact. After it, each query head sees the first `sinks` tokens,
     the newest `window`, and of the others the fewest keys whose softmax weights reach the fraction
-    `mass` of the weight of the others. Every token stays cached. Published experiments use values
-    of `mass` from 0.1 to 0.99. start: slots before the prompt, doubled as they fill.
+    `mass` of the weight of the others, as in vAttention's code. Every token stays cached. Published
+    experiments use values of `mass` from 0.1 to 0.99. start: slots before the prompt, doubled as
+    they fill.
     """
 
     mass: float = 0.9
@@ -35,7 +36,7 @@ class TopP(SparsePolicy):
     summary: ClassVar[str] = (
         "every token; a query attends to sinks, window and the keys that reach a mass"
     )
-    source: ClassVar[str] = "top-p as in vAttention, arXiv 2510.05688"
+    source: ClassVar[str] = "Twilight, arXiv 2502.02770, Definition 3.3"
     use_for: ClassVar[str] = "an oracle baseline: attention to the keys that reach a mass"
 
     def __post_init__(self) -> None:
