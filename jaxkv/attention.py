@@ -46,15 +46,15 @@ def slot_attention(
         return attend(q, k, v, _cut_bias(bias, 0, slots), 0, size=slots)
 
     def attend_block(so_far: Partial, start: Array) -> tuple[Partial, None]:
-        here = _cut_bias(bias, start, _BLOCK_SLOTS)
+        block_bias = _cut_bias(bias, start, _BLOCK_SLOTS)
 
-        def seen() -> Partial:
-            return merge(so_far, attend(q, k, v, here, start, size=_BLOCK_SLOTS))
+        def with_block() -> Partial:
+            return merge(so_far, attend(q, k, v, block_bias, start, size=_BLOCK_SLOTS))
 
-        if here is None:
-            return seen(), None
+        if block_bias is None:
+            return with_block(), None
         # A block that no query sees is skipped: beyond the causal mask, or empty slots.
-        return jax.lax.cond(jnp.any(here > -jnp.inf), seen, lambda: so_far), None
+        return jax.lax.cond(jnp.any(block_bias > -jnp.inf), with_block, lambda: so_far), None
 
     none = Partial(
         jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32),
@@ -95,7 +95,7 @@ def _attend(
 
 def masked_bias(
     spec: Spec,
-    seen: Bool[Array, "B T S"],
+    visible: Bool[Array, "B T S"],
     queries: UInt32[Array, "B T"],
     keys: UInt32[Array, "B S"],
     kv_heads: int,
@@ -104,7 +104,7 @@ def masked_bias(
 
     queries, keys: positions.
     """
-    bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+    bias = jnp.where(visible, np.float32(0), -jnp.inf)[:, None, None]
     penalty = spec.encoding.bias(queries, keys, kv_heads)
     return bias if penalty is None else bias + penalty
 
@@ -229,15 +229,15 @@ def local_attention(
 
     def attend_block(start: Array | int, size: int, keys: int) -> Partial:
         """Queries start .. start+size-1 over the first `keys` keys."""
-        here = jax.lax.dynamic_slice_in_dim(positions, start, size, 1)
-        asked = jax.lax.dynamic_slice_in_dim(valid, start, size, 1)
-        distance = (here[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
+        query_positions = jax.lax.dynamic_slice_in_dim(positions, start, size, 1)
+        query_valid = jax.lax.dynamic_slice_in_dim(valid, start, size, 1)
+        distance = (query_positions[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
         # The order is that of the tokens; padding may be anywhere between them.
         order = start + jnp.arange(size)[:, None] >= jnp.arange(keys)[None, :]
-        seen = order[None] & shown[:, None, :keys] & asked[:, :, None] & (distance >= 0)
+        visible = order[None] & shown[:, None, :keys] & query_valid[:, :, None] & (distance >= 0)
         if window is not None:
-            seen &= distance < window
-        bias = masked_bias(spec, seen, here, positions[:, :keys], k.shape[1])
+            visible &= distance < window
+        bias = masked_bias(spec, visible, query_positions, positions[:, :keys], k.shape[1])
         queries = jax.lax.dynamic_slice_in_dim(q, start, size, 1)
         return slot_attention(
             queries, rows.cut(k, 0, keys), rows.cut(v, 0, keys), bias, spec.scale, spec.softcap

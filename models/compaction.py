@@ -62,7 +62,7 @@ class Document(NamedTuple):
     length: int
     policies: tuple[Full, ...]
     states: tuple[State, ...]
-    kept: tuple[CompressedState, ...]
+    compressed: tuple[CompressedState, ...]
 
 
 def check(llm: Llm, document: Sequence[int], slots: int) -> None:
@@ -162,7 +162,7 @@ def pairs_of(llm: Llm, known: Document, slots: int) -> Pairs:
     window = min(WINDOW, slots // 2)
     both = [
         [jnp.concatenate([a[0, :, : slots - window], b[0, :, :window]], axis=1)
-         for a, b in zip(one.sample[:2], one.dense[:2], strict=True)] for one in known.kept
+         for a, b in zip(one.sample[:2], one.dense[:2], strict=True)] for one in known.compressed
     ]  # fmt: skip
     keys, values = (jnp.stack(arrays).astype(jnp.float32) for arrays in zip(*both, strict=True))
     # From the token's position to one that is as far from `slots` as it was from the next token.

@@ -62,10 +62,10 @@ def measure_coverage(
 def draw_strips(found: Mapping[str, Coverage]) -> runtime.Picture:
     """One strip per policy, the text from left to right."""
     figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(found))
+    means = np.stack([coverage.mean for coverage in found.values()])
     image = axes.imshow(
-        np.stack([held.mean for held in found.values()]), aspect="auto", cmap="Blues", vmin=0,
-        vmax=MAX_WEIGHT, interpolation="nearest",
-    )  # fmt: skip
+        means, aspect="auto", cmap="Blues", vmin=0, vmax=MAX_WEIGHT, interpolation="nearest"
+    )
     axes.set_yticks(range(len(found)), found, fontsize=9)
     axes.set_yticks(np.arange(len(found) - 1) + 0.5, minor=True)
     axes.grid(False)
@@ -109,18 +109,19 @@ def locate_phrases(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> di
 def size_table(found: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.TextBox:
     """By policy: cached tokens per KV head, bytes, and the policy string."""
     lines = [f"{'tokens per KV head:':16}{'mean':>6}{'least':>7}{'most':>6}{'bytes':>12}  setting"]
-    for name, held in found.items():
-        held_by = f"{held.counts.mean():10.0f}{held.counts.min():7}{held.counts.max():6}"
-        lines.append(f"{name:16}{held_by}{show(held.state_bytes):>12}  {settings[name]}")
+    for name, coverage in found.items():
+        of, size = coverage.counts, show(coverage.state_bytes)
+        counts = f"{of.mean():10.0f}{of.min():7}{of.max():6}"
+        lines.append(f"{name:16}{counts}{size:>12}  {settings[name]}")
     return runtime.TextBox("\n".join(lines))
 
 
 def share_table(found: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.TextBox:
     """By policy: the fraction of heads that cache the tokens of each place, and bytes."""
     lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
-    for name, held in found.items():
-        cells = "".join(f"{held.share(place):22.0%}" for place in places.values())
-        lines.append(f"{name:16}{cells}{show(held.state_bytes):>12}")
+    for name, coverage in found.items():
+        cells = "".join(f"{coverage.share(place):22.0%}" for place in places.values())
+        lines.append(f"{name:16}{cells}{show(coverage.state_bytes):>12}")
     return runtime.TextBox("\n".join(lines))
 
 

@@ -129,8 +129,8 @@ def far_error(chunk: int) -> float:
         one = lambda a, part=part: jnp.asarray(a[None, part])  # noqa: E731
         valid = jnp.ones_like(one(positions), bool)
         out, state = run_step(policy, spec, state, one(q), one(k), one(v), one(positions), valid)
-    kept = np.r_[np.arange(policy.sinks), np.arange(len(q) - policy.window, len(q))]
-    exact = attention(q[-1], k[kept], v[kept])
+    cached = np.r_[np.arange(policy.sinks), np.arange(len(q) - policy.window, len(q))]
+    exact = attention(q[-1], k[cached], v[cached])
     return float(np.abs(np.asarray(out[0, -1], np.float64) - exact).max())
 
 
@@ -140,15 +140,14 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     half = q.shape[-1] // 2
     frequency = 10_000.0 ** (-np.arange(half) / half)
 
-    def turn(x: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        angle = rank[:, None, None] * frequency
+    def rotate(x: np.ndarray, position: np.ndarray) -> np.ndarray:
+        angle = position[:, None, None] * frequency
         a, b = x[..., :half], x[..., half:]
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    rank = np.arange(len(k))
-    logits = (
-        np.einsum("nh,snh->ns", turn(q[None], rank[-1:])[0], turn(k, rank)) * q.shape[-1] ** -0.5
-    )
+    position = np.arange(len(k))
+    q = rotate(q[None], position[-1:])[0]
+    logits = np.einsum("nh,snh->ns", q, rotate(k, position)) * q.shape[-1] ** -0.5
     weights = np.exp(logits - logits.max(1, keepdims=True))
     return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)

@@ -66,14 +66,14 @@ def snapshot_layout(policies: tuple[Policy, ...]) -> Layout:
 
 def prefix_layout(policies: tuple[Policy, ...], states: States, chunk: int) -> Layout:
     """The layout of prefixes: blocks of one chunk if all caches are append-only, else snapshots."""
-    if appends(policies):
+    if all_append_only(policies):
         return block_layout(policies, states, chunk)
     return snapshot_layout(policies)
 
 
 def bytes_per_prefix(layout: Layout, policies: tuple[Policy, ...], states: States) -> int:
     """The bytes of one block or snapshot on the device."""
-    return nbytes(layout, states, 1 if appends(policies) else layout.max_pages, 1)
+    return nbytes(layout, states, 1 if all_append_only(policies) else layout.max_pages, 1)
 
 
 def pages_of(policy: Policy) -> Pages | None:
@@ -82,7 +82,7 @@ def pages_of(policy: Policy) -> Pages | None:
     return next((leaf.page for leaf in leaves if leaf.page is not None), None)
 
 
-def appends(policies: tuple[Policy, ...]) -> bool:
+def all_append_only(policies: tuple[Policy, ...]) -> bool:
     """Whether every policy only appends to some of its arrays during prefill."""
     return all(
         any(leaf.append_only for leaf in jax.tree.leaves(policy.leaves)) for policy in policies

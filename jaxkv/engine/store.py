@@ -125,7 +125,7 @@ def make_store(
     config: PrefixConfig, model: Model, programs: Programs, chunk: int, seed: int
 ) -> PrefixStore:
     """The store for a model's policies. Raises UserError if it does not fit into memory."""
-    paged = pool.appends(model.policies)
+    paged = pool.all_append_only(model.policies)
     return (BlockStore if paged else SnapshotStore)(config, model, programs, chunk, seed)
 
 

@@ -49,11 +49,11 @@ def filled_per_level(size: TreeSize, num_evicted: UInt32[Array, "..."]) -> Int32
     """Filled slots of each level; for level 0 the number of groups that have begun."""
     half = np.uint32(size.half)
     r, begun = group_size_and_start(size, num_evicted)
-    batches = (num_evicted >> r) // np.uint32(size.block)
+    blocks = (num_evicted >> r) // np.uint32(size.block)
     levels = range(1, size.levels)
     last = size.levels - 1
-    inner = [(batches >> np.uint32(level - 1)) & np.uint32(1) for level in levels if level < last]
-    top = [jnp.minimum(batches >> np.uint32(last - 1), np.uint32(1))] if last else []
+    inner = [(blocks >> np.uint32(level - 1)) & np.uint32(1) for level in levels if level < last]
+    top = [jnp.minimum(blocks >> np.uint32(last - 1), np.uint32(1))] if last else []
     first = (num_evicted - begun + (np.uint32(1) << r) - np.uint32(1)) >> r
     return jnp.stack([first, *(half * x for x in [*inner, *top])], axis=-1).astype(jnp.int32)
 
@@ -108,14 +108,14 @@ def _last_write(size: TreeSize, num_evicted: int, level: int) -> int:
     last = size.levels - 1
     for r in range((num_evicted // size.before).bit_length(), -1, -1):
         whole = size.block << r
-        least = 2 ** (last - 1) if r else 0  # batches that the halving before it left
-        most = min(2**last, num_evicted // whole)
+        minimum = 2 ** (last - 1) if r else 0  # blocks that the halving before it left
+        maximum = min(2**last, num_evicted // whole)
         step = 2 ** (level - 1)
-        batch = most // step * step
-        if level < last and batch // step % 2 == 0:
-            batch -= step
-        if batch > least:
-            return batch * whole
+        block = maximum // step * step
+        if level < last and block // step % 2 == 0:
+            block -= step
+        if block > minimum:
+            return block * whole
     return 0
 
 

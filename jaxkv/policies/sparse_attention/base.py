@@ -195,10 +195,10 @@ def _nth_largest(
 ) -> UInt32[Array, "... 1"]:
     """The largest number that at least `count` of S reach, bit by bit: a sort costs more."""
 
-    def one(place: Array, least: Array) -> Array:
-        more = least | (np.uint32(1 << 31) >> place.astype(jnp.uint32))
-        reach = jnp.sum(order >= more, axis=-1, keepdims=True, dtype=jnp.int32)
-        return jnp.where(reach >= count, more, least)
+    def one(place: Array, minimum: Array) -> Array:
+        higher = minimum | (np.uint32(1 << 31) >> place.astype(jnp.uint32))
+        num_at_least = jnp.sum(order >= higher, axis=-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(num_at_least >= count, higher, minimum)
 
     return jax.lax.fori_loop(0, 32, one, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
 
