@@ -65,11 +65,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.old_contract import refuse_old_members
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
+DTYPES = ("float32", "bfloat16", "float16")  # of weights, and of stored keys and values
 State = Any  # a NamedTuple of arrays, possibly nested; every array begins with B
 
 
@@ -89,6 +90,13 @@ class Spec:
     softcap: float | None = None
     dtype: str = "float32"
     group: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("kv_heads", self.kv_heads)
+        check_int("head_dim", self.head_dim)
+        if self.group is not None:
+            check_int("group", self.group)
+        check_choice("dtype", self.dtype, DTYPES)
 
     @property
     def kv_bytes(self) -> int:
@@ -192,24 +200,24 @@ class Policy:
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""
-        raise NotImplementedError
+        raise _missing(self, "init")
 
     def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
         """Attend to the cache and the chunk, causally; the output, and the state with the chunk."""
-        raise NotImplementedError
+        raise _missing(self, "update")
 
     def cached(self, spec: Spec, state: State) -> Cached:
         """The tokens that the state stores."""
-        raise NotImplementedError
+        raise _missing(self, "cached")
 
     @property
     def leaves(self) -> State:
         """The state's structure, with a `Leaf` in place of each array."""
-        raise NotImplementedError
+        raise _missing(self, "leaves")
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """Bytes of one sequence in one layer, before `finish_prefill`, with room for `tokens`."""
-        raise NotImplementedError
+        raise _missing(self, "bytes_per_sequence")
 
     def reserve(self, spec: Spec, state: State, tokens: int) -> State:
         """The state with room for `tokens` tokens in all; raises UserError beyond a maximum."""
@@ -222,6 +230,12 @@ class Policy:
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
         return self
+
+
+def _missing(policy: Policy, member: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(policy).__name__} must define {member}; docs/integration.md shows a whole policy"
+    )
 
 
 def check_prefill(finished: bool) -> None:

@@ -218,6 +218,7 @@ def _parse_one(text: str) -> Policy:
 
 
 def _read_value(name: str, field: str, hint: object, value: str) -> object:
+    kind = POLICIES[name]
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         if value not in choices:
@@ -230,8 +231,9 @@ def _read_value(name: str, field: str, hint: object, value: str) -> object:
     try:
         return hint(value)
     except ValueError:
-        what = {int: "a whole number", float: "a number"}[hint]
-        raise UserError(f"{name}: {field} must be {what}, got {value!r}") from None
+        what, default = {int: "a whole number", float: "a number"}[hint], getattr(kind, field, None)
+        example = f"; give one, as in {field}={default}" if isinstance(default, hint) else ""
+        raise UserError(f"{name}: {field} must be {what}, got {value!r}{example}") from None
 
 
 def _format_one(chosen: Policy) -> str:
@@ -250,5 +252,5 @@ def _written(value: object) -> object:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: a suggestion, and the known words."""
     known = list(known)
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"

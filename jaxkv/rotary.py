@@ -174,6 +174,8 @@ def rotary(
             f"rope scaling needs low_freq_factor below high_freq_factor, got {low} and {high}; "
             "download config.json again"
         )
+    if not 0 < theta < math.inf:
+        raise UserError(f"rotary positions need theta above 0 and finite, got {theta}")
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

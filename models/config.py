@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import UserError
+from jaxkv.contract import DTYPES
+from jaxkv.errors import UserError, first_few
 from jaxkv.models.hf.folder import read_json
 from jaxkv.rotary import Rotary, rotary
 
@@ -101,7 +102,6 @@ ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # model_type of models with a finite learned table of positions.
 LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
-DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
 
 
@@ -154,10 +154,8 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"no such folder: {folder}; name the folder of a model")
     where = folder / "config.json"
     if not where.is_file():
-        found = min((file.name for file in folder.glob("*.gguf")), default=None)
-        remedy = (
-            f"name the file {found} itself" if found else "name the folder of a published model"
-        )
+        found = first_few(sorted(file.name for file in folder.glob("*.gguf")))
+        remedy = f"name a GGUF file: {found}" if found else "name the folder of a published model"
         raise UserError(f"no config.json in {folder}; {remedy}")
     given = read_json(where)
     generation = read_json(folder / "generation_config.json")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import DTYPES, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.models import int8
 from jaxkv.models.chat import Chat
@@ -30,7 +30,6 @@ from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
 
 INT8 = "int8"
-DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEFAULT = Path(__file__).with_name("default")  # the model in the package
 

@@ -79,8 +79,10 @@ def check(
         )
     if tokens > min(MAX_TOKENS, config.context):
         limit = min(MAX_TOKENS, config.context)
+        why = ", the model's trained context" if limit == config.context else ""
         raise UserError(
-            f"a page shows at most {limit} tokens, got {tokens}; give --max-tokens {limit} or less"
+            f"a page shows at most {limit} tokens{why}, got {tokens}; give --max-tokens {limit} or "
+            "less"
         )
     size = len(shown) * (config.heads + config.kv_heads) * _triangle(tokens)
     if size > MAX_BYTES:

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv.arguments import check_is_policy
 from jaxkv.cache import ring
 from jaxkv.driver import step
+from jaxkv.errors import UserError
 from jaxkv.old_contract import REPLACED_BY
 from jaxkv.policies import Window
 from jaxkv.rotary import NoPosition
@@ -163,3 +164,23 @@ def test_an_array_is_no_policy_of_an_older_contract():
     """Arrays have a method `take`."""
     with pytest.raises(jaxkv.UserError, match="a policy is a value such as"):
         check_is_policy(jnp.ones(3))
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("kv_heads", 0, "kv_heads must be at least 1, got 0"),
+    ("head_dim", 2.5, "head_dim must be a whole number, got 2.5"),
+    ("group", 0, "group must be at least 1, got 0"),
+    ("dtype", "float33", "dtype must be one of float32, bfloat16, float16, got 'float33'"),
+])  # fmt: skip
+def test_a_bad_spec_is_refused(field, value, message):
+    with pytest.raises(UserError, match=message):
+        replace(SPEC, **{field: value})
+
+
+def test_a_missing_member_is_named():
+    @dataclass(frozen=True)
+    class Empty(jaxkv.Policy):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty must define init; docs/integration"):
+        Empty().init(SPEC, 1, jax.random.key(0))

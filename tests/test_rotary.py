@@ -197,6 +197,8 @@ def test_bad_scaling_is_refused(scaling, message):
 def test_odd_and_mismatched_sizes_are_refused():
     with pytest.raises(UserError, match="even head dim, got 7"):
         rotary(7, 1e4)
+    with pytest.raises(UserError, match=r"theta above 0 and finite, got -1\.0"):
+        rotary(8, -1.0)
     with pytest.raises(UserError, match="4 pairs needs head dim 8, got 6"):
         rotary(8, 1e4).rotate(jnp.zeros((1, 1, 1, 6)), jnp.zeros((1, 1), jnp.uint32))
     with pytest.raises(UserError, match="got 5 slopes for 2 KV heads"):

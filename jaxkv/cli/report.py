@@ -37,7 +37,7 @@ def check_plot(path: str, files: Sequence[str]) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[evals]', or "
-            "leave --out out"
+            "do not give --out"
         )
     return check_folder(path, files)
 

@@ -29,7 +29,7 @@ def update_keeps_the_state(subject: Subject) -> Checks:
             names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (old, new)]
             yield (
                 f"update must return a state with the arrays {', '.join(names[0])}, got "
-                f"{', '.join(names[1])}",
+                f"{', '.join(names[1]) or 'none'}",
                 names[0] == names[1],
             )
             for (path, one), (_, other) in zip(old, new, strict=True):

@@ -248,7 +248,9 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError("reading GGUF files needs the package gguf (pip install gguf)") from None
+        raise UserError(
+            "reading GGUF files needs the package gguf; pip install 'jaxkv[gguf]'"
+        ) from None
     return gguf
 
 

@@ -131,13 +131,13 @@ def test_names_of_files_and_folders(path, tmp_path):
     other.write_bytes(path.read_bytes())
     assert find(other) == other  # it begins as a GGUF file does
     (tmp_path / "model.gguf").write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match=r"no config.json in .*; name the file model.gguf itself"):
+    with pytest.raises(UserError, match=r"no config.json in .*; name a GGUF file: model.gguf"):
         models.load(tmp_path)
 
 
 def test_the_package_is_named_where_it_is_absent(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the package gguf \(pip install gguf\)"):
+    with pytest.raises(UserError, match=r"needs the package gguf; pip install 'jaxkv\[gguf\]'"):
         read_header(path)
 
 
