@@ -44,8 +44,8 @@ LEAST_BLOCKS = 8  # fewer give no useful error
 REPEAT = 3  # tokens of a repeated sequence
 ROUNDS, ROUND = 5, 16  # decoded pieces whose times are taken, and tokens of each
 NO_TIMES = np.zeros(0)
-# Shows progress: takes a label and the tokens in all, yields a function of the tokens done.
-WatchTask = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+# Shows progress: takes a label, the units in all and their name; yields a function of those done.
+WatchTask = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ def measure(
         hidden: list[np.ndarray] = []
         keep = hidden.append if name == FULL else None
         stream = Stream(llm, name, seed=seed, tokens=final)
-        with watch(name, len(ids) - 1) as progress:
+        with watch(name, len(ids) - 1, "tokens") as progress:
             parts = _predictions(llm, ids, stream, reference, keep)
             found, seconds, compiling = gather(parts, progress, stopped)
         if len(found) < len(ids) - 1:
@@ -208,14 +208,14 @@ def _decode_times(
     round that compiles. Empty if interrupted.
     """
     times: dict[str, list[float]] = {name: [] for name in streams}
-    with watch("compiling", len(streams) * ROUND) as progress:
+    with watch("compiling", len(streams), "policies") as progress:
         for number, stream in enumerate(streams.values(), start=1):
             if stopped():
                 return {}
             stream.prefill([[last]], 1)
             stream.decode(Sampling(), ROUND, ())
-            progress(number * ROUND)
-    with watch("decoding", len(streams) * ROUNDS * ROUND) as progress:
+            progress(number)
+    with watch("decoding", len(streams) * ROUNDS * ROUND, "tokens") as progress:
         for number in range(ROUNDS * len(streams)):
             if stopped():
                 return {}

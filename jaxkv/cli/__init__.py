@@ -21,6 +21,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from jaxkv import __version__
 from jaxkv.cli.interrupts import (
@@ -61,6 +62,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see {self.prog} --help")
 
+    def print_help(self, file: IO[str] | None = None) -> None:
+        (file or sys.stdout).write(self.format_help())  # argparse would ignore a full disk
+
     def check_flags(self, words: Sequence[str]) -> None:
         """Raise UserError for the first unknown flag, with the nearest that exists.
 
@@ -94,12 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with terminable(), on_interrupt(leave), _warnings_as_lines():
             parser, command = _parser(argv)
             command.check_flags(argv if command is parser else argv[1:])
-            args = parser.parse_args(argv)
-            code = args.run(args)
+            try:
+                args = parser.parse_args(argv)
+            except SystemExit as done:  # --help and --version
+                code = done.code or 0
+            else:
+                code = args.run(args)
             sys.stdout.flush()
             return code
-    except SystemExit as done:  # --help and --version
-        return done.code or 0
     except UserError as error:
         _say("error", error)
         return 2

@@ -76,9 +76,9 @@ class Progress:
 
 
 @contextlib.contextmanager
-def show_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Inside, the progress of work of `total` tokens; the function takes the tokens done."""
-    with Progress(label, total) as progress:
+def show_progress(label: str, total: int, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
+    """Inside, the progress of work of `total` units; the function takes the units done."""
+    with Progress(label, total, unit) as progress:
         yield progress.at
 
 

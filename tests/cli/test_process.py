@@ -61,6 +61,15 @@ def test_a_closed_stream(model, stream):
         assert (process.returncode, err) == (0, b"") and out
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("word", ["policies", "--help"])
+def test_a_full_disk(word):
+    with start(word, before=["sh", "-c", 'exec "$@" >/dev/full', "sh"]) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.count(b"\n") == 1 and b"standard output cannot be written" in err
+
+
 @pytest.mark.parametrize("seconds", [0.2, 0.4, 0.8])
 def test_ctrl_c_while_loading(model, seconds):
     """Also during an import, where an exception may be lost or break the import."""

@@ -28,7 +28,7 @@ def ids():
 
 
 @contextlib.contextmanager
-def watch(label, total):
+def watch(label, total, unit):
     yield lambda done: None
 
 
@@ -306,7 +306,7 @@ def test_an_interrupted_measurement_keeps_complete_policies(llm, ids):
     done = []
 
     @contextlib.contextmanager
-    def counting(label, total):
+    def counting(label, total, unit):
         yield lambda count: done.append(label)
 
     found = advise.measure(llm, ids, POLICIES, 0, counting, lambda: POLICIES[1] in done)
