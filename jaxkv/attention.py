@@ -1,10 +1,14 @@
-"""Attention in parts: over slots with a bias, inside a chunk, and the exact merge of both."""
+"""Attention in parts: over slots with a bias, inside a chunk, and the exact merge of both.
+
+`chunked_scan` splits a long chunk for policies whose `update` takes a short one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,9 @@ from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None
+
+Carry = TypeVar("Carry")
+Update = Callable[[Carry, Chunk], tuple[Partial, Carry]]
 
 _BLOCK_SLOTS = 1024  # slots per block, where there are more than twice as many
 _BLOCK_QUERIES = 512
@@ -254,3 +261,30 @@ def local_attention(
     batch, heads = q.shape[0], q.shape[2]
     out = jnp.moveaxis(parts.out, 0, 1).reshape(batch, tokens, heads, -1)
     return Partial(out, jnp.moveaxis(parts.lse, 0, 1).reshape(batch, tokens, heads))
+
+
+def chunked_scan(update: Update, carry: Carry, chunk: Chunk, size: int) -> tuple[Partial, Carry]:
+    """`update` of the whole chunk, applied to at most `size` of its tokens at a time.
+
+    For policies whose memory is quadratic in the chunk, and for those whose queries change what the
+    next query sees.
+    """
+    batch, tokens = chunk.valid.shape
+    if tokens <= size:
+        return update(carry, chunk)
+    more = -tokens % size
+
+    def split(leaf: jax.Array) -> jax.Array:
+        padded = jnp.pad(leaf, [(0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, -1, size, *leaf.shape[2:]), 1, 0)
+
+    def join(leaf: jax.Array) -> jax.Array:
+        whole = jnp.moveaxis(leaf, 0, 1)
+        return whole.reshape(batch, -1, *whole.shape[3:])[:, :tokens]
+
+    def one(carry: Carry, piece: Chunk) -> tuple[Carry, Partial]:
+        partial, carry = update(carry, piece)
+        return carry, partial
+
+    carry, partial = jax.lax.scan(one, carry, jax.tree.map(split, chunk))
+    return jax.tree.map(join, partial), carry

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.attention import chunked_scan
 from jaxkv.cache import ring
-from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
 from jaxkv.testing import (

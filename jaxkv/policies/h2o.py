@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import blend, scores
+from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
-from jaxkv.attention import merge
+from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
-from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.per_head import Evicted, SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache

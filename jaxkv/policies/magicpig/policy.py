@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
-from jaxkv.attention import local_attention, masked_bias, merge, slot_attention
+from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import dense, per_head, ring
-from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import blend, scores
+from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import dense, per_head, ring
-from jaxkv.cache.chunked_scan import chunked_scan
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, check_prefill
 from jaxkv.errors import UserError
