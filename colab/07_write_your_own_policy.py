@@ -70,7 +70,7 @@ class Strided(jaxkv.Policy):
         shares = (~is_far, self.near * self.stride), (is_far, self.far * self.stride)
         seen = [attend(spec, *each, chunk) for each in zip(state, shares, strict=True)]
         own = [chunk._replace(valid=chunk.valid & mine) for mine, _ in shares]
-        after = [ring.write(spec, *both, sinks=0) for both in zip(state, own, strict=True)]
+        after = [ring.write(spec, *both) for both in zip(state, own, strict=True)]
         return jaxkv.merge(*seen), Rings(*after)
 
     def cached(self, spec, state):
@@ -92,7 +92,7 @@ class Strided(jaxkv.Policy):
 def attend(spec, cache, share, chunk):
     """Attention to a ring and to its own tokens of the chunk, fewer than `window` tokens back."""
     own, window = share
-    before = ring.attend_ring(spec, cache, chunk, sinks=0, window=window)
+    before = ring.attend_ring(spec, cache, chunk, ring.RingSettings(window=window))
     return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, window, hidden=~own))
 
 
@@ -129,7 +129,7 @@ runtime.TextBox(table(laws))
 class Twice(Strided):
     def update(self, spec, state, chunk):
         partial, _ = super().update(spec, state, chunk)
-        return partial, Rings(*(ring.write(spec, cache, chunk, sinks=0) for cache in state))
+        return partial, Rings(*(ring.write(spec, cache, chunk) for cache in state))
 
 
 broken = check_laws(Twice(near=2, far=5, stride=4), capacity, cached_tokens)

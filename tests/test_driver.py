@@ -37,10 +37,10 @@ class OfOldContract:
         return POLICY.init(spec, batch, rng)
 
     def attend(self, spec, state, chunk):
-        return ring.attend(spec, state, chunk, 0, 4)
+        return ring.attend(spec, state, chunk, ring.RingSettings(window=4))
 
     def extend(self, spec, state, chunk):
-        return ring.write(spec, state, chunk, 0)
+        return ring.write(spec, state, chunk)
 
     def kept(self, spec, state):
         return ring.cached(state)
@@ -53,7 +53,7 @@ class WithoutBase:
     leaves = ring.LEAVES
 
     def update(self, spec, state, chunk):
-        return ring.update(spec, state, chunk, 0, 4)
+        return ring.update(spec, state, chunk, ring.RingSettings(window=4))
 
 
 def arguments(batch=1, tokens=3, heads=4):

@@ -15,6 +15,7 @@ import pytest
 import jaxkv
 from jaxkv.attention import chunked_scan
 from jaxkv.cache import ring
+from jaxkv.cache.ring import RingSettings
 from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
 from jaxkv.testing import (
@@ -94,16 +95,16 @@ class SeesEvicted(Broken):
     """A query of a chunk sees tokens that the chunk has evicted."""
 
     def update(self, spec, state, chunk):
-        partial = ring.attend(spec, state, chunk, self.sinks, None)
-        return partial, ring.write(spec, state, chunk, self.sinks)
+        partial = ring.attend(spec, state, chunk, RingSettings(self.sinks))
+        return partial, ring.write(spec, state, chunk, RingSettings(self.sinks))
 
 
 class ShortWindow(Broken):
     """The window is one token too short."""
 
     def update(self, spec, state, chunk):
-        partial = ring.attend(spec, state, chunk, self.sinks, self.window - 1)
-        return partial, ring.write(spec, state, chunk, self.sinks)
+        partial = ring.attend(spec, state, chunk, RingSettings(self.sinks, self.window - 1))
+        return partial, ring.write(spec, state, chunk, RingSettings(self.sinks))
 
 
 class SwapsHeads(Broken):
@@ -276,7 +277,7 @@ class AttendsFirst(jaxkv.Policy):
         bias = jnp.where(chunk.valid[..., None], stored, -jnp.inf)[:, :, None, None]
         before = jaxkv.slot_attention(q, state.k, state.v, bias, spec.scale, spec.softcap)
         out = jaxkv.merge(before, jaxkv.local_attention(spec, chunk))
-        return out, ring.write(spec, state, chunk, 0)
+        return out, ring.write(spec, state, chunk)
 
     def cached(self, spec, state):
         return ring.cached(state)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cache import dense
+from jaxkv.cache import ring
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.peers.cases import SINKS, WINDOW, PromptEnds
 from jaxkv.models.decoding import finish_prefill_layer
@@ -83,7 +83,7 @@ def pad(state: CompressedState, prompt: int, answer: int) -> CompressedState:
     missing = prompt - state.log_weight.shape[2]
     weight = jnp.pad(state.log_weight, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf)
     size = 1 << (prompt + answer - 1).bit_length()
-    grown = dense.ring.grow(state.dense, size)
+    grown = ring.grow(state.dense, size)
     return state._replace(dense=grown, sample=base.resize(state.sample, prompt), log_weight=weight)
 
 

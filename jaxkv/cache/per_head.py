@@ -171,7 +171,7 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
     nth = jnp.concatenate([nth, chunk_nth], axis=1)
     order = jnp.argsort(nth, axis=1).astype(jnp.int32)
     positions = jnp.concatenate([recent.positions[:, sinks:], chunk.positions], axis=1)
-    k, v = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), 0, False)
+    k, v = ring.new_rows(spec, chunk, chunk.positions.astype(jnp.int32), ring.PLAIN)
 
     def with_chunk(stored: Rows, new: Array) -> Rows:
         old = rows.cut(stored, sinks, sinks + window)

@@ -1,4 +1,4 @@
-"""Sinks and a ring buffer of keys and values [B,K,S,H]; with evict=False a dense cache.
+"""Sinks and a ring buffer of keys and values [B,K,S,H], or a dense cache, which evicts nothing.
 
 Token number n of a sequence goes to slot n while there is room. After that, a new token overwrites
 the oldest one after the sinks. The sinks are never overwritten: a softmax puts the weight that it
@@ -24,10 +24,25 @@ import numpy as np
 from jaxkv import xla_cpu, xla_gpu
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.cache import rows
-from jaxkv.cache.rows import Cache, Rows
+from jaxkv.cache.rows import OVERFULL, Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+
+
+class RingSettings(NamedTuple):
+    """How a ring stores and shows tokens.
+
+    sinks: first tokens that are never overwritten. window: a query sees tokens less than this many
+    positions back, and sinks; None: all that are stored. cache_relative: sinks are at the position
+    of their slot, and not at theirs in the text. evict: tokens beyond the last slot overwrite the
+    oldest; otherwise they are lost and `count` becomes OVERFULL.
+    """
+
+    sinks: int = 0
+    window: int | None = None
+    cache_relative: bool = True
+    evict: bool = True
 
 
 class Sinks(NamedTuple):
@@ -50,11 +65,17 @@ class Ring(NamedTuple):
     sinks: Sinks | None = None
 
 
+# Tokens that the cache stores between the sinks and the ring.
+NumSampled = Int32[Array, "#B #T"] | int
+PLAIN = RingSettings()  # no sinks
 LEAVES = Ring(Leaf("B K S H"), Leaf("B K S H"), Leaf("B S", shared=True), Leaf("B", shared=True))
+DENSE_LEAVES = LEAVES._replace(
+    k=Leaf("B K S H", append_only=True),
+    v=Leaf("B K S H", append_only=True),
+    positions=Leaf("B S", shared=True, append_only=True),
+)
 _SINKS = Sinks(Leaf("B K P H"), Leaf("B K P H"))
 _WHOLE_MASK = 2**24  # elements of a mask that may be in memory at once: 64 MiB
-# The count of a dense cache that got more tokens than it has slots.
-OVERFULL = 2**31 - 1
 
 
 def check(sinks: int, window: int, positions: str) -> None:
@@ -82,30 +103,39 @@ def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> in
 def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
     """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
     empty, exact = rows.zeros(spec, batch, slots, cache), rows.zeros(spec, batch, sinks, "float")
-    return Ring(
-        k=empty,
-        v=empty,
-        positions=jnp.zeros((batch, slots), jnp.uint32),
-        count=jnp.zeros((batch,), jnp.int32),
-        sinks=Sinks(exact, exact) if cache == "int8" and sinks else None,
-    )
+    positions, count = jnp.zeros((batch, slots), jnp.uint32), jnp.zeros((batch,), jnp.int32)
+    apart = cache == "int8" and sinks
+    return Ring(empty, empty, positions, count, Sinks(exact, exact) if apart else None)
+
+
+def reserve(ring: Ring, tokens: int, max_slots: int = rows.MAX_SLOTS) -> Ring:
+    """Room for `tokens` tokens in all, by doubling. Raises UserError above `max_slots`."""
+    return grow(ring, rows.slots_for(tokens, ring.positions.shape[1], max_slots))
 
 
 def grow(ring: Ring, size: int) -> Ring:
     """The same tokens in `size` slots."""
+    if size == ring.positions.shape[1]:
+        return ring
     more = ((0, 0), (0, 0), (0, size - ring.positions.shape[1]), (0, 0))
     k, v = jax.tree.map(lambda leaf: jnp.pad(leaf, more), (ring.k, ring.v))
     return ring._replace(k=k, v=v, positions=jnp.pad(ring.positions, (more[0], more[2])))
 
 
-def _advance(count: Array, new: Array, sinks: int, size: int, evict: bool) -> Array:
-    """count + new: exact up to `size`, beyond it reduced to a count with the same next slot.
+def dense(ring: Ring) -> RingSettings:
+    """The settings of a dense cache. Its sinks are the tokens in full precision."""
+    return RingSettings(0 if ring.sinks is None else ring.sinks.k.shape[2], None, False, False)
 
-    Where nothing is evicted it becomes OVERFULL, which no later growth undoes.
+
+def _advance(ring: Ring, new: Array, settings: RingSettings) -> Array:
+    """The count after `new` tokens.
+
+    Beyond the last slot it is reduced to a count with the same next slot. Where nothing is evicted
+    it becomes OVERFULL, which no later growth undoes.
     """
     # An overfull sequence stays overfull: its count is larger than every size.
-    total = jnp.minimum(count, OVERFULL - new) + new
-    beyond = size + (total - size) % (size - sinks) if evict else OVERFULL
+    total, size = jnp.minimum(ring.count, OVERFULL - new) + new, ring.positions.shape[1]
+    beyond = size + (total - size) % (size - settings.sinks) if settings.evict else OVERFULL
     return jnp.where(total <= size, total, beyond)
 
 
@@ -116,7 +146,7 @@ def token_numbers(ring: Ring, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
 
 
 def new_rows(
-    spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], sinks: int, cache_relative: bool
+    spec: Spec, chunk: Chunk, numbers: Int32[Array, "B T"], settings: RingSettings
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
     """The chunk's keys, rotated to the positions at which they are stored, and its values.
 
@@ -124,49 +154,49 @@ def new_rows(
     key is stored rotated to its position in the text.
     """
     positions = chunk.positions
-    if sinks and cache_relative:
-        positions = jnp.where(numbers < sinks, numbers.astype(jnp.uint32), positions)
+    if settings.sinks and settings.cache_relative:
+        positions = jnp.where(numbers < settings.sinks, numbers.astype(jnp.uint32), positions)
     keys = spec.encoding.rotate(chunk.k, positions)
     return keys.transpose(0, 2, 1, 3), chunk.v.transpose(0, 2, 1, 3)
 
 
-def update(
-    spec: Spec,
-    ring: Ring,
-    chunk: Chunk,
-    sinks: int,
-    window: int | None,
-    cache_relative: bool = True,
-) -> tuple[Partial, Ring]:
+def update(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) -> tuple[Partial, Ring]:
     """Attend to the sinks, the ring and the chunk; absorb the chunk."""
     if chunk.valid.shape[1] == 1:
-        return decode(spec, ring, chunk, sinks, cache_relative)
-    partial = attend(spec, ring, chunk, sinks, window, cache_relative)
-    return partial, write(spec, ring, chunk, sinks, cache_relative)
+        partial, after = decode(spec, ring, chunk, settings)
+    else:
+        partial = attend(spec, ring, chunk, settings)
+        after = write(spec, ring, chunk, settings)
+    return partial if settings.evict else refuse_overfull(partial, after), after
 
 
-def write(
-    spec: Spec,
-    ring: Ring,
-    chunk: Chunk,
-    sinks: int,
-    cache_relative: bool = True,
-    evict: bool = True,
-) -> Ring:
-    """Absorb a chunk of any length; of several tokens for one slot the newest stays.
+def refuse_overfull(partial: Partial, after: Ring) -> Partial:
+    """NaN for sequences that got more tokens than they have slots."""
+    over = after.count > after.positions.shape[1]
+    return partial._replace(out=jnp.where(over[:, None, None, None], jnp.nan, partial.out))
 
-    evict: tokens beyond the last slot overwrite the oldest; otherwise they are lost and `count`
-    becomes OVERFULL.
-    """
-    tokens, size = chunk.valid.shape[1], ring.positions.shape[1]
-    if tokens == 1:
-        return _write_one(spec, ring, chunk, sinks, cache_relative, evict)
+
+def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) -> Ring:
+    """Absorb a chunk of any length; of several tokens for one slot the newest stays."""
+    if not settings.evict:
+        rows.check_room(ring.count, chunk.valid, ring.positions.shape[1])
     numbers = token_numbers(ring, chunk.valid)
+    given = new_rows(spec, chunk, numbers, settings)
+    fresh = tuple(map(rows.store, given, ring[:2]))
+    write_slots = _write_one if chunk.valid.shape[1] == 1 else _write_many
+    out = write_slots(ring, chunk, fresh, settings)
+    if ring.sinks is not None:
+        out = out._replace(sinks=write_sinks(ring, chunk, given, numbers, settings.sinks)[0])
+    return out
+
+
+def _write_many(ring: Ring, chunk: Chunk, fresh: tuple[Rows, Rows], settings: RingSettings) -> Ring:
+    """Write several tokens, of which some may compete for a slot; fresh: their rows."""
+    sinks, evict = settings.sinks, settings.evict
+    tokens, size = chunk.valid.shape[1], ring.positions.shape[1]
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     # Valid tokens first, in order: the n-th new token is at place n.
     places = jnp.argsort(~chunk.valid, axis=1, stable=True)
-    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
-    fresh = tuple(map(rows.store, given, ring[:2]))
 
     def write_slots(into: Ring, start: Int32[Array, " B"], width: int) -> Ring:
         """Write the tokens that belong into slots start .. start+width-1 of each sequence."""
@@ -193,11 +223,7 @@ def write(
         out = write_slots(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
         if evict:
             out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
-    out = out._replace(count=_advance(ring.count, new, sinks, size, evict))
-    if ring.sinks is None:
-        return out
-    first, _ = write_sinks(ring, chunk, given, numbers, sinks)
-    return out._replace(sinks=first)
+    return out._replace(count=_advance(ring, new, settings))
 
 
 def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
@@ -225,67 +251,49 @@ def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "
     return xla_cpu.map_sequences(one, old, fresh, start, hit)
 
 
-def _write_one(
-    spec: Spec, ring: Ring, chunk: Chunk, sinks: int, cache_relative: bool, evict: bool
-) -> Ring:
-    """Absorb one token: no two tokens compete for a slot."""
-    size, slot = ring.positions.shape[1], next_slot(ring, sinks)
-    written = chunk.valid if evict else chunk.valid & (ring.count < size)[:, None]
-    numbers = token_numbers(ring, chunk.valid)
-    given = new_rows(spec, chunk, numbers, sinks, cache_relative)
-    fresh = tuple(map(rows.store, given, ring[:2]))
+def _write_one(ring: Ring, chunk: Chunk, fresh: tuple[Rows, Rows], settings: RingSettings) -> Ring:
+    """Write one token; fresh: its rows."""
+    size, slot = ring.positions.shape[1], next_slot(ring, settings.sinks)
+    written = chunk.valid if settings.evict else chunk.valid & (ring.count < size)[:, None]
     k, v = jax.tree.map(lambda old, new: _put(old, new, slot, written), ring[:2], fresh)
-    new = chunk.valid[:, 0].astype(jnp.int32)
     positions = _put(ring.positions, chunk.positions, slot, written)
-    out = Ring(k, v, positions, _advance(ring.count, new, sinks, size, evict))
-    if ring.sinks is None:
-        return out
-    first, _ = write_sinks(ring, chunk, given, numbers, sinks)
-    return out._replace(sinks=first)
+    new = chunk.valid[:, 0].astype(jnp.int32)
+    return Ring(k, v, positions, _advance(ring, new, settings))
 
 
 def cache_relative_positions(
-    ring: Ring, numbers: Int32[Array, "B T"], num_sampled: Int32[Array, "#B #T"] | int = 0
+    ring: Ring, numbers: Int32[Array, "B T"], num_sampled: NumSampled = 0
 ) -> UInt32[Array, "B T"]:
-    """The position of each query within the cache (StreamingLLM, section 3.2).
-
-    num_sampled: tokens that the cache stores between the sinks and the ring.
-    """
+    """The position of each query within the cache (StreamingLLM, section 3.2)."""
     last = ring.positions.shape[1] - 1
     return (jnp.clip(numbers, 0, last) + num_sampled).astype(jnp.uint32)
 
 
 def attend(
-    spec: Spec,
-    ring: Ring,
-    chunk: Chunk,
-    sinks: int,
-    window: int | None,
-    cache_relative: bool = True,
-    num_sampled: Int32[Array, "#B #T"] | int = 0,
+    spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
 ) -> Partial:
     """Attention to the sinks, also those of this chunk, to the ring before it, and to the chunk."""
-    numbers = token_numbers(ring, chunk.valid)
+    sinks, numbers = settings.sinks, token_numbers(ring, chunk.valid)
     kv_heads = ring.k.shape[1]
-    parts = [attend_ring(spec, ring, chunk, sinks, window)]
+    parts = [attend_ring(spec, ring, chunk, settings)]
     if sinks:
-        given = new_rows(spec, chunk, numbers, sinks, cache_relative)
+        given = new_rows(spec, chunk, numbers, settings)
         first, key_positions = write_sinks(ring, chunk, given, numbers, sinks)
         query_positions = chunk.positions
-        if cache_relative:
+        if settings.cache_relative:
             rank = jnp.arange(sinks, dtype=jnp.uint32)
             key_positions = jnp.broadcast_to(rank, key_positions.shape)
             query_positions = cache_relative_positions(ring, numbers, num_sampled)
-        seen = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
-        bias = masked_bias(spec, seen, query_positions, key_positions, kv_heads)
+        visible = jnp.arange(sinks)[None, None, :] <= numbers[:, :, None]
+        bias = masked_bias(spec, visible, query_positions, key_positions, kv_heads)
         q = spec.encoding.rotate(chunk.q, query_positions)
         parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
     hidden = _first_sinks(numbers, sinks) if sinks else None
-    parts.append(local_attention(spec, chunk, window, hidden, ring.k))
+    parts.append(local_attention(spec, chunk, settings.window, hidden, ring.k))
     return merge(*parts)
 
 
-def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, sinks: int, window: int | None) -> Partial:
+def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) -> Partial:
     """Attention to the ring as it was before the chunk, without the sinks."""
     q = spec.encoding.rotate(chunk.q, chunk.positions)
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
@@ -294,11 +302,12 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, sinks: int, window: int | 
         positions = jax.lax.dynamic_slice_in_dim(ring.positions, start, size, 1)
         slot = start + jnp.arange(size)[None, :]
         # The sinks are masked and not sliced off: slicing would copy the ring.
-        seen = ((slot >= sinks) & (slot < ring.count[:, None]))[:, None] & chunk.valid[:, :, None]
-        if window is not None:
+        visible = (slot >= settings.sinks) & (slot < ring.count[:, None])
+        visible = visible[:, None] & chunk.valid[:, :, None]
+        if settings.window is not None:
             distance = (chunk.positions[:, :, None] - positions[:, None, :]).astype(jnp.int32)
-            seen &= distance < window
-        return masked_bias(spec, seen, chunk.positions, positions, kv_heads)
+            visible &= distance < settings.window
+        return masked_bias(spec, visible, chunk.positions, positions, kv_heads)
 
     # A mask of moderate size is computed once for all layers, a larger one block by block.
     elements = jax.eval_shape(lambda: ring_bias(0, size)).size
@@ -324,11 +333,7 @@ def first_rows(ring: Ring, sinks: int) -> Sinks:
 
 
 def write_sinks(
-    ring: Ring,
-    chunk: Chunk,
-    given: tuple[Array, Array],
-    numbers: Int32[Array, "B T"],
-    sinks: int,
+    ring: Ring, chunk: Chunk, given: tuple[Array, Array], numbers: Int32[Array, "B T"], sinks: int
 ) -> tuple[Sinks, UInt32[Array, "B P"]]:
     """The sinks alone and their positions in the text, after this chunk; given: its `new_rows`."""
     hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
@@ -344,21 +349,16 @@ def write_sinks(
 
 
 def decode(
-    spec: Spec,
-    ring: Ring,
-    chunk: Chunk,
-    sinks: int,
-    cache_relative: bool = True,
-    evict: bool = True,
-    num_sampled: Int32[Array, "#B #T"] | int = 0,
+    spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
 ) -> tuple[Partial, Ring]:
     """One token: it is written first, so every filled slot is in view without a distance mask."""
+    sinks, cache_relative = settings.sinks, settings.cache_relative
     numbers = token_numbers(ring, chunk.valid)
-    ring = _write_one(spec, ring, chunk, sinks, cache_relative, evict)
+    ring = write(spec, ring, chunk, settings)
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
-    seen = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
+    visible = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
     q, view = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
-    bias = masked_bias(spec, seen[:, None], view, ring.positions, kv_heads)
+    bias = masked_bias(spec, visible[:, None], view, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if not sinks or (ring.sinks is None and not cache_relative):
         return blend(logits, ring.v), ring
@@ -368,13 +368,13 @@ def decode(
         view = cache_relative_positions(ring, numbers, num_sampled)
         places = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), places.shape)
         q = spec.encoding.rotate(chunk.q, view)
-    bias = masked_bias(spec, seen[:, None, :sinks], view, places, kv_heads)
-    exact = scores(q, first.k, spec.scale, spec.softcap) + bias
+    bias = masked_bias(spec, visible[:, None, :sinks], view, places, kv_heads)
+    of_sinks = scores(q, first.k, spec.scale, spec.softcap) + bias
     apart = ring.sinks is not None  # then the rows of the sinks are masked
-    instead = jnp.full_like(exact, -jnp.inf) if apart else exact
-    logits = jax.lax.dynamic_update_slice(logits, instead, (0, 0, 0, 0, 0))
+    in_ring = jnp.full_like(of_sinks, -jnp.inf) if apart else of_sinks
+    logits = jax.lax.dynamic_update_slice(logits, in_ring, (0, 0, 0, 0, 0))
     partial = blend(logits, ring.v)
-    return merge(partial, blend(exact, first.v)) if apart else partial, ring
+    return merge(partial, blend(of_sinks, first.v)) if apart else partial, ring
 
 
 def cached(ring: Ring) -> Cached:

@@ -1,4 +1,4 @@
-"""The keys or values of a cache: floats in the dtype of the spec, or `Int8Rows`.
+"""The rows of a cache: their form, floats in the dtype of the spec or `Int8Rows`, and their number.
 
 A row is the key or the value of one token in one KV head. `cache=int8` stores it as whole numbers
 from -127 to 127 and one scale. It is rounded once, when the token enters the cache, and a key is
@@ -11,6 +11,10 @@ Both arrays of `Int8Rows` have the slots on axis 2, so storage handles rows of e
 `jax.tree.map`. Attention multiplies logits by the scales of keys, and weights by those of values:
 decoding on a CPU makes no float copy of the cache (jaxkv/attention.py). jax 0.7.2 makes one of the
 keys of one layer at a time.
+
+More tokens than slots in a cache that evicts nothing raise UserError. Inside a compiled call
+nothing can be raised, so the count becomes OVERFULL and the sequence outputs NaN from then on: lost
+tokens cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -23,11 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Leaf, Spec
-from jaxkv.errors import check_choice
-from jaxkv.typing import Array, BFloat16, Float, Int8
+from jaxkv.defaults import POLICY
+from jaxkv.errors import UserError, check_choice
+from jaxkv.typing import Array, BFloat16, Bool, Float, Int8, Int32
 
 Cache = Literal["float", "int8"]  # the field `cache` of a policy
 LARGEST = 127
+MAX_SLOTS = 2**30
+# The count of a sequence that got more tokens than it has slots, where nothing is evicted.
+OVERFULL = 2**31 - 1
 _SMALLEST = np.float32(2**-126)  # a scale below it would be flushed to 0, and 0 / 0 is NaN
 
 
@@ -110,3 +118,48 @@ def times(rows: Rows, by: Float[Array, "B K S 1"]) -> Rows:
     if not isinstance(rows, Int8Rows):
         return (rows.astype(jnp.float32) * by).astype(rows.dtype)
     return rows._replace(scale=(rows.scale.astype(jnp.float32) * by).astype(jnp.bfloat16))
+
+
+def check_sizes(sinks: int, window: int, start: int, example: str) -> None:
+    """Raise UserError for impossible sinks, window or first slots; example: ones that would do."""
+    if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
+        raise UserError(
+            f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
+            f"{sinks}, {window} and {start}; try {example}"
+        )
+
+
+def slots_for(tokens: int, start: int, max_slots: int = MAX_SLOTS) -> int:
+    """The number of slots for `tokens` tokens, doubled from `start` as often as needed.
+
+    Raises UserError for more tokens than `max_slots`.
+    """
+    if tokens <= start:
+        return start
+    if tokens > max_slots:
+        raise UserError(
+            f"a growing cache holds at most {max_slots} tokens and {tokens} are needed; raise "
+            f"max where the policy has one, or use a policy of constant memory such as {POLICY}"
+        )
+    size = start
+    while size < tokens:
+        size = min(2 * size, max_slots)
+    return size
+
+
+def check_room(count: Int32[Array, " B"], valid: Bool[Array, "B T"], slots: int) -> None:
+    """Raise UserError for tokens that do not fit, where arrays have values to look at."""
+    if isinstance(count, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
+        return
+    # In numpy: inside a trace JAX would stage the sum, whatever the arrays are.
+    needed = int((np.asarray(count, np.int64) + np.asarray(valid).sum(axis=1)).max())
+    if needed >= OVERFULL:
+        raise UserError(
+            f"a sequence got more tokens than its {slots} slots in a compiled call, and they are "
+            "lost; begin again with policy.init, and reserve before each call"
+        )
+    if needed > slots:
+        raise UserError(
+            f"a sequence has {slots} slots and {needed} are needed; make room first: "
+            f"state = policy.reserve(spec, state, {needed})"
+        )

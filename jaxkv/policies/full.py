@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax
 
-from jaxkv.cache import dense, ring, rows
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
@@ -48,7 +48,7 @@ class Full(Policy):
 
     @property
     def leaves(self) -> Ring:
-        return ring.leaves(self.cache, 0, dense.LEAVES)
+        return ring.leaves(self.cache, 0, ring.DENSE_LEAVES)
 
     @property
     def max_lookback(self) -> int:
@@ -58,15 +58,15 @@ class Full(Policy):
         return ring.init(spec, batch, min(self.start, self.max), self.cache)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
-        return dense.update(spec, state, chunk)
+        return ring.update(spec, state, chunk, ring.dense(state))
 
     def cached(self, spec: Spec, state: Ring) -> Cached:
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         start = min(self.start, self.max)
-        return ring.nbytes(spec, dense.slots_for(tokens, start, self.max), self.cache)
+        return ring.nbytes(spec, rows.slots_for(tokens, start, self.max), self.cache)
 
     def reserve(self, spec: Spec, state: Ring, tokens: int) -> Ring:
         """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not in loops."""
-        return dense.reserve(state, tokens, self.max)
+        return ring.reserve(state, tokens, self.max)

@@ -15,7 +15,7 @@ from jaxkv import xla_cpu
 from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, SampledTokens
-from jaxkv.cache.ring import Ring
+from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -92,6 +92,10 @@ class Reservoir(Policy):
         return self.positions == "cache"
 
     @property
+    def _recent(self) -> RingSettings:
+        return RingSettings(self.sinks, self.window, self.cache_relative)
+
+    @property
     def max_lookback(self) -> int | float:
         return self.sinks + self.sample + self.window if self.cache_relative else math.inf
 
@@ -132,9 +136,7 @@ class Reservoir(Policy):
         evicted = per_head.evicted_by_chunk(spec, state.recent, chunk, self.sinks)
         stored, num_evicted = self._select(state, evicted)  # [B,K,T,R], [B,T]
         num_sampled = jnp.minimum(num_evicted, self.sample)
-        recent = ring.attend(
-            spec, state.recent, chunk, self.sinks, self.window, self.cache_relative, num_sampled
-        )
+        recent = ring.attend(spec, state.recent, chunk, self._recent, num_sampled)
         weight = jnp.where(chunk.valid, self._log_weight(num_evicted), -jnp.inf)
         tokens = per_head.join(state.sample, evicted.tokens)
         if self.cache_relative:
@@ -150,7 +152,7 @@ class Reservoir(Policy):
             bias = bias.at[batch[..., None], heads[..., None], times[..., None], stored].max(seen)
             sample = per_head.attend(spec, chunk.q, chunk.positions, tokens, bias)
         after = state._replace(
-            recent=ring.write(spec, state.recent, chunk, self.sinks, self.cache_relative),
+            recent=ring.write(spec, state.recent, chunk, self._recent),
             sample=per_head.pick(tokens, stored[:, :, -1]),
             num_evicted=num_evicted[:, -1],
         )
@@ -186,9 +188,7 @@ class Reservoir(Policy):
         after = self._evict_one(state, chunk)
         chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
         num_sampled = jnp.minimum(after.num_evicted, self.sample)[:, None]
-        seen, recent = ring.decode(
-            spec, state.recent, chunk, self.sinks, self.cache_relative, num_sampled=num_sampled
-        )
+        seen, recent = ring.decode(spec, state.recent, chunk, self._recent, num_sampled)
         num_evicted, view, sample = after.num_evicted[:, None], chunk.positions, after.sample
         weight = jnp.where(chunk.valid, self._log_weight(num_evicted), -jnp.inf)
         bias = jnp.where(self._filled(num_evicted), weight[:, None, :, None], -jnp.inf)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import jax
 
 from jaxkv.cache import ring, rows
-from jaxkv.cache.ring import Ring
+from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
@@ -54,6 +54,10 @@ class Streaming(Policy):
         return self.positions == "cache"
 
     @property
+    def _settings(self) -> RingSettings:
+        return RingSettings(self.sinks, self.window, self.cache_relative)
+
+    @property
     def max_lookback(self) -> int | float:
         return self.sinks + self.window if self.cache_relative else math.inf
 
@@ -61,7 +65,7 @@ class Streaming(Policy):
         return ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
-        return ring.update(spec, state, chunk, self.sinks, self.window, self.cache_relative)
+        return ring.update(spec, state, chunk, self._settings)
 
     def cached(self, spec: Spec, state: Ring) -> Cached:
         return ring.cached(state)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 
 from jaxkv.cache import ring, rows
-from jaxkv.cache.ring import Ring
+from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
@@ -49,7 +49,7 @@ class Window(Policy):
         return ring.init(spec, batch, self.window, self.cache)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
-        return ring.update(spec, state, chunk, sinks=0, window=self.window)
+        return ring.update(spec, state, chunk, RingSettings(window=self.window))
 
     def cached(self, spec: Spec, state: Ring) -> Cached:
         return ring.cached(state)

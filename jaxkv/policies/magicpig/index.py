@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import xla_cpu
-from jaxkv.cache import dense, per_head, ring
-from jaxkv.cache.ring import OVERFULL, Ring
+from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill
+from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
@@ -85,7 +86,7 @@ class IndexSettings(NamedTuple):
 def leaves(memory: Literal["device", "host"]) -> IndexState:
     k, v = _with_memory(ring.LEAVES[:2], memory)
     return IndexState(
-        dense=dense.LEAVES,
+        dense=ring.DENSE_LEAVES,
         indexed=ring.LEAVES._replace(k=k, v=v),
         center=Leaf("B K H"),
         norms=Leaf("B K P"),
@@ -104,7 +105,7 @@ def _with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
 
 def nbytes(spec: Spec, start: int, tokens: int) -> int:
     """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    slots = dense.slots_for(tokens, start, dense.MAX_SLOTS)
+    slots = rows.slots_for(tokens, start)
     heads = spec.kv_heads
     return ring.nbytes(spec, slots) + ring.nbytes(spec, 0) + 4 * heads * spec.head_dim + 8 * heads
 
@@ -171,18 +172,18 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     If the unindexed tail is too short, it is indexed together with the prompt, and emptied.
     """
     if not prefill_finished(state):
-        return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
+        return state._replace(dense=ring.reserve(state.dense, tokens))
     ends = settings.ends
     room = state.dense.positions.shape[1] - ends
     if tokens <= room:
         return state
     more = max(tokens - room, settings.tail, min(room, _MAX_STEP))
     prompt = state.finished.shape[1]
-    if ends + prompt + room + more > dense.MAX_SLOTS:
+    if ends + prompt + room + more > rows.MAX_SLOTS:
         raise UserError(
-            f"a prompt and its generated tokens are at most {dense.MAX_SLOTS} tokens, and "
+            f"a prompt and its generated tokens are at most {rows.MAX_SLOTS} tokens, and "
             f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
-            "streaming:sinks=4,window=252"
+            f"{POLICY}"
         )
     size = _whole_tiles(ends + room + more)
     if not settings.hash_generated:
@@ -232,7 +233,7 @@ def _remove(cache: Ring, settings: IndexSettings, gone: Int32[Array, " B"], size
         *(jnp.take_along_axis(leaf, source[:, None, :, None], axis=2) for leaf in cache[:2]),
         jnp.take_along_axis(cache.positions, source, axis=1),
         # An overfull sequence stays overfull.
-        jnp.where(cache.count > cache.positions.shape[1], OVERFULL, cache.count - gone),
+        jnp.where(cache.count > cache.positions.shape[1], rows.OVERFULL, cache.count - gone),
     )
     return ring.grow(left, size)
 
@@ -299,7 +300,7 @@ def _codes(
 
 def append(spec: Spec, state: IndexState, chunk: Chunk, settings: IndexSettings) -> IndexState:
     """Append a chunk; after prefill its codes join the unindexed tail."""
-    after = state._replace(dense=dense.append(spec, state.dense, chunk))
+    after = state._replace(dense=ring.write(spec, state.dense, chunk, ring.dense(state.dense)))
     if not prefill_finished(state) or not settings.hash_generated:
         return after
     batch, tokens, kv_heads, head_dim = chunk.k.shape

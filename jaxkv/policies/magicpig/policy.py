@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import xla_cpu
 from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
-from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -110,15 +110,15 @@ class MagicPIG(Policy):
             raise UserError(
                 f"memory must be device or host, got {self.memory!r}; try memory=device"
             )
-        if max(self.sinks, self.window) > dense.MAX_SLOTS:
+        if max(self.sinks, self.window) > rows.MAX_SLOTS:
             raise UserError(
-                f"sinks and window must be at most {dense.MAX_SLOTS}, got {self.sinks} and "
+                f"sinks and window must be at most {rows.MAX_SLOTS}, got {self.sinks} and "
                 f"{self.window}; try sinks=4,window=64"
             )
         for name, value, usual in (("start", self.start, 512), ("tail", self.tail, 1024)):
-            if not 1 <= value <= dense.MAX_SLOTS:
+            if not 1 <= value <= rows.MAX_SLOTS:
                 raise UserError(
-                    f"{name} must be from 1 to {dense.MAX_SLOTS}, got {value}; try {name}={usual}"
+                    f"{name} must be from 1 to {rows.MAX_SLOTS}, got {value}; try {name}={usual}"
                 )
 
     @property
@@ -145,7 +145,7 @@ class MagicPIG(Policy):
 
     def update(self, spec: Spec, state: IndexState, chunk: Chunk) -> tuple[Partial, IndexState]:
         if not index.prefill_finished(state):
-            partial_, appended = dense.update(spec, state.dense, chunk)
+            partial_, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
             return partial_, state._replace(dense=appended)
         if chunk.valid.shape[1] == 1:
             return self._update_one(spec, state, chunk)
@@ -171,7 +171,7 @@ class MagicPIG(Policy):
         seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         whole = merge(seen, local_attention(spec, chunk))
-        return dense.refuse_overfull(whole, after.dense), after
+        return ring.refuse_overfull(whole, after.dense), after
 
     def _update_chunk(
         self, spec: Spec, state: IndexState, chunk: Chunk
@@ -181,7 +181,7 @@ class MagicPIG(Policy):
         state = index.append(spec, state, chunk, self.settings)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
-        return dense.refuse_overfull(seen, state.dense), state
+        return ring.refuse_overfull(seen, state.dense), state
 
     def attend_after_prefill(
         self, spec: Spec, state: IndexState, q: Float[Array, "B T N H"],

@@ -21,7 +21,7 @@ from jaxkv import xla_cpu
 from jaxkv.attention import chunked_scan, merge, slot_attention
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, SampledTokens
-from jaxkv.cache.ring import Ring
+from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
 from jaxkv.policies.discrepancy import Halving
@@ -83,6 +83,10 @@ class TreePolicy(Policy):
         return self.positions == "cache"
 
     @property
+    def _recent(self) -> RingSettings:
+        return RingSettings(self.sinks, self.window, self.cache_relative)
+
+    @property
     def max_lookback(self) -> int | float:
         """The number of cached tokens where positions are cache-relative."""
         return self.sinks + self.size.slots + self.window if self.cache_relative else math.inf
@@ -133,9 +137,7 @@ class TreePolicy(Policy):
         num_evicted = after.num_evicted[:, None]
         num_sampled = self._num_sampled(num_evicted)
         chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
-        seen, recent = ring.decode(
-            spec, state.recent, chunk, self.sinks, self.cache_relative, num_sampled=num_sampled
-        )
+        seen, recent = ring.decode(spec, state.recent, chunk, self._recent, num_sampled)
         halves = self._attend_halves(spec, after, chunk, chunk.valid, numbers, num_evicted)
         return merge(seen, *halves), after._replace(recent=recent)
 
@@ -157,15 +159,14 @@ class TreePolicy(Policy):
         entered = fill_level_0(reducer, state.sample, state.num_evicted, state.rng, evicted)
         after = self._absorb(spec, state, evicted)
         num_sampled = self._num_sampled(num_evicted)
-        sinks, window, cache_relative = self.sinks, self.window, self.cache_relative
         before = state._replace(sample=entered)
         attend = partial(self._attend_halves, spec)
         parts = [
-            ring.attend(spec, state.recent, chunk, sinks, window, cache_relative, num_sampled),
+            ring.attend(spec, state.recent, chunk, self._recent, num_sampled),
             *attend(before, chunk, chunk.valid & early, numbers, num_evicted),
             *attend(after, chunk, chunk.valid & ~early, numbers, num_evicted),
         ]
-        recent = ring.write(spec, state.recent, chunk, sinks, cache_relative)
+        recent = ring.write(spec, state.recent, chunk, self._recent)
         return merge(*parts), after._replace(recent=recent)
 
     def _num_sampled(self, num_evicted: UInt32[Array, "B T"]) -> Int32[Array, "B T"]:

@@ -72,9 +72,9 @@ class Balance(Policy):
         base.check_rounds(self.rounds)
         base.check(self._ends, self.start)
         base.check_cache(self.cache, self.sinks, self.start)
-        if not 2 <= self.block <= base.MAX_SLOTS or self.block % (1 << self.rounds):
+        if not 2 <= self.block <= rows.MAX_SLOTS or self.block % (1 << self.rounds):
             raise UserError(
-                f"block must be a multiple of 2^rounds up to {base.MAX_SLOTS}, because each round "
+                f"block must be a multiple of 2^rounds up to {rows.MAX_SLOTS}, because each round "
                 f"halves it, got block={self.block} and rounds={self.rounds}; try "
                 "block=256,rounds=2"
             )

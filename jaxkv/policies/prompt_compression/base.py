@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import merge
-from jaxkv.cache import dense, per_head, ring, rows
+from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
@@ -22,7 +22,6 @@ from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
-MAX_SLOTS = dense.MAX_SLOTS
 # The tokens between the ends [B,K,S,*] and their number -> some of them, with log weights.
 Choose = Callable[
     [SampledTokens, Int32[Array, " B"]], tuple[SampledTokens, Float32[Array, "B K C"]]
@@ -46,7 +45,7 @@ class CompressedState(NamedTuple):
 
 
 LEAVES = CompressedState(
-    dense=dense.LEAVES,
+    dense=ring.DENSE_LEAVES,
     sample=per_head.LEAVES,
     log_weight=Leaf("B K C"),
     queries=Leaf("B K W G H"),
@@ -73,7 +72,7 @@ class ExactEnds(NamedTuple):
 
 def leaves(cache: Cache, sinks: int = 0) -> CompressedState:
     """The leaves of such a state; sinks: first tokens that are in full precision with int8."""
-    exact = ring.leaves(cache, sinks, dense.LEAVES)
+    exact = ring.leaves(cache, sinks, ring.DENSE_LEAVES)
     return LEAVES._replace(dense=exact, sample=per_head.leaves(cache))
 
 
@@ -88,14 +87,14 @@ def check_cache(cache: Cache, sinks: int, start: int) -> None:
 
 def check(ends: ExactEnds, start: int) -> None:
     """Raise UserError for impossible ends or first slots."""
-    dense.check(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
+    rows.check_sizes(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:
     """Raise UserError for a capacity below `minimum` tokens, or impossible first slots."""
-    if not (minimum <= capacity <= MAX_SLOTS and 1 <= start <= MAX_SLOTS):
+    if not (minimum <= capacity <= rows.MAX_SLOTS and 1 <= start <= rows.MAX_SLOTS):
         raise UserError(
-            f"capacity must be from {minimum} and start from 1, both {MAX_SLOTS} at most, got "
+            f"capacity must be from {minimum} and start from 1, both {rows.MAX_SLOTS} at most, got "
             f"{capacity} and {start}; try capacity=1024,start=512"
         )
 
@@ -119,7 +118,7 @@ def nbytes(
     spec: Spec, start: int, tokens: int, queries: int = 0, cache: Cache = "float", sinks: int = 0
 ) -> int:
     """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    prompt = ring.nbytes(spec, dense.slots_for(tokens, start, MAX_SLOTS), cache, sinks)
+    prompt = ring.nbytes(spec, rows.slots_for(tokens, start), cache, sinks)
     stored_queries = queries * (4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4)
     return prompt + stored_queries + 8 * spec.kv_heads
 
@@ -154,12 +153,12 @@ def prefill_finished(state: CompressedState) -> bool:
 def reserve(spec: Spec, state: CompressedState, tokens: int, ends: ExactEnds) -> CompressedState:
     """Room for `tokens`; after prefill for that many generated tokens."""
     tokens += ends.max_tokens if prefill_finished(state) else 0
-    return state._replace(dense=dense.reserve(state.dense, tokens, MAX_SLOTS))
+    return state._replace(dense=ring.reserve(state.dense, tokens))
 
 
 def update(spec: Spec, state: CompressedState, chunk: Chunk) -> tuple[Partial, CompressedState]:
     """Attend to all cached tokens and the compressed prompt; append the chunk."""
-    partial, appended = dense.update(spec, state.dense, chunk)
+    partial, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
     after = _store_queries(spec, state, chunk)._replace(dense=appended)
     if prefill_finished(state):
         seen = chunk.valid[:, None, :, None]
@@ -226,7 +225,7 @@ def finish_prefill(
         *jax.tree.map(take, prompt[:2]),
         jnp.take_along_axis(prompt.positions, source, axis=1),
         # An overfull sequence stays overfull.
-        jnp.where(prompt.count > size, ring.OVERFULL, prompt.count - count),
+        jnp.where(prompt.count > size, rows.OVERFULL, prompt.count - count),
         prompt.sinks,
     )
     return state._replace(

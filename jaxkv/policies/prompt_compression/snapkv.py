@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
@@ -58,9 +59,9 @@ class SnapKV(Policy):
     def __post_init__(self) -> None:
         base.check(self._ends, self.start)
         base.check_cache(self.cache, 0, self.start)
-        if not self.window < self.capacity <= base.MAX_SLOTS:
+        if not self.window < self.capacity <= rows.MAX_SLOTS:
             raise UserError(
-                f"capacity must be more than window and {base.MAX_SLOTS} at most, got "
+                f"capacity must be more than window and {rows.MAX_SLOTS} at most, got "
                 f"{self.capacity} and {self.window}; try capacity=1024,window=32"
             )
         if self.kernel < 1 or self.kernel % 2 == 0:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import blend, chunked_scan, scores
-from jaxkv.cache import dense, per_head, ring
+from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, check_prefill
 from jaxkv.errors import UserError
@@ -38,7 +38,7 @@ class SparseState(NamedTuple):
     rng: UInt32[Array, "B K 2"]
 
 
-LEAVES = SparseState(dense.LEAVES, Leaf("B X 0"), Leaf("B K 2"))
+LEAVES = SparseState(ring.DENSE_LEAVES, Leaf("B X 0"), Leaf("B K 2"))
 
 
 class Candidates(NamedTuple):
@@ -83,7 +83,7 @@ class SparsePolicy(Policy):
     bytes_formula: ClassVar[str] = "start * t + 4 + 8 * K, doubling as tokens come"
 
     def __post_init__(self) -> None:
-        dense.check(self.sinks, self.window, self.start, "sinks=4,window=64,start=512")
+        rows.check_sizes(self.sinks, self.window, self.start, "sinks=4,window=64,start=512")
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
         """The log weight of each selectable key, -inf where it is not selected."""
@@ -102,13 +102,13 @@ class SparsePolicy(Policy):
         return ring.cached(state.dense)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        slots = dense.slots_for(tokens, self.start, dense.MAX_SLOTS)
+        slots = rows.slots_for(tokens, self.start)
         return ring.nbytes(spec, slots) + 8 * spec.kv_heads
 
     def reserve(self, spec: Spec, state: SparseState, tokens: int) -> SparseState:
         """Room for `tokens`; after prefill for that many generated tokens."""
         tokens += state.finished.shape[1]
-        return state._replace(dense=dense.reserve(state.dense, tokens, dense.MAX_SLOTS))
+        return state._replace(dense=ring.reserve(state.dense, tokens))
 
     def finish_prefill(self, spec: Spec, state: SparseState) -> SparseState:
         """From now on queries select; every token stays cached.
@@ -125,9 +125,9 @@ def attend_selected(
 ) -> tuple[Partial, SparseState]:
     """Append the chunk first; then each query sees the tokens up to its own number."""
     if state.finished.shape[1] == 0:
-        partial, appended = dense.update(spec, state.dense, chunk)
+        partial, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
         return partial, state._replace(dense=appended)
-    after = state._replace(dense=dense.append(spec, state.dense, chunk))
+    after = state._replace(dense=ring.write(spec, state.dense, chunk, ring.dense(state.dense)))
 
     def attend(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
         numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
@@ -137,7 +137,7 @@ def attend_selected(
         return blend(found.logits + bias, after.dense.v), numbers[:, -1] + 1
 
     partial, _ = chunked_scan(attend, state.dense.count, chunk, _SCAN)
-    return dense.refuse_overfull(partial, after.dense), after
+    return ring.refuse_overfull(partial, after.dense), after
 
 
 def _candidates(
