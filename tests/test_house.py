@@ -54,6 +54,22 @@ COMPARED_WITH = {
     "llama_cpp",
 }  # imported only in functions: they may be absent
 
+# Files that every reader of a policy knows, and files that say nothing about a policy.
+KNOWN = {"contract", "attention", "rotary"}
+ASIDE = {"typing", "errors", "defaults", "arguments", "old_contract", "xla_cpu", "xla_gpu"}
+# Files to read for a policy besides these, its own included: at most so many, by module or folder.
+# The aim is four. A tree or an index has more parts, and a compressed prompt is stored per head.
+FILES_OF_A_POLICY = {
+    "window": 3, "streaming": 3, "full": 3, "h2o": 4, "reservoir": 4,
+    "sparse_attention": 4,
+    "prompt_compression": 5,
+    "prompt_compression/balance": 6,  # and the halving
+    "prompt_compression/pyramidkv": 6,  # and snapkv
+    "merge_reduce": 8,
+    "magicpig": 7,
+    "discrepancy": 1,
+}  # fmt: skip
+
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 60, 150
 FILE_BYTES = 10_000_000
 MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|tmp|Users)/\w")
@@ -150,6 +166,35 @@ def test_imports_follow_the_import_direction():
 )
 def test_a_wrong_import_is_found(path, text):
     assert list(broken_imports(path, text))
+
+
+def file_of(module):
+    """The file of the library that a dotted name is imported from, or None."""
+    path = module.replace(".", "/") + ".py"
+    return path if (ROOT / path).is_file() else None
+
+
+def files_to_read(path, found):
+    """The files that a module of the library reaches by imports, itself included."""
+    if path is None or path in found or Path(path).stem in KNOWN | ASIDE:
+        return found
+    found.add(path)
+    for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                files_to_read(file_of(module) or file_of(node.module), found)
+    return found
+
+
+def test_few_files_explain_a_policy():
+    folder, most = "jaxkv/policies/", {}
+    for path in python_files():
+        if path.startswith(folder) and not path.endswith("__init__.py"):
+            module = path.removeprefix(folder).removesuffix(".py")
+            own = module if module in FILES_OF_A_POLICY else module.split("/")[0]
+            most[own] = max(most.get(own, 0), len(files_to_read(path, set())))
+    assert most == FILES_OF_A_POLICY  # fewer: lower the number
 
 
 def test_every_package_is_installed():

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.attention import blend, scores
-from jaxkv.cache import per_head
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES, capture
 from jaxkv.evals.lib.record import standard_error
@@ -77,7 +77,7 @@ def last_queries(
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
     there = (slot <= own)[:, None, None]
     ends = ((slot < sinks) | (slot + np.uint32(window) > own))[:, None, None]
-    rng = per_head.seeds(jax.random.key(seed), spec, len(q))
+    rng = contract.seeds(jax.random.key(seed), spec, len(q))
     logits = logits if penalty is None else logits + penalty
     return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, rng)
 

@@ -21,7 +21,6 @@ from jaxkv.contract import Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
-GOLDEN = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: its multiples are far apart
 _NEVER = np.int32(2**31 - 1)
 _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
@@ -70,27 +69,6 @@ def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> SampledT
     """Empty slots."""
     empty = rows.zeros(spec, batch, slots, cache)
     return SampledTokens(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
-
-
-def seeds(rng: jax.Array, spec: Spec, batch: int) -> UInt32[Array, "B K 2"]:
-    """The seeds of all draws, one per sequence and KV head."""
-    return jax.random.bits(rng, (batch, spec.kv_heads, 2), jnp.uint32)
-
-
-def draws(numbers: UInt32[Array, "#B ... S"], rng: UInt32[Array, "B K 2"]) -> Array:
-    """32 random bits per number: two rounds of a one-to-one integer hash, so without ties."""
-    return _mix(_mix(numbers + rng[:, :, :1]) ^ rng[:, :, 1:])
-
-
-def uniforms(numbers: UInt32[Array, "#B ... S"], rng: UInt32[Array, "B K 2"]) -> Array:
-    """The same draws as float32 in [0, 1)."""
-    return (draws(numbers, rng) >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-
-
-def _mix(x: UInt32[Array, "B K S"]) -> UInt32[Array, "B K S"]:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
-    return x ^ (x >> np.uint32(15))
 
 
 def pick(sample: SampledTokens, places: Int32[Array, "B K X"]) -> SampledTokens:

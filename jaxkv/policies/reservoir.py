@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
+from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, SampledTokens
@@ -104,7 +104,7 @@ class Reservoir(Policy):
             ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks),
             per_head.init(spec, batch, self.sample, self.cache),
             jnp.zeros((batch,), jnp.int32),
-            per_head.seeds(rng, spec, batch),
+            contract.seeds(rng, spec, batch),
         )
 
     def update(
@@ -205,8 +205,8 @@ class Reservoir(Policy):
         sample = state.sample
         token, _, valid = per_head.evicted_by_token(state.recent, chunk, self.sinks)
         evicts = valid[:, 0]
-        draw = per_head.draws(token.positions, state.rng)[:, :, 0]
-        stored = per_head.draws(sample.positions, state.rng)
+        draw = contract.draws(token.positions, state.rng)[:, :, 0]
+        stored = contract.draws(sample.positions, state.rng)
         at, takes = self._place(stored, state.num_evicted, draw)
         takes &= evicts[:, None]
         sample = per_head.put(sample, at, takes, token)
@@ -238,7 +238,7 @@ class Reservoir(Policy):
 
         A value below `sample` is that slot of the old sample; others are places in evicted.tokens.
         """
-        draws = per_head.draws(evicted.tokens.positions, state.rng)
+        draws = contract.draws(evicted.tokens.positions, state.rng)
         place = jnp.arange(self.sample)[None, None]
 
         def one(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
@@ -253,7 +253,7 @@ class Reservoir(Policy):
             return carry, (source, carry[2])
 
         source = jnp.broadcast_to(place, state.sample.positions.shape).astype(jnp.int32)
-        begin = source, per_head.draws(state.sample.positions, state.rng), state.num_evicted
+        begin = source, contract.draws(state.sample.positions, state.rng), state.num_evicted
         _, (sources, num_evicted) = jax.lax.scan(one, begin, (evicted.index.T, evicted.valid.T))
         return jnp.moveaxis(sources, 0, 2), num_evicted.T
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
-from jaxkv.cache import per_head, ring, rows
+from jaxkv import contract, xla_cpu
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill
 from jaxkv.defaults import POLICY
@@ -124,7 +124,7 @@ def init(spec: Spec, batch: int, rng: jax.Array, start: int) -> IndexState:
         tail_codes=jnp.zeros((*heads, 0, 0), jnp.uint16),
         tail_norms=none,
         finished=jnp.zeros((batch, 0, 0), jnp.int32),
-        rng=per_head.seeds(rng, spec, batch),
+        rng=contract.seeds(rng, spec, batch),
     )
 
 

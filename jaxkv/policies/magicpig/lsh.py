@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.attention import batched_dot
-from jaxkv.cache import per_head
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
@@ -190,8 +190,8 @@ def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[
     """F directions, L times those of a table, normal in every coordinate (Box and Muller)."""
     count = head_dim * how.tables * how.directions
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
-    radius = jnp.sqrt(-2 * jnp.log1p(-per_head.uniforms(2 * number, rng)))
-    angle = np.float32(2 * math.pi) * per_head.uniforms(2 * number + 1, rng)
+    radius = jnp.sqrt(-2 * jnp.log1p(-contract.uniforms(2 * number, rng)))
+    angle = np.float32(2 * math.pi) * contract.uniforms(2 * number + 1, rng)
     return (radius * jnp.cos(angle)).reshape(*rng.shape[:2], head_dim, -1)
 
 

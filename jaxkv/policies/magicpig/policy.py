@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
+from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
-from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -308,7 +308,7 @@ def find(
     codes = codes.transpose(0, 2, 1).reshape(batch * heads, -1)
     nth = jnp.arange(group, dtype=jnp.uint32)[None, None]
     nth = positions[:, None, None] * np.uint32(group) + nth
-    draws = per_head.uniforms(nth * per_head.GOLDEN, state.rng)  # far from the planes' draws
+    draws = contract.uniforms(nth * contract.GOLDEN, state.rng)  # far from the planes' draws
 
     def one(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
+from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, merge, slot_attention
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, SampledTokens
@@ -101,7 +101,7 @@ class TreePolicy(Policy):
             ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks),
             per_head.init(spec, batch, self.size.slots, self.cache),
             jnp.zeros((batch,), jnp.uint32),
-            per_head.seeds(rng, spec, batch),
+            contract.seeds(rng, spec, batch),
         )
 
     def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.per_head import draws
+from jaxkv.contract import draws
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 

@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import Evicted, SampledTokens, pick, put, rerotate, uniforms
+from jaxkv.cache.per_head import Evicted, SampledTokens, pick, put, rerotate
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Spec
+from jaxkv.contract import Spec, uniforms
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce.occupancy import (
     TreeSize,
@@ -276,7 +277,7 @@ def _halve_level(
         rotated_to = place % np.uint32(half) if reducer.stored_at_slot else both.positions
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
-    draws = uniforms(after[:, None, None] * per_head.GOLDEN + number[None, None], rng)
+    draws = uniforms(after[:, None, None] * contract.GOLDEN + number[None, None], rng)
     chosen = halve(reducer.halving, reducer.spec.scale, keys, values, draws).chosen
     stays = pick(both, chosen)
     if reducer.stored_at_slot:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
@@ -137,7 +138,7 @@ class Balance(Policy):
         split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
         # A draw follows from the token's place in the prompt and the round.
         place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
-        uniforms = per_head.uniforms(place * np.uint32(16) + np.uint32(number), rng)
+        uniforms = contract.uniforms(place * np.uint32(16) + np.uint32(number), rng)
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
         given = (

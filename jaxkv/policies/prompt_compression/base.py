@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv import contract
 from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import SampledTokens
@@ -142,7 +143,7 @@ def init(
         jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((batch, queries), jnp.uint32),
-        per_head.seeds(rng, spec, batch),
+        contract.seeds(rng, spec, batch),
     )
 
 

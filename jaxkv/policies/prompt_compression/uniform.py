@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
@@ -84,7 +85,7 @@ class Uniform(Policy):
         ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
             size = tokens.positions.shape[2]
             place = jnp.arange(size, dtype=jnp.uint32)[None, None]
-            draws = per_head.draws(place, state.rng)
+            draws = contract.draws(place, state.rng)
             draws = jnp.where(
                 place.astype(jnp.int32) < count[:, None, None], draws, np.uint32(2**32 - 1)
             )

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import contract
 from jaxkv.attention import blend, chunked_scan, scores
-from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, check_prefill
 from jaxkv.errors import UserError
@@ -92,7 +93,7 @@ class SparsePolicy(Policy):
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
         finished = jnp.zeros((batch, 0, 0), jnp.int32)
         return SparseState(
-            ring.init(spec, batch, self.start), finished, per_head.seeds(rng, spec, batch)
+            ring.init(spec, batch, self.start), finished, contract.seeds(rng, spec, batch)
         )
 
     def update(self, spec: Spec, state: SparseState, chunk: Chunk) -> tuple[Partial, SparseState]:
@@ -225,7 +226,7 @@ def uniforms(
     batch, kv_heads, group, queries, _ = candidates.logits.shape
     head = jnp.arange(group, dtype=jnp.uint32)[None, :, None]
     query = candidates.query_positions[:, None] * np.uint32(group) + head
-    query = query * per_head.GOLDEN  # [B,G,T]
+    query = query * contract.GOLDEN  # [B,G,T]
     each = (query[..., None] + numbers[:, None]).reshape(batch, 1, -1)
-    draws = per_head.uniforms(each, candidates.rng)
+    draws = contract.uniforms(each, candidates.rng)
     return draws.reshape(batch, kv_heads, group, queries, -1)

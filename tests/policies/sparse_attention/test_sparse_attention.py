@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache import per_head
+from jaxkv import contract
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
@@ -32,7 +32,7 @@ def candidates(logits, times=1, *, seed=0, ends=0):
         jnp.broadcast_to(logits, shape), ~between, between,
         jnp.zeros((1, times, 1, 4)), jnp.zeros((1, 1, logits.size, 4)),
         jnp.arange(times, dtype=jnp.uint32)[None], jnp.arange(logits.size, dtype=jnp.uint32)[None],
-        per_head.seeds(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
+        contract.seeds(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
     )  # fmt: skip
 
 
