@@ -240,9 +240,18 @@ def _missing(policy: Policy, member: str) -> NotImplementedError:
     )
 
 
-def check_prefill(finished: bool) -> None:
+def prefill_finished(state: State) -> bool:
+    """Whether `finish_prefill` made this state.
+
+    state.prompt_slots: 0 before it, then slots of the prompt. It is the size of an array, because
+    `reserve` sees only shapes.
+    """
+    return state.prompt_slots > 0
+
+
+def check_prefill(state: State) -> None:
     """Raise UserError where prefill is finished already: a second end would lose tokens."""
-    if finished:
+    if prefill_finished(state):
         raise UserError(
             "this state's prefill is finished already; call finish_prefill once per state"
         )

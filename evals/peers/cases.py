@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies import ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
-from jaxkv.typing import Array, Float32
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.typing import Array
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
 WINDOW, KERNEL, SINKS, BETA = 64, 5, 4, 20
@@ -36,7 +36,7 @@ PRESSES = {
 
 
 @dataclass(frozen=True)
-class PromptEnds(Policy):
+class PromptEnds(CompressionPolicy):
     """Keep the first `sinks` tokens of a finished prompt and its last `window`.
 
     This is kvpress's StreamingLLM: the prompt is read with full attention, and later tokens evict
@@ -47,33 +47,17 @@ class PromptEnds(Policy):
     window: int = 252
     start: int = 512
 
-    leaves: ClassVar[CompressedState] = base.LEAVES
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
+    cache: ClassVar[Cache] = "float"
 
     @property
-    def min_prompt(self) -> int:
-        return self.sinks + self.window + 1
+    def ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, self.window)
 
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, ExactEnds(self.sinks, self.window))
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(spec, self.start, tokens)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            none = per_head.init(spec, tokens.k.shape[0], 1)
-            return base.weighted_sample(none, jnp.zeros_like(count), 0.0)
-
-        return base.finish_prefill(spec, state, ExactEnds(self.sinks, self.window), choose)
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        none = per_head.init(spec, tokens.k.shape[0], 1)
+        return base.weighted_sample(none, jnp.zeros_like(count), 0.0)
 
 
 def budget(prompt: int, ratio: float) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cache import ring
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Policy
 from jaxkv.evals.peers.cases import SINKS, WINDOW, PromptEnds
 from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
@@ -32,9 +33,7 @@ from jaxkv.typing import Float
 class PromptRecorder(ExpectedAttention):
     """Stores all tokens, the summary of the queries, and the last queries."""
 
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> ExpectedState:
-        prompt = base.init(spec, batch, rng, self.start, WINDOW)
-        return super().init(spec, batch, rng)._replace(prompt=prompt)
+    num_queries: ClassVar[int] = WINDOW
 
 
 def read_prompt(llm: Llm, tokens: Sequence[int]) -> models.Stream:
@@ -58,10 +57,11 @@ def losses_of(
         for policy, state in zip(by_layer, read.decoding.states, strict=True)
     ]
     states = [state.prompt if isinstance(state, ExpectedState) else state for state in states]
-    cached = [np.isfinite(base.cached(llm.spec, state).log_weight) for state in states]
+    scored = PromptEnds(0, size)
+    cached = [np.isfinite(scored.cached(llm.spec, state).log_weight) for state in states]
     counts = [one.sum(axis=2).mean() for one in cached]
     stream = copy.copy(read)
-    stream.static = read.static._replace(policies=(PromptEnds(0, size),) * len(states))
+    stream.static = read.static._replace(policies=(scored,) * len(states))
     stream.prefill_finished = True
     # Scoring takes its states, and other policies need the prompt.
     padded = jax.tree.map(jnp.copy, tuple(pad(one, size, len(answer)) for one in states))

@@ -25,7 +25,7 @@ import numpy as np
 from jaxkv import contract, xla_cpu
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill
+from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill, prefill_finished
 from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
@@ -55,12 +55,16 @@ class IndexState(NamedTuple):
     indexed: Ring
     center: Float32[Array, "B K H"]
     norms: Float32[Array, "B K P"]
-    planes: Float32[Array, "B K H F"]
+    planes: Float32[Array, "B K H R"]
     tables: Tables
     tail_codes: Integer[Array, "B K L Z"]
     tail_norms: Float32[Array, "B K Y"]
     finished: Int32[Array, "B X 0"]
     rng: UInt32[Array, "B K 2"]
+
+    @property
+    def prompt_slots(self) -> int:
+        return self.finished.shape[1]
 
 
 class IndexSettings(NamedTuple):
@@ -90,7 +94,7 @@ def leaves(memory: Literal["device", "host"]) -> IndexState:
         indexed=ring.LEAVES._replace(k=k, v=v),
         center=Leaf("B K H"),
         norms=Leaf("B K P"),
-        planes=Leaf("B K H F"),
+        planes=Leaf("B K H R"),
         tables=_with_memory(hash_tables.LEAVES, memory),
         tail_codes=Leaf("B K L Z"),
         tail_norms=Leaf("B K Y"),
@@ -128,16 +132,12 @@ def init(spec: Spec, batch: int, rng: jax.Array, start: int) -> IndexState:
     )
 
 
-def prefill_finished(state: IndexState) -> bool:
-    return state.finished.shape[1] > 0
-
-
 def finish_prefill(state: IndexState, settings: IndexSettings) -> IndexState:
     """Draw planes, compute the mean key and build the tables of the prompt.
 
     Raises UserError for a state whose prefill is finished: its tables would be lost.
     """
-    check_prefill(prefill_finished(state))
+    check_prefill(state)
     ends = settings.ends
     size = max(ends + 1, state.dense.positions.shape[1])
     prompt = ring.grow(state.dense, size)
@@ -178,7 +178,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     if tokens <= room:
         return state
     more = max(tokens - room, settings.tail, min(room, _MAX_STEP))
-    prompt = state.finished.shape[1]
+    prompt = state.prompt_slots
     if ends + prompt + room + more > rows.MAX_SLOTS:
         raise UserError(
             f"a prompt and its generated tokens are at most {rows.MAX_SLOTS} tokens, and "
@@ -287,7 +287,7 @@ def _norm(keys: Float32[Array, "... H"]) -> Float32[Array, "..."]:
 
 
 def _codes(
-    keys: Float32[Array, "S H"], planes: Float32[Array, "H F"], hashing: Hashing
+    keys: Float32[Array, "S H"], planes: Float32[Array, "H R"], hashing: Hashing
 ) -> Int32[Array, "L S"]:
     """The codes of many keys, in blocks: their products with all planes would be large."""
     count = keys.shape[0]

@@ -186,8 +186,8 @@ def log_weights(
     return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(slots.shape))
 
 
-def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H F"]:
-    """F directions, L times those of a table, normal in every coordinate (Box and Muller)."""
+def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H R"]:
+    """R directions, L times those of a table, normal in every coordinate (Box and Muller)."""
     count = head_dim * how.tables * how.directions
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
     radius = jnp.sqrt(-2 * jnp.log1p(-contract.uniforms(2 * number, rng)))
@@ -196,15 +196,15 @@ def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[
 
 
 def codes(
-    x: Float[Array, "X S H"], planes: Float32[Array, "X H F"], how: Hashing
+    x: Float[Array, "X S H"], planes: Float32[Array, "X H R"], how: Hashing
 ) -> Int32[Array, "X L S"]:
     """In each table the K bits of every vector, the first hash in the lowest."""
     count = x.shape[1]
     if count <= _FEW:  # vectors first: a few of them are one pass over the planes
-        products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,F]
+        products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,R]
         products = products.reshape(-1, count, how.tables, how.directions).transpose(0, 2, 3, 1)
     else:
-        products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,F,S]
+        products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,R,S]
         products = products.reshape(-1, how.tables, how.directions, count)
     if how.hash == "simhash":
         place = np.int32(1) << np.arange(how.bits, dtype=np.int32)[None, None, :, None]

@@ -14,7 +14,7 @@ from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
+from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
@@ -144,7 +144,7 @@ class MagicPIG(Policy):
         return index.init(spec, batch, rng, self.start)
 
     def update(self, spec: Spec, state: IndexState, chunk: Chunk) -> tuple[Partial, IndexState]:
-        if not index.prefill_finished(state):
+        if not prefill_finished(state):
             partial_, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
             return partial_, state._replace(dense=appended)
         if chunk.valid.shape[1] == 1:

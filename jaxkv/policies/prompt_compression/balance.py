@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,17 +13,17 @@ from jaxkv import contract
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving, halve, walk
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.typing import Array, Float32, Int32
 
 
 @dataclass(frozen=True)
-class Balance(Policy):
+class Balance(CompressionPolicy):
     """Keep a prompt's first `sinks` tokens and its last `window`; halve the others `rounds` times.
 
     A self-balancing walk splits a block of tokens into two halves that give almost the same
@@ -63,16 +62,12 @@ class Balance(Policy):
         "start * t + 4 + 8 * K, doubling, until the end of prefill; then a quarter of that at "
         "rounds=2, plus all generated tokens"
     )
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
 
     def __post_init__(self) -> None:
         import_pallas()
         base.check_rounds(self.rounds)
-        base.check(self._ends, self.start)
-        base.check_cache(self.cache, self.sinks, self.start)
+        base.check_ends(self.ends, self.start)
+        super().__post_init__()
         if not 2 <= self.block <= rows.MAX_SLOTS or self.block % (1 << self.rounds):
             raise UserError(
                 f"block must be a multiple of 2^rounds up to {rows.MAX_SLOTS}, because each round "
@@ -92,39 +87,19 @@ class Balance(Policy):
         return Halving(self.mode, self.temperature, self.c)
 
     @property
-    def _ends(self) -> ExactEnds:
+    def ends(self) -> ExactEnds:
         return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
-    @property
-    def leaves(self) -> CompressedState:
-        return base.leaves(self.cache, self.sinks)
-
-    @property
-    def min_prompt(self) -> int:
-        return self._ends.max_tokens + 1
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, self._ends)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            times = jnp.ones(tokens.positions.shape, jnp.float32)
-            for number in range(self.rounds):
-                tokens, times = self._round(spec, tokens, times, count, state.rng, number)
-                count = count // 2
-            share = (times / np.float32(1 << self.rounds))[..., None]
-            tokens = tokens._replace(v=rows.times(tokens.v, share))
-            return base.weighted_sample(tokens, count, self.rounds * math.log(2))
-
-        return base.finish_prefill(spec, state, self._ends, choose)
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        times = jnp.ones(tokens.positions.shape, jnp.float32)
+        for number in range(self.rounds):
+            tokens, times = self._round(spec, tokens, times, count, state.rng, number)
+            count = count // 2
+        share = (times / np.float32(1 << self.rounds))[..., None]
+        tokens = tokens._replace(v=rows.times(tokens.v, share))
+        return base.weighted_sample(tokens, count, self.rounds * math.log(2))
 
     def _round(
         self, spec: Spec, tokens: SampledTokens, times: Array, count: Array, rng: Array, number: int

@@ -8,7 +8,8 @@ Generated tokens are cached exactly after that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,23 @@ from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, check_prefill
+from jaxkv.contract import (
+    Cached,
+    Chunk,
+    Leaf,
+    Partial,
+    Policy,
+    Spec,
+    check_prefill,
+    prefill_finished,
+)
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
-# The tokens between the ends [B,K,S,*] and their number -> some of them, with log weights.
-Choose = Callable[
-    [SampledTokens, Int32[Array, " B"]], tuple[SampledTokens, Float32[Array, "B K C"]]
-]
+# Tokens of a prompt, with log weights, -inf in empty slots.
+Chosen = tuple[SampledTokens, Float32[Array, "B K C"]]
+# The tokens between the ends [B,K,S,*] and their number -> what replaces them.
+Choose = Callable[[SampledTokens, Int32[Array, " B"]], Chosen]
 
 
 class CompressedState(NamedTuple):
@@ -43,6 +53,10 @@ class CompressedState(NamedTuple):
     queries: Float[Array, "B K W G H"]
     query_positions: UInt32[Array, "B W"]
     rng: UInt32[Array, "B K 2"]
+
+    @property
+    def prompt_slots(self) -> int:
+        return self.log_weight.shape[2]
 
 
 LEAVES = CompressedState(
@@ -71,24 +85,93 @@ class ExactEnds(NamedTuple):
         return self.sinks + self.window + self.multiple - 1
 
 
-def leaves(cache: Cache, sinks: int = 0) -> CompressedState:
-    """The leaves of such a state; sinks: first tokens that are in full precision with int8."""
-    exact = ring.leaves(cache, sinks, ring.DENSE_LEAVES)
-    return LEAVES._replace(dense=exact, sample=per_head.leaves(cache))
+class CompressionPolicy(Policy):
+    """A policy that compresses a prompt: a frozen dataclass with these fields, `ends` and `choose`.
 
+    num_queries: how many of the last queries the state stores until the end of prefill.
+    """
 
-def check_cache(cache: Cache, sinks: int, start: int) -> None:
-    """Raise UserError for an unknown form of rows, or fewer slots than sinks in full precision."""
-    rows.check(cache)
-    if cache == "int8" and start < sinks:
-        raise UserError(
-            f"start must be at least sinks with cache=int8, got {start} and {sinks}; try start=512"
+    start: int
+    cache: Cache
+
+    grows: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        rows.check(self.cache)
+        sinks = self.ends.sinks
+        if self.cache == "int8" and self.start < sinks:
+            raise UserError(
+                f"start must be at least sinks with cache=int8, got {self.start} and {sinks}; try "
+                "start=512"
+            )
+
+    @property
+    def ends(self) -> ExactEnds:
+        """The tokens of a prompt that stay exact."""
+        raise NotImplementedError
+
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Int32[Array, " B"]
+    ) -> Chosen:
+        """What replaces the first `count` of the tokens between the ends; state: of the prompt."""
+        raise NotImplementedError
+
+    @property
+    def leaves(self) -> CompressedState:
+        exact = ring.leaves(self.cache, self.ends.sinks, ring.DENSE_LEAVES)
+        return LEAVES._replace(dense=exact, sample=per_head.leaves(self.cache))
+
+    @property
+    def min_prompt(self) -> int:
+        return self.ends.max_tokens + 1
+
+    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        if self.num_queries:
+            check_group(spec)
+        shape = batch, spec.kv_heads, self.num_queries, spec.group or 0, spec.head_dim
+        return CompressedState(
+            ring.init(spec, batch, self.start, self.cache, self.ends.sinks),
+            per_head.init(spec, batch, 0, self.cache),
+            jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((batch, self.num_queries), jnp.uint32),
+            contract.seeds(rng, spec, batch),
         )
 
+    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        slots = rows.slots_for(tokens, self.start)
+        prompt = ring.nbytes(spec, slots, self.cache, self.ends.sinks)
+        query = 4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4
+        return prompt + self.num_queries * query + 8 * spec.kv_heads
 
-def check(ends: ExactEnds, start: int) -> None:
-    """Raise UserError for impossible ends or first slots."""
-    rows.check_sizes(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        """Room for `tokens`; after prefill for that many generated tokens."""
+        tokens += self.ends.max_tokens if prefill_finished(state) else 0
+        return state._replace(dense=ring.reserve(state.dense, tokens))
+
+    def update(
+        self, spec: Spec, state: CompressedState, chunk: Chunk
+    ) -> tuple[Partial, CompressedState]:
+        """Attend to all cached tokens and the compressed prompt; append the chunk."""
+        seen, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
+        after = _store_queries(spec, state, chunk)._replace(dense=appended)
+        if prefill_finished(state):
+            visible = chunk.valid[:, None, :, None]
+            bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
+            sample = per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
+            seen = merge(seen, sample)
+        return seen, after
+
+    def cached(self, spec: Spec, state: CompressedState) -> Cached:
+        exact = ring.cached(state.dense)
+        return Cached(
+            jnp.concatenate([exact.positions, state.sample.positions], axis=2),
+            jnp.concatenate([exact.log_weight, state.log_weight], axis=2),
+        )
+
+    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        return compress(state, self.ends, partial(self.choose, spec, state))
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:
@@ -100,13 +183,9 @@ def check_capacity(capacity: int, minimum: int, start: int) -> None:
         )
 
 
-def check_group(spec: Spec) -> None:
-    """Raise UserError where the number of query heads of a KV head is unknown."""
-    if spec.group is None:
-        raise UserError(
-            "this policy stores queries, so it must know how many heads share a KV head; give "
-            "Spec(group=...)"
-        )
+def check_ends(ends: ExactEnds, start: int) -> None:
+    """Raise UserError for impossible ends or first slots."""
+    rows.check_sizes(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
 
 
 def check_rounds(rounds: int) -> None:
@@ -115,66 +194,13 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
-def nbytes(
-    spec: Spec, start: int, tokens: int, queries: int = 0, cache: Cache = "float", sinks: int = 0
-) -> int:
-    """Bytes of one sequence before the end of prefill, with room for `tokens`."""
-    prompt = ring.nbytes(spec, rows.slots_for(tokens, start), cache, sinks)
-    stored_queries = queries * (4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4)
-    return prompt + stored_queries + 8 * spec.kv_heads
-
-
-def init(
-    spec: Spec,
-    batch: int,
-    rng: jax.Array,
-    start: int,
-    queries: int = 0,
-    cache: Cache = "float",
-    sinks: int = 0,
-) -> CompressedState:
-    """An empty state; queries: how many of the last queries to store."""
-    if queries:
-        check_group(spec)
-    shape = batch, spec.kv_heads, queries, spec.group or 0, spec.head_dim
-    return CompressedState(
-        ring.init(spec, batch, start, cache, sinks),
-        per_head.init(spec, batch, 0, cache),
-        jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((batch, queries), jnp.uint32),
-        contract.seeds(rng, spec, batch),
-    )
-
-
-def prefill_finished(state: CompressedState) -> bool:
-    return state.log_weight.shape[2] > 0
-
-
-def reserve(spec: Spec, state: CompressedState, tokens: int, ends: ExactEnds) -> CompressedState:
-    """Room for `tokens`; after prefill for that many generated tokens."""
-    tokens += ends.max_tokens if prefill_finished(state) else 0
-    return state._replace(dense=ring.reserve(state.dense, tokens))
-
-
-def update(spec: Spec, state: CompressedState, chunk: Chunk) -> tuple[Partial, CompressedState]:
-    """Attend to all cached tokens and the compressed prompt; append the chunk."""
-    partial, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
-    after = _store_queries(spec, state, chunk)._replace(dense=appended)
-    if prefill_finished(state):
-        seen = chunk.valid[:, None, :, None]
-        bias = jnp.where(seen, state.log_weight[:, :, None], -jnp.inf)
-        sample = per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
-        partial = merge(partial, sample)
-    return partial, after
-
-
-def cached(spec: Spec, state: CompressedState) -> Cached:
-    exact = ring.cached(state.dense)
-    return Cached(
-        jnp.concatenate([exact.positions, state.sample.positions], axis=2),
-        jnp.concatenate([exact.log_weight, state.log_weight], axis=2),
-    )
+def check_group(spec: Spec) -> None:
+    """Raise UserError where the number of query heads of a KV head is unknown."""
+    if spec.group is None:
+        raise UserError(
+            "this policy stores queries, so it must know how many heads share a KV head; give "
+            "Spec(group=...)"
+        )
 
 
 def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
@@ -196,14 +222,12 @@ def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> Compress
     )
 
 
-def finish_prefill(
-    spec: Spec, state: CompressedState, ends: ExactEnds, choose: Choose
-) -> CompressedState:
+def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> CompressedState:
     """Compress the prompt: the tokens between its ends become the sample that `choose` returns.
 
     Raises UserError for a state whose prefill is finished.
     """
-    check_prefill(prefill_finished(state))
+    check_prefill(state)
     prompt = state.dense
     batch, kv_heads, size, _ = prompt.k.shape
     count = jnp.maximum(0, jnp.minimum(prompt.count, size) - ends.sinks - ends.window)
@@ -237,7 +261,7 @@ def finish_prefill(
 
 def weighted_sample(
     chosen: SampledTokens, count: Int32[Array, " B"], weight: float | Array
-) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
+) -> Chosen:
     """A sample whose first `count` slots are filled, each with this log weight."""
     filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
     weight = jnp.where(filled, jnp.float32(weight), -jnp.inf)
@@ -246,7 +270,7 @@ def weighted_sample(
 
 def keep_best(
     tokens: SampledTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
-) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
+) -> Chosen:
     """The `budget` highest scores of the first `count` tokens, in the order of the text."""
     size = tokens.positions.shape[2]
     budget = min(size, budget)

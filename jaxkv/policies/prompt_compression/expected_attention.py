@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 from jaxkv.cache import ring, rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -24,16 +25,16 @@ HIGHEST = jax.lax.Precision.HIGHEST
 class ExpectedState(NamedTuple):
     """prompt: the tokens. mean, covariance: of the queries after the sinks, before rotation.
 
-    M is 1 and D is H before the end of prefill; both are 0 after it.
+    M is 1 and J is H before the end of prefill; both are 0 after it.
     """
 
     prompt: CompressedState
     mean: Float32[Array, "B K M G H"]
-    covariance: Float32[Array, "B K D G H"]
+    covariance: Float32[Array, "B K J G H"]
 
 
 @dataclass(frozen=True)
-class ExpectedAttention(Policy):
+class ExpectedAttention(CompressionPolicy):
     """Keep a prompt's first `sinks` tokens and those that later queries are expected to attend to.
 
     The queries of a head are close to normally distributed. So the queries of the prompt predict
@@ -74,7 +75,6 @@ class ExpectedAttention(Policy):
         "start * t + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling without the last term, until "
         "the end of prefill; then `capacity` tokens, plus all generated tokens"
     )
-    grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < math.inf:
@@ -83,16 +83,15 @@ class ExpectedAttention(Policy):
                 f"{self.epsilon} and {self.future}; try sinks=4,epsilon=0,future=512"
             )
         base.check_capacity(self.capacity, self.sinks + 1, self.start)
-        base.check_cache(self.cache, self.sinks, self.start)
+        super().__post_init__()
+
+    @property
+    def ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, 0)
 
     @property
     def leaves(self) -> ExpectedState:
-        prompt = base.leaves(self.cache, self.sinks)
-        return ExpectedState(prompt, Leaf("B K M G H"), Leaf("B K D G H"))
-
-    @property
-    def _ends(self) -> ExactEnds:
-        return ExactEnds(self.sinks, 0)
+        return ExpectedState(super().leaves, Leaf("B K M G H"), Leaf("B K J G H"))
 
     @property
     def min_prompt(self) -> int:
@@ -102,27 +101,25 @@ class ExpectedAttention(Policy):
         base.check_group(spec)
         shape = batch, spec.kv_heads, spec.head_dim, spec.group, spec.head_dim
         zeros = jnp.zeros(shape, jnp.float32)
-        prompt = base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
-        return ExpectedState(prompt, zeros[:, :, :1], zeros)
+        return ExpectedState(super().init(spec, batch, rng), zeros[:, :, :1], zeros)
 
     def reserve(self, spec: Spec, state: ExpectedState, tokens: int) -> ExpectedState:
-        return state._replace(prompt=base.reserve(spec, state.prompt, tokens, self._ends))
+        return state._replace(prompt=super().reserve(spec, state.prompt, tokens))
 
     def cached(self, spec: Spec, state: ExpectedState) -> Cached:
-        return base.cached(spec, state.prompt)
+        return super().cached(spec, state.prompt)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         heads, head_dim = spec.kv_heads * (spec.group or 0), spec.head_dim
-        prompt = base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
-        return prompt + 4 * heads * head_dim * (head_dim + 1)
+        return super().bytes_per_sequence(spec, tokens) + 4 * heads * head_dim * (head_dim + 1)
 
     def update(
         self, spec: Spec, state: ExpectedState, chunk: Chunk
     ) -> tuple[Partial, ExpectedState]:
-        partial, after = base.update(spec, state.prompt, chunk)
-        if not base.prefill_finished(state.prompt):
+        seen, after = super().update(spec, state.prompt, chunk)
+        if not prefill_finished(state.prompt):
             state = self._add_queries(state, chunk)
-        return partial, state._replace(prompt=after)
+        return seen, state._replace(prompt=after)
 
     def _add_queries(self, state: ExpectedState, chunk: Chunk) -> ExpectedState:
         """The state with the mean and covariance of the chunk's queries merged into its own."""
@@ -150,17 +147,16 @@ class ExpectedAttention(Policy):
         )
 
     def finish_prefill(self, spec: Spec, state: ExpectedState) -> ExpectedState:
-        # A choice has no gradient.
-        frozen = jax.lax.stop_gradient(state)
-
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            score = self._score(spec, frozen, jax.lax.stop_gradient(tokens), count)
-            return base.keep_best(tokens, count, score, self.capacity - self.sinks)
-
-        prompt = base.finish_prefill(spec, state.prompt, self._ends, choose)
+        choose = partial(self.choose, spec, jax.lax.stop_gradient(state))
+        prompt = base.compress(state.prompt, self.ends, choose)
         return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
+
+    def choose(
+        self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        # A choice has no gradient.
+        score = self._score(spec, state, jax.lax.stop_gradient(tokens), count)
+        return base.keep_best(tokens, count, score, self.capacity - self.sinks)
 
     def _score(
         self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Int32[Array, " B"]

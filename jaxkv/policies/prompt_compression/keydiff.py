@@ -11,16 +11,14 @@ import jax.numpy as jnp
 from jaxkv.cache import rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
-from jaxkv.typing import Array, Float, Float32
-
-ENDS = ExactEnds(0, 0)
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.typing import Array, Float
 
 
 @dataclass(frozen=True)
-class KeyDiff(Policy):
+class KeyDiff(CompressionPolicy):
     """Keep the `capacity` tokens of a prompt whose keys differ most from the mean key of the head.
 
     Keys that point away from the others tend to receive more attention, and a set of such keys
@@ -50,44 +48,25 @@ class KeyDiff(Policy):
         "start * t + 4 + 8 * K, doubling, until the end of prefill; then `capacity` tokens, plus "
         "all generated tokens"
     )
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
+    ends: ClassVar[ExactEnds] = ExactEnds(0, 0)
 
     def __post_init__(self) -> None:
         base.check_capacity(self.capacity, 1, self.start)
-        base.check_cache(self.cache, 0, self.start)
-
-    @property
-    def leaves(self) -> CompressedState:
-        return base.leaves(self.cache)
+        super().__post_init__()
 
     @property
     def min_prompt(self) -> int:
         return self.capacity + 1
 
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start, cache=self.cache)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, ENDS)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(spec, self.start, tokens, cache=self.cache)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
-            # A choice has no gradient.
-            keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))
-            mean = jnp.sum(jnp.where(there[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
-            similarity = jnp.sum(keys * _unit(mean), axis=-1)
-            return base.keep_best(tokens, count, -similarity, self.capacity)
-
-        return base.finish_prefill(spec, state, ENDS, choose)
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
+        # A choice has no gradient.
+        keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))
+        mean = jnp.sum(jnp.where(there[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
+        similarity = jnp.sum(keys * _unit(mean), axis=-1)
+        return base.keep_best(tokens, count, -similarity, self.capacity)
 
 
 def _unit(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:

@@ -6,18 +6,18 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import jax
-
+from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
+from jaxkv.typing import Array
 
 
 @dataclass(frozen=True)
-class PyramidKV(Policy):
+class PyramidKV(CompressionPolicy):
     """SnapKV with a budget that falls from layer to layer, about `capacity` tokens on average.
 
     Lower layers spread their attention widely and higher layers concentrate it on few tokens
@@ -51,10 +51,6 @@ class PyramidKV(Policy):
         "endless text; single facts of the prompt and several questions, as snapkv"
     )
     bytes_formula: ClassVar[str] = "as snapkv, with this layer's capacity"
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
 
     def __post_init__(self) -> None:
         if self.capacity <= self.window:
@@ -76,29 +72,26 @@ class PyramidKV(Policy):
     @property
     def _snap(self) -> SnapKV:
         mean = self.capacity - self.window
-        budget, least = mean, mean // self.beta
+        budget, minimum = mean, mean // self.beta
         if self.layers > 1:
-            most = 2 * mean - least
-            budget = most - self.layer * ((most - least) // (self.layers - 1))
+            maximum = 2 * mean - minimum
+            budget = maximum - self.layer * ((maximum - minimum) // (self.layers - 1))
         capacity = max(budget, 1) + self.window
         return SnapKV(capacity, self.window, self.kernel, self.pool, self.start, self.cache)
 
     @property
-    def leaves(self) -> CompressedState:
-        return self._snap.leaves
+    def ends(self) -> ExactEnds:
+        return self._snap.ends
+
+    @property
+    def num_queries(self) -> int:
+        return self._snap.num_queries
 
     @property
     def min_prompt(self) -> int:
         return self._snap.min_prompt
 
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return self._snap.init(spec, batch, rng)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return self._snap.reserve(spec, state, tokens)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return self._snap.bytes_per_sequence(spec, tokens)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        return self._snap.finish_prefill(spec, state)
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        return self._snap.choose(spec, state, tokens, count)

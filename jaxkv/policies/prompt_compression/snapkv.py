@@ -12,15 +12,15 @@ import numpy as np
 from jaxkv.cache import rows
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.typing import Array, Float32
 
 
 @dataclass(frozen=True)
-class SnapKV(Policy):
+class SnapKV(CompressionPolicy):
     """Keep a prompt's last `window` tokens and the tokens before them that these attend to most.
 
     The answer attends largely to the same tokens as the end of the prompt (section 3). So the
@@ -51,14 +51,10 @@ class SnapKV(Policy):
         "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "
         "prefill; then `capacity` tokens, plus all generated tokens"
     )
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
 
     def __post_init__(self) -> None:
-        base.check(self._ends, self.start)
-        base.check_cache(self.cache, 0, self.start)
+        base.check_ends(self.ends, self.start)
+        super().__post_init__()
         if not self.window < self.capacity <= rows.MAX_SLOTS:
             raise UserError(
                 f"capacity must be more than window and {rows.MAX_SLOTS} at most, got "
@@ -70,40 +66,27 @@ class SnapKV(Policy):
             raise UserError(f"pool must be max or mean, got {self.pool!r}")
 
     @property
-    def _ends(self) -> ExactEnds:
+    def ends(self) -> ExactEnds:
         return ExactEnds(0, self.window)
 
     @property
-    def leaves(self) -> CompressedState:
-        return base.leaves(self.cache)
+    def num_queries(self) -> int:
+        return self.window
 
     @property
     def min_prompt(self) -> int:
         return self.capacity + 1
 
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start, self.window, cache=self.cache)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, self._ends)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(spec, self.start, tokens, self.window, cache=self.cache)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
         # A choice has no gradient.
         attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
-
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            size = tokens.positions.shape[2]
-            there = jnp.arange(size)[None, None] < count[:, None, None]
-            score = jnp.where(there[:, :, None], attention[..., :size], 0)
-            score = jnp.mean(self._pooled(score), axis=2)
-            return base.keep_best(tokens, count, score, self.capacity - self.window)
-
-        return base.finish_prefill(spec, state, self._ends, choose)
+        size = tokens.positions.shape[2]
+        there = jnp.arange(size)[None, None] < count[:, None, None]
+        score = jnp.where(there[:, :, None], attention[..., :size], 0)
+        score = jnp.mean(self._pooled(score), axis=2)
+        return base.keep_best(tokens, count, score, self.capacity - self.window)
 
     def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
         """Pooled over neighbours. A mean counts places beyond the ends as zeros."""

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,14 +13,14 @@ from jaxkv import contract
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import SampledTokens
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, ExactEnds
-from jaxkv.typing import Array, Float32
+from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.typing import Array
 
 
 @dataclass(frozen=True)
-class Uniform(Policy):
+class Uniform(CompressionPolicy):
     """Keep a prompt's first `sinks` tokens, its last `window`, and one in 2^rounds of the others.
 
     A uniform sample, weighted by the inverse of its probability, estimates the sums of the softmax
@@ -48,50 +47,26 @@ class Uniform(Policy):
         "start * t + 4 + 8 * K, doubling, until the end of prefill; then a quarter of that at "
         "rounds=2, plus all generated tokens"
     )
-    grows: ClassVar[bool] = True
-
-    update = staticmethod(base.update)
-    cached = staticmethod(base.cached)
 
     def __post_init__(self) -> None:
         base.check_rounds(self.rounds)
-        base.check(self._ends, self.start)
-        base.check_cache(self.cache, self.sinks, self.start)
+        base.check_ends(self.ends, self.start)
+        super().__post_init__()
 
     @property
-    def _ends(self) -> ExactEnds:
+    def ends(self) -> ExactEnds:
         return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
-    @property
-    def leaves(self) -> CompressedState:
-        return base.leaves(self.cache, self.sinks)
-
-    @property
-    def min_prompt(self) -> int:
-        return self._ends.max_tokens + 1
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        return base.init(spec, batch, rng, self.start, cache=self.cache, sinks=self.sinks)
-
-    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        return base.reserve(spec, state, tokens, self._ends)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return base.nbytes(spec, self.start, tokens, cache=self.cache, sinks=self.sinks)
-
-    def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
-        def choose(
-            tokens: SampledTokens, count: Array
-        ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
-            size = tokens.positions.shape[2]
-            place = jnp.arange(size, dtype=jnp.uint32)[None, None]
-            draws = contract.draws(place, state.rng)
-            draws = jnp.where(
-                place.astype(jnp.int32) < count[:, None, None], draws, np.uint32(2**32 - 1)
-            )
-            chosen = jnp.argsort(draws, axis=2)[:, :, : -(-size >> self.rounds)]
-            taken = per_head.pick(tokens, chosen.astype(jnp.int32))
-            weight = self.rounds * math.log(2) if self.weighted else 0.0
-            return base.weighted_sample(taken, count >> self.rounds, weight)
-
-        return base.finish_prefill(spec, state, self._ends, choose)
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+    ) -> base.Chosen:
+        size = tokens.positions.shape[2]
+        place = jnp.arange(size, dtype=jnp.uint32)[None, None]
+        draws = contract.draws(place, state.rng)
+        draws = jnp.where(
+            place.astype(jnp.int32) < count[:, None, None], draws, np.uint32(2**32 - 1)
+        )
+        chosen = jnp.argsort(draws, axis=2)[:, :, : -(-size >> self.rounds)]
+        taken = per_head.pick(tokens, chosen.astype(jnp.int32))
+        weight = self.rounds * math.log(2) if self.weighted else 0.0
+        return base.weighted_sample(taken, count >> self.rounds, weight)

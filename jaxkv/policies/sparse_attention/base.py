@@ -19,7 +19,16 @@ from jaxkv import contract
 from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, check_prefill
+from jaxkv.contract import (
+    Cached,
+    Chunk,
+    Leaf,
+    Partial,
+    Policy,
+    Spec,
+    check_prefill,
+    prefill_finished,
+)
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -37,6 +46,10 @@ class SparseState(NamedTuple):
     dense: Ring
     finished: Int32[Array, "B X 0"]
     rng: UInt32[Array, "B K 2"]
+
+    @property
+    def prompt_slots(self) -> int:
+        return self.finished.shape[1]
 
 
 LEAVES = SparseState(ring.DENSE_LEAVES, Leaf("B X 0"), Leaf("B K 2"))
@@ -108,7 +121,7 @@ class SparsePolicy(Policy):
 
     def reserve(self, spec: Spec, state: SparseState, tokens: int) -> SparseState:
         """Room for `tokens`; after prefill for that many generated tokens."""
-        tokens += state.finished.shape[1]
+        tokens += state.prompt_slots
         return state._replace(dense=ring.reserve(state.dense, tokens))
 
     def finish_prefill(self, spec: Spec, state: SparseState) -> SparseState:
@@ -116,7 +129,7 @@ class SparsePolicy(Policy):
 
         Raises UserError for a state whose prefill is finished.
         """
-        check_prefill(state.finished.shape[1] > 0)
+        check_prefill(state)
         slots = state.dense.positions.shape
         return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
 
@@ -125,7 +138,7 @@ def attend_selected(
     spec: Spec, state: SparseState, chunk: Chunk, sinks: int, window: int, select: Select
 ) -> tuple[Partial, SparseState]:
     """Append the chunk first; then each query sees the tokens up to its own number."""
-    if state.finished.shape[1] == 0:
+    if not prefill_finished(state):
         partial, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
         return partial, state._replace(dense=appended)
     after = state._replace(dense=ring.write(spec, state.dense, chunk, ring.dense(state.dense)))
