@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies import ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
@@ -54,7 +54,7 @@ class PromptEnds(CompressionPolicy):
         return ExactEnds(self.sinks, self.window)
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         none = per_head.init(spec, tokens.k.shape[0], 1)
         return base.weighted_sample(none, jnp.zeros_like(count), 0.0)

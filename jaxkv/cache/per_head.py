@@ -1,4 +1,4 @@
-"""A sample of evicted tokens, drawn separately for each KV head: the storage of sampling policies.
+"""Tokens chosen separately for each KV head: samples, heavy hitters, compressed prompts.
 
 `reservoir` stores keys rotated to their position in the text. The merge-and-reduce tree, with
 cache-relative positions, stores floats rotated to their slot within a half. Rows in int8 stay as
@@ -25,7 +25,7 @@ _NEVER = np.int32(2**31 - 1)
 _COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
 
-class SampledTokens(NamedTuple):
+class PerHeadTokens(NamedTuple):
     """S slots per sequence and KV head; their order is up to the policy."""
 
     k: Rows  # [B,K,S,H]
@@ -39,16 +39,16 @@ class Evicted(NamedTuple):
     index [B,T]: of the evicted token in `tokens`. valid [B,T]: whether a token is evicted.
     """
 
-    tokens: SampledTokens
+    tokens: PerHeadTokens
     index: Int32[Array, "B T"]
     valid: Bool[Array, "B T"]
 
 
-LEAVES = SampledTokens(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
+LEAVES = PerHeadTokens(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
 
 
-def leaves(cache: Cache, like: SampledTokens = LEAVES) -> SampledTokens:
-    """The leaves of a SampledTokens; like: those of the same sample in floats."""
+def leaves(cache: Cache, like: PerHeadTokens = LEAVES) -> PerHeadTokens:
+    """The leaves of a PerHeadTokens; like: those of the same tokens in floats."""
     return like._replace(k=rows.leaf(cache, like.k), v=rows.leaf(cache, like.v))
 
 
@@ -65,13 +65,13 @@ def check_exponent(exponent: float, weighted: bool) -> None:
         raise UserError(f"exponent={exponent} belongs to weighted=true; give both or neither")
 
 
-def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> SampledTokens:
+def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> PerHeadTokens:
     """Empty slots."""
     empty = rows.zeros(spec, batch, slots, cache)
-    return SampledTokens(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
+    return PerHeadTokens(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
 
 
-def pick(sample: SampledTokens, places: Int32[Array, "B K X"]) -> SampledTokens:
+def pick(sample: PerHeadTokens, places: Int32[Array, "B K X"]) -> PerHeadTokens:
     """The slots at these places."""
 
     def take(leaf: Array) -> Array:
@@ -80,11 +80,11 @@ def pick(sample: SampledTokens, places: Int32[Array, "B K X"]) -> SampledTokens:
     return jax.tree.map(take, sample)
 
 
-def join(*parts: SampledTokens) -> SampledTokens:
+def join(*parts: PerHeadTokens) -> PerHeadTokens:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
 
 
-def put(sample: SampledTokens, at: Array, takes: Array, token: SampledTokens) -> SampledTokens:
+def put(sample: PerHeadTokens, at: Array, takes: Array, token: PerHeadTokens) -> PerHeadTokens:
     """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head where `takes`."""
 
     def one(old: Array, new: Array, at: Array, takes: Array) -> Array:
@@ -96,7 +96,7 @@ def put(sample: SampledTokens, at: Array, takes: Array, token: SampledTokens) ->
     return jax.tree.map(lambda old, new: each(old, new, at, takes), sample, token)
 
 
-def ranks(sample: SampledTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
+def ranks(sample: PerHeadTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
     """How many filled slots of the same KV head store an older token."""
     # Positions may wrap, so ages are distances back from the first slot.
     first = sample.positions[:, :, :1]
@@ -122,7 +122,7 @@ def attend(
     spec: Spec,
     q: Float[Array, "B T N H"],
     query_positions: UInt32[Array, "B T"],
-    sample: SampledTokens,
+    sample: PerHeadTokens,
     bias: Float32[Array, "B K T S"],
 ) -> Partial:
     """Attention of queries at these positions to a sample; bias: log weights, -inf where masked."""
@@ -156,7 +156,7 @@ def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evic
         pairs = old, rows.store(new, old)
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), *pairs)
 
-    tokens = SampledTokens(
+    tokens = PerHeadTokens(
         with_chunk(recent.k, k),
         with_chunk(recent.v, v),
         jnp.broadcast_to(positions[:, None], (positions.shape[0], kv_heads, positions.shape[1])),
@@ -174,5 +174,5 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
 
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
-    token = SampledTokens(*jax.tree.map(one, recent[:2]), position)
+    token = PerHeadTokens(*jax.tree.map(one, recent[:2]), position)
     return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

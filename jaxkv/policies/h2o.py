@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
@@ -20,10 +20,10 @@ from jaxkv.typing import Array, Bool, Float32, Int32
 
 
 class H2OState(NamedTuple):
-    """sample: the cached tokens, in no order. score: the attention that each has received, summed
+    """tokens: the cached tokens, in no order. score: the attention that each has received, summed
     over the query heads of its KV head. count: filled slots."""
 
-    sample: SampledTokens
+    tokens: PerHeadTokens
     score: Float32[Array, "B K S"]
     count: Int32[Array, " B"]
 
@@ -83,7 +83,7 @@ class H2O(Policy):
 
     def cached(self, spec: Spec, state: H2OState) -> Cached:
         weight = jnp.where(self._filled(state), np.float32(0), -jnp.inf)
-        return Cached(state.sample.positions, weight)
+        return Cached(state.tokens.positions, weight)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         return per_head.nbytes(spec, self.slots, self.cache) + 4 * spec.kv_heads * self.slots + 4
@@ -92,21 +92,21 @@ class H2O(Policy):
         """One token: it takes its slot first, then attends to every filled slot."""
         after = self._insert(spec, state, chunk)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        logits = scores(q, after.sample.k, spec.scale, spec.softcap)
+        logits = scores(q, after.tokens.k, spec.scale, spec.softcap)
         logits = logits + self._bias(spec, after, chunk)
-        part = blend(logits, after.sample.v)
+        part = blend(logits, after.tokens.v)
         return part, after._replace(score=after.score + _attention_received(logits, part))
 
     def _insert(self, spec: Spec, state: H2OState, chunk: Chunk) -> H2OState:
         """The state with one more token, of score 0, in place of the evicted one."""
-        new = self._newest(state.sample, chunk.positions[:, 0])
+        new = self._newest(state.tokens, chunk.positions[:, 0])
         lowest = jnp.argmin(jnp.where(new, jnp.inf, state.score), axis=2).astype(jnp.int32)
         slot = jnp.where((state.count >= self.slots)[:, None], lowest, state.count[:, None])
         takes = jnp.broadcast_to(chunk.valid, slot.shape)
-        token = _tokens(spec, chunk, state.sample)
+        token = _tokens(spec, chunk, state.tokens)
         here = (jnp.arange(self.slots)[None, None] == slot[..., None]) & takes[..., None]
         return H2OState(
-            per_head.put(state.sample, slot, takes, token),
+            per_head.put(state.tokens, slot, takes, token),
             jnp.where(here, np.float32(0), state.score),
             jnp.minimum(state.count + chunk.valid[:, 0].astype(jnp.int32), self.slots),
         )
@@ -115,7 +115,7 @@ class H2O(Policy):
         filled = jnp.arange(self.slots)[None, None] < state.count[:, None, None]
         return jnp.broadcast_to(filled, state.score.shape)
 
-    def _newest(self, tokens: SampledTokens, newest: Array) -> Bool[Array, "B K S"]:
+    def _newest(self, tokens: PerHeadTokens, newest: Array) -> Bool[Array, "B K S"]:
         """The `window` newest tokens, the last of them at position `newest`."""
         return newest[:, None, None] - tokens.positions < np.uint32(self.window)
 
@@ -123,16 +123,16 @@ class H2O(Policy):
         seen = self._filled(state)
         queries = chunk.valid[:, None, None, :, None]
         bias = jnp.where(queries & seen[:, :, None, None], np.float32(0), -jnp.inf)
-        penalty = spec.encoding.bias(chunk.positions, state.sample.positions, seen.shape[1])
+        penalty = spec.encoding.bias(chunk.positions, state.tokens.positions, seen.shape[1])
         return bias if penalty is None else bias + penalty
 
 
-def _tokens(spec: Spec, chunk: Chunk, like: SampledTokens) -> SampledTokens:
-    """A chunk as slots of a sample."""
+def _tokens(spec: Spec, chunk: Chunk, like: PerHeadTokens) -> PerHeadTokens:
+    """A chunk as tokens of each KV head."""
     keys = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.broadcast_to(chunk.positions[:, None], keys.shape[:3])
-    return SampledTokens(rows.store(keys, like.k), rows.store(values, like.v), positions)
+    return PerHeadTokens(rows.store(keys, like.k), rows.store(values, like.v), positions)
 
 
 def _attention_received(

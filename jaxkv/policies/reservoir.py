@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
-from jaxkv.cache.per_head import Evicted, SampledTokens
+from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
@@ -30,7 +30,7 @@ class ReservoirState(NamedTuple):
     """recent: sinks and ring. num_evicted: tokens that left the ring. rng: seeds of the draws."""
 
     recent: Ring
-    sample: SampledTokens
+    sample: PerHeadTokens
     num_evicted: Int32[Array, " B"]
     rng: UInt32[Array, "B K 2"]
 
@@ -159,7 +159,7 @@ class Reservoir(Policy):
         return merge(recent, sample), after
 
     def _attend_cache_relative(
-        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: SampledTokens,
+        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: PerHeadTokens,
         stored: Int32[Array, "B K T S"], num_evicted: Int32[Array, "B T"],
         weight: Float32[Array, "B T"],
     ) -> Partial:  # fmt: skip
@@ -258,12 +258,12 @@ class Reservoir(Policy):
         return jnp.moveaxis(sources, 0, 2), num_evicted.T
 
     def _at_cache_positions(
-        self, spec: Spec, sample: SampledTokens, num_evicted: Int32[Array, "B 1"]
-    ) -> SampledTokens:
+        self, spec: Spec, sample: PerHeadTokens, num_evicted: Int32[Array, "B 1"]
+    ) -> PerHeadTokens:
         """A sample rotated from the text positions of its tokens to positions in the cache."""
         ranks = self.sinks + per_head.ranks(sample, self._filled(num_evicted)[:, 0])
         ranks = ranks.astype(jnp.uint32)
-        return SampledTokens(
+        return PerHeadTokens(
             per_head.rerotate(spec, sample.k, ranks - sample.positions), sample.v, ranks
         )
 

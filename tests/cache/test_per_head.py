@@ -1,4 +1,4 @@
-"""Tokens sampled per KV head: their ranks by age."""
+"""Tokens of each KV head: their ranks by age."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 
 BATCH, KV_HEADS = 2, 3
 
 
-def sample_of(rng, slots: int, start: int) -> SampledTokens:
+def sample_of(rng, slots: int, start: int) -> PerHeadTokens:
     """Slots with distinct positions from `start` on, in random order; positions wrap at 2^32."""
     orders = [rng.permutation(3 * slots)[:slots] for _ in range(BATCH * KV_HEADS)]
     positions = (np.reshape(orders, (BATCH, KV_HEADS, slots)) + start) % 2**32
     values = jnp.zeros((BATCH, KV_HEADS, slots, 4))
-    return SampledTokens(values, values, jnp.asarray(positions, jnp.uint32))
+    return PerHeadTokens(values, values, jnp.asarray(positions, jnp.uint32))
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - 300])
@@ -49,5 +49,5 @@ def test_more_than_256_slots_are_sorted():
     for positions, sorts in zip(shapes, (False, True), strict=True):
         values = jax.ShapeDtypeStruct((*positions.shape, 4), jnp.float32)
         filled = jax.ShapeDtypeStruct(positions.shape, bool)
-        text = str(jax.make_jaxpr(per_head.ranks)(SampledTokens(values, values, positions), filled))
+        text = str(jax.make_jaxpr(per_head.ranks)(PerHeadTokens(values, values, positions), filled))
         assert (" sort[" in text) == sorts

@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import contract, xla_cpu
 from jaxkv.attention import chunked_scan, merge, slot_attention
 from jaxkv.cache import per_head, ring, rows
-from jaxkv.cache.per_head import Evicted, SampledTokens
+from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
@@ -36,7 +36,7 @@ class TreeState(NamedTuple):
     ring; the count is halved when it reaches HALVE_COUNT_AT. rng: seeds of the draws."""
 
     recent: Ring
-    sample: SampledTokens
+    sample: PerHeadTokens
     num_evicted: UInt32[Array, " B"]
     rng: UInt32[Array, "B K 2"]
 
@@ -241,7 +241,7 @@ class TreePolicy(Policy):
             for part in range(parts)
         ]  # fmt: skip
 
-    def _rotated_to_slots(self, spec: Spec, sample: SampledTokens) -> tuple[Rows, Rows]:
+    def _rotated_to_slots(self, spec: Spec, sample: PerHeadTokens) -> tuple[Rows, Rows]:
         """Keys, rotated to their slot within a half with cache-relative positions, and values."""
         if self.cache == "float" or not self.cache_relative:
             return sample.k, sample.v

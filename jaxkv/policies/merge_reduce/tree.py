@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import Evicted, SampledTokens, pick, put, rerotate
+from jaxkv.cache.per_head import Evicted, PerHeadTokens, pick, put, rerotate
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec, uniforms
 from jaxkv.policies.discrepancy import Halving, halve
@@ -64,16 +64,16 @@ class Reducer(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def absorb(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[SampledTokens, Array]:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[PerHeadTokens, Array]:
     """The levels and `num_evicted` after all evicted tokens were absorbed."""
     one = evicted.tokens.positions.shape[2] == 1
     return (_absorb_one if one else _absorb)(reducer, sample, num_evicted, rng, evicted)
 
 
 def _absorb_one(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[SampledTokens, Array]:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[PerHeadTokens, Array]:
     size, token, valid = reducer.size, evicted.tokens, evicted.valid[:, 0]
     r, begun = group_size_and_start(size, num_evicted)
     slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
@@ -91,8 +91,8 @@ def _absorb_one(
 
 
 def _absorb(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[SampledTokens, Array]:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[PerHeadTokens, Array]:
     """A block at a time."""
     order, left = _order_of(evicted)
 
@@ -114,8 +114,8 @@ def _absorb(
 
 
 def _absorb_for_gradients(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
-) -> tuple[tuple[SampledTokens, Array], tuple]:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> tuple[tuple[PerHeadTokens, Array], tuple]:
     found = absorb(reducer, sample, num_evicted, rng, evicted)
     return found, (sample, num_evicted, rng, evicted, found[0].positions)
 
@@ -142,7 +142,7 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     rotated_to = jnp.concatenate([new.positions, slot], axis=2)
     by = slot - jnp.take_along_axis(rotated_to, source, axis=2)
 
-    def again(sample: SampledTokens, new: SampledTokens) -> tuple[Array, Array]:
+    def again(sample: PerHeadTokens, new: PerHeadTokens) -> tuple[Array, Array]:
         found = pick(per_head.join(new, sample), source)
         return rerotate(reducer.spec, found.k, by) if reducer.cache_relative else found.k, found.v
 
@@ -153,10 +153,10 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     )[1]  # fmt: skip
     k, v, new_k, new_v = back((cotangents[0].k, cotangents[0].v))
     return (
-        SampledTokens(k, v, None),
+        PerHeadTokens(k, v, None),
         None,
         None,
-        Evicted(SampledTokens(new_k, new_v, None), None, None),
+        Evicted(PerHeadTokens(new_k, new_v, None), None, None),
     )
 
 
@@ -164,8 +164,8 @@ absorb.defvjp(_absorb_for_gradients, _gradients)
 
 
 def fill_level_0(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array, evicted: Evicted
-) -> SampledTokens:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
+) -> PerHeadTokens:
     """The levels after level 0 took evicted tokens until it is full, before any halving."""
     order, left = _order_of(evicted)
     done = jnp.zeros_like(left)
@@ -182,9 +182,9 @@ def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]
 
 
 def _fill_level_0(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, rng: Array,
-    tokens: SampledTokens, order: Array, done: Array, left: Array,
-) -> SampledTokens:  # fmt: skip
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array,
+    tokens: PerHeadTokens, order: Array, done: Array, left: Array,
+) -> PerHeadTokens:  # fmt: skip
     """Level 0 takes its tokens, from the `done`-th evicted one on, until it is full."""
     chosen = token_of_slot(reducer.size, num_evicted[:, None], rng)[:, :, 0]
     wanted = chosen - num_evicted[:, None, None]
@@ -197,13 +197,13 @@ def _fill_level_0(
     return _write(sample, new, 0, takes)
 
 
-def _cut(sample: SampledTokens, at: int | Array, size: int) -> SampledTokens:
+def _cut(sample: PerHeadTokens, at: int | Array, size: int) -> PerHeadTokens:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, at, size, 2), sample)
 
 
 def _write(
-    sample: SampledTokens, new: SampledTokens, at: int | Array, takes: Bool[Array, "B ... #S"]
-) -> SampledTokens:
+    sample: PerHeadTokens, new: PerHeadTokens, at: int | Array, takes: Bool[Array, "B ... #S"]
+) -> PerHeadTokens:
     """The sample with `new` in the slots from `at` on, where `takes`."""
 
     def one(old: Array, new: Array) -> Array:
@@ -216,8 +216,8 @@ def _write(
 
 
 def _reduce(
-    reducer: Reducer, sample: SampledTokens, num_evicted: Array, after: Array, rng: Array
-) -> tuple[SampledTokens, Array]:
+    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, after: Array, rng: Array
+) -> tuple[PerHeadTokens, Array]:
     """Halve the full levels when the number of evicted tokens goes from `num_evicted` to `after`.
 
     The two are at most one block apart.
@@ -261,8 +261,8 @@ def _first_slot_of_level(reducer: Reducer, level: Array) -> Int32[Array, ""]:
 
 
 def _halve_level(
-    reducer: Reducer, sample: SampledTokens, level: Array, after: Array, rng: Array
-) -> SampledTokens:
+    reducer: Reducer, sample: PerHeadTokens, level: Array, after: Array, rng: Array
+) -> PerHeadTokens:
     """Halve a level together with the half that waits in the second half of level 0.
 
     Returns the half that stays.

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.cache import per_head, rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
@@ -91,7 +91,7 @@ class Balance(CompressionPolicy):
         return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         times = jnp.ones(tokens.positions.shape, jnp.float32)
         for number in range(self.rounds):
@@ -102,8 +102,8 @@ class Balance(CompressionPolicy):
         return base.weighted_sample(tokens, count, self.rounds * math.log(2))
 
     def _round(
-        self, spec: Spec, tokens: SampledTokens, times: Array, count: Array, rng: Array, number: int
-    ) -> tuple[SampledTokens, Float32[Array, "B K C"]]:
+        self, spec: Spec, tokens: PerHeadTokens, times: Array, count: Array, rng: Array, number: int
+    ) -> tuple[PerHeadTokens, Float32[Array, "B K C"]]:
         """Half of the first `count` tokens of each sequence, and the multiplicity of each."""
         batch, kv_heads, size = tokens.positions.shape
         block = min(self.block, size + size % 2)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxkv import contract
 from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring, rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import (
@@ -34,9 +34,9 @@ from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
-Chosen = tuple[SampledTokens, Float32[Array, "B K C"]]
+Chosen = tuple[PerHeadTokens, Float32[Array, "B K C"]]
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
-Choose = Callable[[SampledTokens, Int32[Array, " B"]], Chosen]
+Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 
 
 class CompressedState(NamedTuple):
@@ -48,7 +48,7 @@ class CompressedState(NamedTuple):
     """
 
     dense: Ring
-    sample: SampledTokens
+    sample: PerHeadTokens
     log_weight: Float32[Array, "B K C"]
     queries: Float[Array, "B K W G H"]
     query_positions: UInt32[Array, "B W"]
@@ -112,7 +112,7 @@ class CompressionPolicy(Policy):
         raise NotImplementedError
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Int32[Array, " B"]
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
         """What replaces the first `count` of the tokens between the ends; state: of the prompt."""
         raise NotImplementedError
@@ -237,7 +237,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         here = slice(ends.sinks, ends.sinks + between)
         positions = jnp.broadcast_to(prompt.positions[:, None, here], (batch, kv_heads, between))
         k, v = (rows.cut(leaf, here.start, here.stop) for leaf in prompt[:2])
-        chosen, weight = choose(SampledTokens(k, v, positions), count)
+        chosen, weight = choose(PerHeadTokens(k, v, positions), count)
     else:  # one empty slot: its presence says that prefill is finished
         chosen = resize(state.sample, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
@@ -260,7 +260,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
 
 
 def weighted_sample(
-    chosen: SampledTokens, count: Int32[Array, " B"], weight: float | Array
+    chosen: PerHeadTokens, count: Int32[Array, " B"], weight: float | Array
 ) -> Chosen:
     """A sample whose first `count` slots are filled, each with this log weight."""
     filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
@@ -269,7 +269,7 @@ def weighted_sample(
 
 
 def keep_best(
-    tokens: SampledTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+    tokens: PerHeadTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
 ) -> Chosen:
     """The `budget` highest scores of the first `count` tokens, in the order of the text."""
     size = tokens.positions.shape[2]
@@ -281,7 +281,7 @@ def keep_best(
     return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
 
 
-def resize(tokens: SampledTokens, size: int) -> SampledTokens:
+def resize(tokens: PerHeadTokens, size: int) -> PerHeadTokens:
     """The first `size` slots, padded with empty ones where there are fewer."""
     more = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import ring, rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
 from jaxkv.errors import UserError
@@ -152,14 +152,14 @@ class ExpectedAttention(CompressionPolicy):
         return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
 
     def choose(
-        self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: ExpectedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         # A choice has no gradient.
         score = self._score(spec, state, jax.lax.stop_gradient(tokens), count)
         return base.keep_best(tokens, count, score, self.capacity - self.sinks)
 
     def _score(
-        self, spec: Spec, state: ExpectedState, tokens: SampledTokens, count: Int32[Array, " B"]
+        self, spec: Spec, state: ExpectedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Float32[Array, "B K S"]:
         """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
         written = state.prompt.dense.count[:, None]

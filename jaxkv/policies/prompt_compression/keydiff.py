@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
@@ -59,7 +59,7 @@ class KeyDiff(CompressionPolicy):
         return self.capacity + 1
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
         # A choice has no gradient.

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
@@ -92,6 +92,6 @@ class PyramidKV(CompressionPolicy):
         return self._snap.min_prompt
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         return self._snap.choose(spec, state, tokens, count)

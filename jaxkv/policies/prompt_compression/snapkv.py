@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import rows
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
@@ -78,7 +78,7 @@ class SnapKV(CompressionPolicy):
         return self.capacity + 1
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         # A choice has no gradient.
         attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))

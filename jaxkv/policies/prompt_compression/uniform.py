@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
@@ -58,7 +58,7 @@ class Uniform(CompressionPolicy):
         return ExactEnds(self.sinks, self.window, 1 << self.rounds)
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: SampledTokens, count: Array
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         size = tokens.positions.shape[2]
         place = jnp.arange(size, dtype=jnp.uint32)[None, None]

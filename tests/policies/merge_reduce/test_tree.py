@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache.per_head import Evicted, SampledTokens
+from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.contract import Spec
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy, tree
@@ -57,12 +57,12 @@ def error_of_tree(how, t):
     def sample_stream(k, v):
         slots = shape.slots
         zeros = jnp.zeros((STREAMS, 1, slots, DIM), jnp.float32)
-        sample = SampledTokens(zeros, zeros, jnp.zeros((STREAMS, 1, slots), jnp.uint32))
+        sample = PerHeadTokens(zeros, zeros, jnp.zeros((STREAMS, 1, slots), jnp.uint32))
         seeds = jax.random.bits(jax.random.key(0), (STREAMS, 1, 2), jnp.uint32)
         num_evicted = jnp.zeros(STREAMS, jnp.uint32)
         at = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None], (STREAMS, N))
         positions = at.astype(jnp.uint32)[:, None]
-        evicted = Evicted(SampledTokens(k[:, None], v[:, None], positions), at, at >= 0)
+        evicted = Evicted(PerHeadTokens(k[:, None], v[:, None], positions), at, at >= 0)
         sample, num_evicted = absorb(reducer, sample, num_evicted, seeds, evicted)
         there = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         weights = jnp.where(there, jnp.exp(occupancy.log_weights(shape, num_evicted))[:, None], 0)
@@ -115,14 +115,14 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
     def one(carry, number):
         positions = jnp.full((batch, 2, 1), number, jnp.uint32)
         at = jnp.zeros((batch, 1), jnp.int32)
-        evicted = Evicted(SampledTokens(zeros, zeros, positions), at, at == 0)
+        evicted = Evicted(PerHeadTokens(zeros, zeros, positions), at, at == 0)
         sample, num_evicted = absorb(reducer, *carry, seeds, evicted)
         weights = jnp.exp(occupancy.log_weights(shape, num_evicted))
         filled = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
         return (sample, num_evicted), (sample.positions, filled, weights, num_evicted)
 
     empty = jnp.zeros((batch, 2, shape.slots, 1))
-    begin = SampledTokens(empty, empty, jnp.zeros((batch, 2, shape.slots), jnp.uint32))
+    begin = PerHeadTokens(empty, empty, jnp.zeros((batch, 2, shape.slots), jnp.uint32))
     _, found = jax.jit(lambda c, x: jax.lax.scan(one, c, x))(
         (begin, jnp.zeros(batch, jnp.uint32)), jnp.arange(tokens, dtype=jnp.uint32)
     )
@@ -152,11 +152,11 @@ def test_a_stream_continues_when_its_count_is_halved():
     @jax.jit
     def absorb_chunk(state, *token):
         at = jnp.arange(token[2].shape[2], dtype=jnp.int32)[None]
-        return absorb(reducer, *state, seeds, Evicted(SampledTokens(*token), at, at >= 0))
+        return absorb(reducer, *state, seeds, Evicted(PerHeadTokens(*token), at, at >= 0))
 
     given = new[:, :, :tokens], new[:, :, :tokens], positions
     num_evicted = jnp.asarray([tree.HALVE_COUNT_AT - np.uint32(3)], jnp.uint32)
-    begin = SampledTokens(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
+    begin = PerHeadTokens(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
     whole, each = absorb_chunk(begin, *given), begin
     for number in range(tokens):
         each = absorb_chunk(each, *(leaf[:, :, number : number + 1] for leaf in given))
@@ -187,10 +187,10 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         k, v = jnp.asarray(rng.normal(size=(2, batch, heads, count, 4)), jnp.float32)
         at = jnp.broadcast_to(jnp.arange(num_left, dtype=jnp.int32), (batch, num_left))
         there = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second sequence
-        return Evicted(SampledTokens(k, v, positions), at, there)
+        return Evicted(PerHeadTokens(k, v, positions), at, there)
 
     empty = jnp.zeros((batch, heads, shape.slots, 4))
-    begin = SampledTokens(empty, empty, jnp.zeros((batch, heads, shape.slots), jnp.uint32))
+    begin = PerHeadTokens(empty, empty, jnp.zeros((batch, heads, shape.slots), jnp.uint32))
     before = evicted_tokens(0, 21, 21)
     sample, num_evicted = absorb(reducer, begin, jnp.zeros(batch, jnp.uint32), seeds, before)
     new = evicted_tokens(21, tokens + 3, tokens)  # three stay in the window

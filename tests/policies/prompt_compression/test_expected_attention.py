@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache.per_head import SampledTokens
+from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Chunk, Spec
 from jaxkv.policies import ExpectedAttention
 from jaxkv.rotary import NoPosition, rotary
@@ -61,7 +61,7 @@ def test_the_score_is_the_expectation_over_normal_queries(rng):
     state = read(policy, spec, q, k, v, TOKENS)
     prompt = state.prompt.dense
     positions = jnp.broadcast_to(prompt.positions[:, None], (2, 1, 64))
-    score = policy._score(spec, state, SampledTokens(prompt.k, prompt.v, positions), prompt.count)
+    score = policy._score(spec, state, PerHeadTokens(prompt.k, prompt.v, positions), prompt.count)
     own = q[0, :, 0].astype(np.float64)
     drawn = rng.multivariate_normal(own.mean(axis=0), np.cov(own.T, bias=True), size=2_000_000)
     drawn = oracle.rotate(drawn, np.full(len(drawn), TOKENS), 100.0)
