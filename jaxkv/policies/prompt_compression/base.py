@@ -20,16 +20,7 @@ from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache
-from jaxkv.contract import (
-    Cached,
-    Chunk,
-    Leaf,
-    Partial,
-    Policy,
-    Spec,
-    check_prefill,
-    prefill_finished,
-)
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
@@ -227,7 +218,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
 
     Raises UserError for a state whose prefill is finished.
     """
-    check_prefill(state)
+    contract.check_prefill(state)
     prompt = state.dense
     batch, kv_heads, size, _ = prompt.k.shape
     count = jnp.maximum(0, jnp.minimum(prompt.count, size) - ends.sinks - ends.window)

@@ -19,16 +19,7 @@ from jaxkv import contract
 from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import (
-    Cached,
-    Chunk,
-    Leaf,
-    Partial,
-    Policy,
-    Spec,
-    check_prefill,
-    prefill_finished,
-)
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -129,7 +120,7 @@ class SparsePolicy(Policy):
 
         Raises UserError for a state whose prefill is finished.
         """
-        check_prefill(state)
+        contract.check_prefill(state)
         slots = state.dense.positions.shape
         return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
 
