@@ -115,10 +115,6 @@ WORKAROUNDS: dict[str, Workaround] = {
         *((module, name, getattr(plain_forms, name))
           for module in (attention, ring) for name in ("scores", "blend")),
     ),
-    "first_sinks": row(
-        "prefill", "jaxkv/cache/ring.py _first_sinks",
-        (ring, "_first_sinks", lambda numbers, sinks: numbers < sinks),
-    ),
     "tally": row(
         "lookup", "jaxkv/policies/magicpig/hash_tables.py tally",
         (hash_tables, "tally", plain_forms.tally),

@@ -288,7 +288,7 @@ def attend(
         bias = masked_bias(spec, visible, query_positions, key_positions, kv_heads)
         q = spec.encoding.rotate(chunk.q, query_positions)
         parts.append(slot_attention(q, first.k, first.v, bias, spec.scale, spec.softcap))
-    hidden = _first_sinks(numbers, sinks) if sinks else None
+    hidden = numbers < sinks if sinks else None
     parts.append(local_attention(spec, chunk, settings.window, hidden, ring.k))
     return merge(*parts)
 
@@ -313,16 +313,6 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) ->
     elements = jax.eval_shape(lambda: ring_bias(0, size)).size
     bias = ring_bias(0, size) if elements <= _WHOLE_MASK else ring_bias
     return slot_attention(q, ring.k, ring.v, bias, spec.scale, spec.softcap)
-
-
-def _first_sinks(numbers: Int32[Array, "B T"], sinks: int) -> Bool[Array, "B T"]:
-    """The tokens of the chunk that become sinks, with the padding before and between them.
-
-    Sinks come first, so one place per sequence describes them. A mask made from `numbers` itself
-    would be slower: XLA:CPU recomputes the running sum for every element of a mask.
-    """
-    others = jnp.where(numbers < sinks, numbers.shape[1], jnp.arange(numbers.shape[1])[None])
-    return jnp.arange(numbers.shape[1])[None] < jnp.min(others, axis=1, keepdims=True)
 
 
 def first_rows(ring: Ring, sinks: int) -> Sinks:
