@@ -195,10 +195,10 @@ def decode_block(
     batch = decoding.logits.shape[0]
 
     def flattened(d: Decoding) -> Decoding:
-        return d._replace(states=flatten_heads(static.policies, d.states, static.mesh is not None))
+        return d._replace(states=flatten_heads(d.states, static.mesh is not None))
 
     def restored(d: Decoding) -> Decoding:
-        return d._replace(states=restore_heads(static.policies, d.states, decoding.states))
+        return d._replace(states=restore_heads(d.states, decoding.states))
 
     def unfinished(carry: tuple) -> Array:
         done, count = carry[0].done, carry[1]

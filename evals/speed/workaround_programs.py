@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv import models, xla_cpu
 from jaxkv.engine import programs
+from jaxkv.engine.model import forward as run_forward
 from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.timing import prompt
 from jaxkv.models import smollm2, training
@@ -145,6 +146,24 @@ def prefill(load: LoadModel, sizes: Sizes) -> Program:
     return Program(about, chunk, lambda: args)
 
 
+def forward(load: LoadModel, sizes: Sizes) -> Program:
+    """A chunk through all layers in one program, with an empty cache."""
+    llm, tokens = load("float32"), sizes.large
+    spec = policies(tokens)["streaming"]
+    model = make_model(llm, spec)
+    states = tuple(policy.init(model.spec, 1, jax.random.key(0)) for policy in model.policies)
+    ids = jnp.asarray([prompt(llm, tokens)], jnp.int32)
+    at, valid = jnp.arange(tokens, dtype=jnp.uint32)[None], jnp.ones((1, tokens), bool)
+    last = jnp.full((1, 1), tokens - 1, jnp.int32)
+
+    def chunk(weights: Any, states: Any, ids: Array) -> Any:
+        logits, states = run_forward(model, weights, ids, at, valid, states, last)
+        return states, logits
+
+    about = f"forward, {spec}, a chunk of {tokens:,} tokens, {llm.config.layers} layers"
+    return Program(about, chunk, lambda: (model.weights, states, ids), donate=1)
+
+
 def engine(load: LoadModel, sizes: Sizes) -> Program:
     """A decode step of the engine for one sequence under full attention."""
     llm, slots = load("float32"), sizes.large
@@ -155,7 +174,7 @@ def engine(load: LoadModel, sizes: Sizes) -> Program:
         return programs.decode(model, like, weights, batch, active, scored)
 
     def args() -> tuple[Any, ...]:
-        batch = programs.carry(model, programs.empty_batch(model, 1, slots))
+        batch = programs.carry(programs.empty_batch(model, 1, slots))
         return model.weights, batch, np.ones(1, bool), np.bool_(False)
 
     caches = (leaf.size for leaf in jax.tree.leaves(like.states) if leaf.ndim >= 4)
@@ -249,6 +268,7 @@ PROGRAMS: Mapping[str, Callable[[LoadModel, Sizes], Program]] = {
     "decode, magicpig": partial(decode, policy="magicpig", slots="large"),
     "engine": engine,
     "prefill": prefill,
+    "forward": forward,
     "argmax": argmax,
     "lookup": lookup,
     "index": index,

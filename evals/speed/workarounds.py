@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxkv import attention, models, xla_cpu
 from jaxkv.cache import ring
+from jaxkv.engine import model as engine_model
 from jaxkv.engine import programs as engine
 from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.record import Record, spread
@@ -34,7 +35,6 @@ from jaxkv.models import xla_cpu as models_xla_cpu
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
 from jaxkv.policies.magicpig import hash_tables
-from jaxkv.state import loop_carry
 
 WITH = "with"  # the form of a program that has all workarounds
 
@@ -98,17 +98,16 @@ WORKAROUNDS: dict[str, Workaround] = {
     "cumsum": row("lookup", f"{HERE} cumsum", (xla_cpu, "cumsum", jnp.cumsum)),
     "flatten_heads": row(
         "decode, large cache", "jaxkv/state/loop_carry.py flatten_heads",
-        (decoding, "flatten_heads", lambda policies, states, sharded: loop_carry.flatten_heads(
-            policies, states, sharded=True)),
+        (decoding, "flatten_heads", lambda states, sharded: states),
     ),
     "shared_leaves": row(
-        "decode, large cache", "jaxkv/state/loop_carry.py flatten_heads",
-        (loop_carry, "_first_layers", lambda policies: list(range(len(policies)))),
+        "forward", "jaxkv/state/loop_carry.py deduplicate_shared",
+        (engine_model, "deduplicate_shared", lambda policies, states: states),
     ),
     "carry": row(
         "engine", "jaxkv/engine/programs.py carry",
-        (engine, "carry", lambda model, batch: batch),
-        (engine, "restore", lambda model, batch, like: batch),
+        (engine, "carry", lambda batch: batch),
+        (engine, "restore", lambda batch, like: batch),
     ),
     "flat_rows": row(
         "decode, large cache", "jaxkv/attention.py _flat_rows",

@@ -122,22 +122,23 @@ def end_chunk(
     return last, _score(jnp.concatenate([before, logits[0, :-1]]), tokens[0], True)
 
 
-def carry(model: Model, batch: DecodeBatch) -> DecodeBatch:
+def carry(batch: DecodeBatch) -> DecodeBatch:
     """The batch in the form that stays on the device between calls.
 
-    XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
+    XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes. This
+    form stays here because it is that of the engine's donated buffers.
     Record workarounds, row carry.
     """
     if batch.token.shape[0] > 1:
         return batch
-    return batch._replace(states=flatten_heads(model.policies, batch.states, sharded=False))
+    return batch._replace(states=flatten_heads(batch.states, sharded=False))
 
 
-def restore(model: Model, batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
+def restore(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
     """The inverse of `carry`; like: the shapes of the result."""
     if batch.token.shape[0] > 1:
         return batch
-    return batch._replace(states=restore_heads(model.policies, batch.states, like.states))
+    return batch._replace(states=restore_heads(batch.states, like.states))
 
 
 def insert(
@@ -167,9 +168,9 @@ def insert(
         bias=params.bias,
     )
     sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
-    batch = restore(model, batch, like)
+    batch = restore(batch, like)
     batch = jax.tree.map(lambda all, one: all.at[index].set(one[0]), batch, sequence)
-    return carry(model, batch), output
+    return carry(batch), output
 
 
 def decode(
@@ -184,14 +185,14 @@ def decode(
 
     like: as in `insert`.
     """
-    batch = restore(model, batch, like)
+    batch = restore(batch, like)
     logits, states = forward(
         model, weights, batch.token[:, None], batch.position[:, None], active[:, None],
         batch.states, jnp.zeros((batch.token.shape[0], 1), jnp.int32),
     )  # fmt: skip
     fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
     fed, output = _sample(fed, logits[:, 0], active, scored)
-    return carry(model, fed), output
+    return carry(fed), output
 
 
 def set_bias(
@@ -316,7 +317,7 @@ class Programs:
         zero = np.int32(0)
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
         like = jax.eval_shape(lambda: empty_batch(model, max_batch, max_len))
-        batch = jax.eval_shape(partial(carry, model), like)
+        batch = jax.eval_shape(carry, like)
         params = SequenceParams(
             np.zeros(1, "u4"), np.zeros(1, "u4"),
             Knobs(*(np.zeros(1, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
@@ -340,7 +341,7 @@ class Programs:
                 partial(insert, model, max_len, like), batch, zero, state, params, donate=(0,)
             )
             biasing = begin(set_bias, batch, zero, params.bias, donate=(0,))
-            empty = begin(lambda: carry(model, empty_batch(model, max_batch, max_len)))
+            empty = begin(lambda: carry(empty_batch(model, max_batch, max_len)))
             init = begin(partial(init_prefill, model, max_len), np.uint32(0))
         self.decode, self.insert = decoding.result(), inserting.result()
         self.set_bias = biasing.result()

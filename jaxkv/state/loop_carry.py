@@ -1,6 +1,7 @@
-"""The states of all layers as a compiled loop carries them: shared arrays once, heads flattened.
+"""The states of all layers as a compiled loop carries them.
 
-Record workarounds, rows flatten_heads and shared_leaves.
+The forms are for XLA:CPU. They stay here and not in xla_cpu.py because they are the data structure
+of the loop: each needs its inverse, and the shapes of donated buffers follow from it.
 """
 
 from __future__ import annotations
@@ -15,37 +16,28 @@ from jaxkv.contract import Policy, State
 def deduplicate_shared(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, ...]:
     """The same states, with one array for each leaf that is equal in all layers of a policy.
 
-    XLA then computes once what layers derive from it, such as masks.
+    XLA then computes once what layers derive from it, such as masks. In a program of all layers,
+    this halves the temporary memory of a long chunk.
+    Record workarounds, row shared_leaves.
     """
+    first = [list(policies).index(policy) for policy in policies]
     return tuple(
         jax.tree.map(
             lambda leaf, array, shared: shared if leaf.shared else array,
-            policy.leaves, state, states[first],
+            policy.leaves, state, states[layer],
         )
-        for policy, state, first in zip(policies, states, _first_layers(policies), strict=True)
+        for policy, state, layer in zip(policies, states, first, strict=True)
     )  # fmt: skip
 
 
-def flatten_heads(
-    policies: Sequence[Policy], states: Sequence[State], sharded: bool
-) -> tuple[State, ...]:
-    """The states for a loop to carry: shared leaves once, B and K of large leaves merged.
+def flatten_heads(states: Sequence[State], sharded: bool) -> tuple[State, ...]:
+    """The states for a loop to carry: B and K of large leaves merged.
 
-    XLA copies a cache whole if a loop carries it as 4-D or 5-D. sharded: over a mesh batch and KV
-    heads are split separately, so they stay apart.
+    XLA:CPU copies a cache whole if a loop carries it as 4-D or 5-D. sharded: over a mesh batch and
+    KV heads are split separately, so they stay apart.
+    Record workarounds, row flatten_heads.
     """
-    flat = []
-    for layer, (policy, state, first) in enumerate(
-        zip(policies, states, _first_layers(policies), strict=True)
-    ):
-        if not sharded:
-            state = jax.tree.map(_flatten, state)
-        if first != layer:
-            state = jax.tree.map(
-                lambda leaf, array: None if leaf.shared else array, policy.leaves, state
-            )
-        flat.append(state)
-    return tuple(flat)
+    return tuple(states) if sharded else jax.tree.map(_flatten, tuple(states))
 
 
 def _flatten(leaf: jax.Array) -> jax.Array:
@@ -53,24 +45,6 @@ def _flatten(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.ndim < 4 else leaf.reshape(batch * rest[0], *rest[1:])
 
 
-def restore_heads(
-    policies: Sequence[Policy], states: Sequence[State], like: Sequence[State]
-) -> tuple[State, ...]:
+def restore_heads(states: Sequence[State], like: Sequence[State]) -> tuple[State, ...]:
     """The inverse of `flatten_heads`; like: states of the same shapes."""
-    firsts = _first_layers(policies)
-    restored = (
-        jax.tree.map(
-            lambda leaf, array, shared: shared if leaf.shared else array,
-            policy.leaves, state, states[first],
-        )
-        for policy, state, first in zip(policies, states, firsts, strict=True)
-    )  # fmt: skip
-    return tuple(
-        jax.tree.map(lambda array, old: array.reshape(old.shape), state, whole)
-        for state, whole in zip(restored, like, strict=True)
-    )
-
-
-def _first_layers(policies: Sequence[Policy]) -> list[int]:
-    """For each layer the first layer with an equal policy."""
-    return [list(policies).index(policy) for policy in policies]
+    return jax.tree.map(lambda array, old: array.reshape(old.shape), tuple(states), tuple(like))
