@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxkv import xla_cpu
 from jaxkv.cache import rows
-from jaxkv.cache.rows import Int8Rows, Rows
+from jaxkv.cache.rows import Rows
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -126,9 +125,7 @@ def scores(
     batch, queries, heads, head_dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    # Rank 3, (B*K) first: carried 4-D caches cost whole-cache copies in a compiled loop (record
-    # workarounds, row flat_rows).
-    k, scales = _flat_rows(k)
+    k, scales = xla_cpu.flat_rows(k)
     logits = batched_dot(
         q.reshape(batch * kv_heads, heads // kv_heads * queries, head_dim), k, contract=(2, 2)
     )
@@ -151,7 +148,7 @@ def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, np.float32(1), total)
-    v, scales = _flat_rows(v)
+    v, scales = xla_cpu.flat_rows(v)
     weights = weights.astype(v.dtype) if scales is None else weights * scales
     out = batched_dot(weights, v, contract=(2, 1)) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
@@ -159,14 +156,6 @@ def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
     lse = lse.reshape(batch, kv_heads, group, queries).transpose(0, 3, 1, 2)
     heads = kv_heads * group
     return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
-
-
-def _flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:
-    """Rows [B*K,S,H], and the scales of those in int8."""
-    flat = lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])  # noqa: E731
-    if not isinstance(rows, Int8Rows):
-        return flat(rows), None
-    return flat(rows.values), flat(rows.scale).astype(jnp.float32).transpose(0, 2, 1)
 
 
 def batched_dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:

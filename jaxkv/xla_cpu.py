@@ -7,6 +7,7 @@ where the docstring says that the form is the same everywhere. Rows are those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.rows import Rows
+from jaxkv.cache.rows import Int8Rows, Rows
 from jaxkv.contract import Chunk, Partial
 from jaxkv.typing import Array, Float, Float32, Int8, Int32
 
@@ -70,6 +71,18 @@ def _attend_by_head(attend, q, k, v, bias, start, *, size) -> Partial:
     out = out.reshape(batch, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(batch, kv_heads, queries, group).transpose(0, 2, 1, 3)
     return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
+
+
+def flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:
+    """Rows [B,K,S,H] as [B*K,S,H], and the scales of those in int8; the same on all platforms.
+
+    For products with B and K as two axes, XLA:CPU copies a cache whole in each step of a loop.
+    Record workarounds, row flat_rows.
+    """
+    flat = lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])  # noqa: E731
+    if not isinstance(rows, Int8Rows):
+        return flat(rows), None
+    return flat(rows.values), flat(rows.scale).astype(jnp.float32).transpose(0, 2, 1)
 
 
 def product_with_int8(
@@ -158,3 +171,22 @@ def cumsum(counts: Int32[Array, " S"]) -> Int32[Array, " S"]:
     before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
     before = jnp.dot(before, within[:, -1:], precision=exact)
     return (within + before).reshape(-1)[:size].astype(jnp.int32)
+
+
+def sort_codes(
+    codes: Int32[Array, "L S"], bits: int
+) -> tuple[Int32[Array, "L S"], Int32[Array, "L S"]]:
+    """Codes up to 2^bits in order, and the keys that have them, lower places first.
+
+    The same on all platforms. XLA:CPU sorts one word faster than a pair of code and place.
+    Record workarounds, row sort.
+    """
+    keys = codes.shape[1]
+    place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), codes.shape)
+    shift = (keys - 1).bit_length()
+    if shift + bits + 1 > 32:
+        return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
+    word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
+    word = jnp.sort(word, axis=1)
+    keys_in_order = word & np.uint32((1 << shift) - 1)
+    return (word >> np.uint32(shift)).astype(jnp.int32), keys_in_order.astype(jnp.int32)

@@ -82,7 +82,7 @@ def pack(found: Bool[Array, " P"]) -> UInt32[Array, " W"]:
     return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
-def sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
-    """`hash_tables._sort` of pairs of a code and a place."""
+def sort_codes(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
+    """`xla_cpu.sort_codes` of pairs of a code and a place."""
     place = jnp.broadcast_to(jnp.arange(codes.shape[1], dtype=jnp.int32), codes.shape)
     return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))

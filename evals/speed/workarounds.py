@@ -110,7 +110,7 @@ WORKAROUNDS: dict[str, Workaround] = {
         (engine, "restore", lambda batch, like: batch),
     ),
     "flat_rows": row(
-        "decode, large cache", "jaxkv/attention.py _flat_rows",
+        "decode, large cache", f"{HERE} flat_rows",
         *((module, name, getattr(plain_forms, name))
           for module in (attention, ring) for name in ("scores", "blend")),
     ),
@@ -119,8 +119,11 @@ WORKAROUNDS: dict[str, Workaround] = {
         (hash_tables, "tally", plain_forms.tally),
     ),
     "sort": row(
-        "index", "jaxkv/policies/magicpig/hash_tables.py _sort",
-        (hash_tables, "_sort", plain_forms.sort),
+        "index", f"{HERE} sort_codes", (xla_cpu, "sort_codes", plain_forms.sort_codes),
+    ),
+    "decode_compiler_options": row(
+        "decode, reservoir", f"{MODELS} decode_compiler_options",
+        (models_xla_cpu, "decode_compiler_options", dict),
     ),
     **{
         f"decode_compiler_options{model}": row(

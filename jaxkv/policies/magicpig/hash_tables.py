@@ -73,7 +73,7 @@ def build(codes: Int32[Array, "L S"], there: Bool[Array, " S"], bits: int) -> Ta
     tables, keys = codes.shape
     wide, most = width(keys, bits), blocks(keys, bits)
     codes = jnp.where(there[None], codes, np.int32(1 << bits))
-    ordered, keys_in_order = _sort(codes, bits)
+    ordered, keys_in_order = xla_cpu.sort_codes(codes, bits)
     edge = jnp.arange((1 << bits) + 1, dtype=jnp.int32)
     begin = jax.vmap(lambda row: jnp.searchsorted(row, edge).astype(jnp.int32))(ordered)
     filled = -(-jnp.diff(begin, axis=1) // np.int32(wide))
@@ -91,20 +91,6 @@ def build(codes: Int32[Array, "L S"], there: Bool[Array, " S"], bits: int) -> Ta
 
     entries = jax.lax.map(one, (ordered, keys_in_order, begin, first))
     return Tables(entries.reshape(tables, most, wide), first)
-
-
-def _sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
-    """Codes in order, and the keys that have them, lower places first."""
-    keys = codes.shape[1]
-    place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), codes.shape)
-    shift = (keys - 1).bit_length()
-    if shift + bits + 1 > 32:
-        return tuple(jax.lax.sort((codes, place), dimension=1, num_keys=1, is_stable=True))
-    # One word sorts faster than a pair of code and place (record workarounds, row sort).
-    word = codes.astype(jnp.uint32) << np.uint32(shift) | place.astype(jnp.uint32)
-    word = jnp.sort(word, axis=1)
-    keys_in_order = word & np.uint32((1 << shift) - 1)
-    return (word >> np.uint32(shift)).astype(jnp.int32), keys_in_order.astype(jnp.int32)
 
 
 def tally(
@@ -130,7 +116,8 @@ def tally(
     base = table * most + begin - (upto - (end - begin))
     total = upto[-1]
     # Several counts per word; words that make one word of bits are apart, so that many are packed
-    # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally).
+    # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally). This layout
+    # is that of the whole count, so it is not in xla_cpu.py.
     bits = 8 if count < 2**8 else 16
     fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
