@@ -82,8 +82,9 @@ def test_a_plain_form_takes_the_place_of_its_workaround(program, load, low_thres
     assert workarounds.lower(made, ())[0].as_text() == whole
     for name in of_program(program):
         text = workarounds.lower(made, WORKAROUNDS[name].plain)[0].as_text()
-        # Compiler options are no part of the text.
-        assert (text == whole) == name.startswith("decode_compiler_options"), name
+        same = name == "decode_compiler_options"  # options are no part of the text
+        same |= name == "product_with_int8" and jax.__version_info__ < (0, 12)
+        assert (text == whole) == same, name
 
 
 @pytest.mark.parametrize("program", all_but(RUN))
