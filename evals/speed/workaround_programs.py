@@ -36,7 +36,6 @@ from jaxkv.typing import Array, Int32
 LOADED: dict[str, tuple[Any, ...]] = {  # arguments of `models.load`
     "float32": (smollm2.NAME, "float32"),
     "int8": (smollm2.NAME, "float32", None, None, "int8"),
-    "default": (),
 }
 
 
@@ -260,7 +259,6 @@ def train(_: LoadModel, sizes: Sizes) -> Program:
 PROGRAMS: Mapping[str, Callable[[LoadModel, Sizes], Program]] = {
     "decode": partial(decode, policy="streaming", slots="small"),
     "decode, large cache": partial(decode, policy="streaming", slots="large"),
-    "decode, small model": partial(decode, policy="streaming", slots="small", weights="default"),
     "decode, int8 weights": partial(decode, policy="streaming", slots="small", weights="int8"),
     "decode, int8 cache": partial(decode, policy="streaming", slots="large", cache=",cache=int8"),
     "decode, reservoir": partial(decode, policy="reservoir", slots="large"),

@@ -125,13 +125,6 @@ WORKAROUNDS: dict[str, Workaround] = {
         "decode, reservoir", f"{MODELS} decode_compiler_options",
         (models_xla_cpu, "decode_compiler_options", dict),
     ),
-    **{
-        f"decode_compiler_options{model}": row(
-            f"decode{program}", f"{MODELS} decode_compiler_options",
-            (models_xla_cpu, "decode_compiler_options", dict),
-        )
-        for model, program in (("", ""), ("-small_model", ", small model"))
-    },
     "matmul": row(
         "decode", f"{MODELS} matmul",
         (models_xla_cpu, "matmul", lambda weight, x, dtype, plain: plain(weight, x)),
@@ -149,7 +142,7 @@ WORKAROUNDS: dict[str, Workaround] = {
     ),
     **{
         f"has_head_last_product{program}": row(
-            program.strip("-") or "prefill", f"{MODELS} has_head_last_product",
+            program.strip("-") or "forward", f"{MODELS} has_head_last_product",
             (decoder, "has_head_last_product", lambda x, tokens: False),
         )
         for program in ("", "-training")
@@ -170,10 +163,6 @@ WORKAROUNDS: dict[str, Workaround] = {
     "gather": row(
         "sampled, bfloat16", f"{KERNELS} gather",
         (kernels_xla_cpu, "gather", lambda array, at: host_memory.take(array, at)),
-    ),
-    "take": row(
-        "sampled", "pallas_kernels/host_memory.py take",
-        (host_memory, "take", lambda array, at: array.at[at].get(mode="fill")),
     ),
 }  # fmt: skip
 

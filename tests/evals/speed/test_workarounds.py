@@ -39,7 +39,7 @@ def load(shared):
     llms = {"float32": models.load(folder), "int8": models.load(folder, weights="int8")}
     two = {
         name: replace(llm, config=replace(llm.config, layers=2, windows=(None, None)))
-        for name, llm in (llms | {"default": llms["float32"]}).items()
+        for name, llm in llms.items()
     }
     return two.__getitem__
 
