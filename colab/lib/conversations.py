@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.colab import runtime
-from jaxkv.engine import Collected, Engine, PrefixConfig, Request, answer
+from jaxkv.engine import Collected, Engine, Request, answer
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.prefix_caching import report, traces
@@ -24,8 +24,6 @@ from jaxkv.evals.prefix_caching.plots import MODES
 from jaxkv.models import pictures
 from jaxkv.models.llm import Llm
 from jaxkv.models.palette import COLOURS
-from jaxkv.models.serving import make_engine
-from jaxkv.prefix import BlockHasher, root_hash
 from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"
@@ -74,7 +72,7 @@ class Served(NamedTuple):
 
 def make_turns(llm: Llm, users: int, turns: int, instructions: int = 256, seed: int = 0) -> Turns:
     """New tokens of each turn and user: parts of the passage, after instructions at first."""
-    rng, ids = np.random.default_rng(seed), runtime.passage(llm, 15_000)
+    rng, ids = np.random.default_rng(seed), runtime.passage(llm, 12_000)
 
     def part() -> list[int]:
         begin = rng.integers(instructions, len(ids) - 160)
@@ -84,30 +82,12 @@ def make_turns(llm: Llm, users: int, turns: int, instructions: int = 256, seed: 
     return [[front[turn] + part() for _ in range(users)] for turn in range(turns)]
 
 
-def run_conversations(engine: Engine, said: Turns) -> list[Collected]:
-    """The answers to all users, turn by turn; each prompt is the whole conversation so far."""
-    prompts: list[list[int]] = [[] for _ in said[0]]
-    answers: list[Collected] = []
-    for turn in said:
-        prompts = [prompt + more for prompt, more in zip(prompts, turn, strict=True)]
-        answers += answer(engine, [Request(tuple(one), ANSWER_TOKENS) for one in prompts])
-        last = answers[-len(prompts) :]
-        prompts = [prompt + one.tokens for prompt, one in zip(prompts, last, strict=True)]
-    return answers
+def serve_both(recomputing: Engine, caching: Engine, talk: Talk, rounds: int) -> dict[str, Served]:
+    """The same requests to an engine without and to one with prefix caching, alternately.
 
-
-def serve_both(
-    llm: Llm, policy: str, talk: Talk, room: int, prefixes: PrefixConfig, chunk: int, rounds: int
-) -> dict[str, Served]:
-    """The same requests to an engine with and to one without prefix caching, alternately.
-
-    room: tokens of the longest prompt with its answer. Every round begins with an empty cache.
+    Every round begins with an empty prefix cache.
     """
-    engines = {
-        name: make_engine(llm, policy, max_batch=4, max_len=room, chunk=chunk, queue=1024,
-                        queue_tokens=2**24, prefix_cache=kept)
-        for name, kept in ((RECOMPUTED, None), (CACHED, prefixes))
-    }  # fmt: skip
+    engines = {RECOMPUTED: recomputing, CACHED: caching}
     reported: dict[str, list[list[Collected]]] = {name: [] for name in engines}
     for engine in engines.values():  # the first run compiles
         answer(engine, [Request((1, 2, 3), 2)])
@@ -122,14 +102,6 @@ def max_length(said: Turns) -> int:
     """Tokens of the longest conversation, with its answers."""
     longest = max(sum(map(len, of_user)) for of_user in zip(*said, strict=True))
     return longest + ANSWER_TOKENS * len(said)
-
-
-def block_hashes(ids: Sequence[int], block: int = 16) -> list[str]:
-    """The first digits of the hash of each block of a prompt."""
-    return [
-        hash.hex()[:6]
-        for hash in BlockHasher(block).hash_prompt(ids, root_hash(model="any")).hashes
-    ]
 
 
 def measure_hit_rates(
@@ -204,26 +176,6 @@ def draw_first_token_by_turn(
                          label=f"{name}, {label}")  # fmt: skip
     axes.set(xlabel="turn of a conversation", ylabel="time to the first token (ms)", ylim=(0, None))
     axes.set_xticks(at)
-    pictures.legend(figure, 2)
-    return runtime.picture(figure, caption)
-
-
-def draw_first_token_by_length(served: Mapping[str, Served], caption: str) -> runtime.Picture:
-    """Milliseconds to the first token of every request by prompt length."""
-    figure, axes = pictures.begin()
-    share = served[CACHED].found / served[CACHED].prompts
-    looks = (
-        (RECOMPUTED, np.ones(len(share), bool), COLOURS["full"], 3, RECOMPUTED),
-        (CACHED, share < 0.5, COLOURS["reservoir"], 3, "prefix caching, less than half cached"),
-        (CACHED, share >= 0.5, COLOURS["streaming"], 5, "prefix caching, half or more cached"),
-    )
-    for name, chosen, colour, size, label in looks:
-        took = np.median(served[name].first, axis=0)[chosen]
-        axes.plot(served[name].prompts[chosen], took, "o", ms=size, alpha=0.7, mew=0, color=colour,
-                  label=label)  # fmt: skip
-    axes.set(xlabel="tokens of the prompt", ylabel="time to the first token (ms)", ylim=(0, None),
-             xlim=(0, None))  # fmt: skip
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     pictures.legend(figure, 2)
     return runtime.picture(figure, caption)
 
