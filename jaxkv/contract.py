@@ -98,6 +98,8 @@ class Spec:
         check_int("head_dim", self.head_dim)
         if self.group is not None:
             check_int("group", self.group)
+        if not isinstance(self.dtype, str):  # a dtype, such as jnp.float32
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         check_choice("dtype", self.dtype, DTYPES)
 
     @property
@@ -202,24 +204,24 @@ class Policy:
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""
-        raise _missing(self, "init")
+        raise missing(self, "init")
 
     def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
         """Attend to the cache and the chunk, causally; the output, and the state with the chunk."""
-        raise _missing(self, "update")
+        raise missing(self, "update")
 
     def cached(self, spec: Spec, state: State) -> Cached:
         """The tokens that the state stores."""
-        raise _missing(self, "cached")
+        raise missing(self, "cached")
 
     @property
     def leaves(self) -> State:
         """The state's structure, with a `Leaf` in place of each array."""
-        raise _missing(self, "leaves")
+        raise missing(self, "leaves")
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         """Bytes of one sequence in one layer, before `finish_prefill`, with room for `tokens`."""
-        raise _missing(self, "bytes_per_sequence")
+        raise missing(self, "bytes_per_sequence")
 
     def reserve(self, spec: Spec, state: State, tokens: int) -> State:
         """The state with room for `tokens` tokens in all; raises UserError beyond a maximum."""
@@ -234,17 +236,18 @@ class Policy:
         return self
 
 
-def _missing(policy: Policy, member: str) -> NotImplementedError:
+def missing(policy: Policy, member: str) -> NotImplementedError:
+    """The error of a policy that does not define a member."""
     return NotImplementedError(
         f"{type(policy).__name__} must define {member}; docs/integration.md shows a whole policy"
     )
 
 
 def prefill_finished(state: State) -> bool:
-    """Whether `finish_prefill` made this state.
+    """Whether `finish_prefill` made this state, which has `prompt_slots`.
 
-    state.prompt_slots: 0 before it, then slots of the prompt. It is the size of an array, because
-    `reserve` sees only shapes.
+    state.prompt_slots: 0 before it, then the slots of the prompt, compressed or not. It is the size
+    of an array, because `reserve` sees only shapes.
     """
     return state.prompt_slots > 0
 

@@ -175,7 +175,10 @@ def rotary(
             "download config.json again"
         )
     if not 0 < theta < math.inf:
-        raise UserError(f"rotary positions need theta above 0 and finite, got {theta}")
+        raise UserError(
+            f"rotary positions need theta above 0 and finite, got {theta}; give the "
+            "model's rope_theta"
+        )
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

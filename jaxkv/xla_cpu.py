@@ -96,7 +96,7 @@ def product_with_int8(
     A dot product of XLA:CPU needs a float copy of b. So for few rows of `a`, as in decoding,
     products are added up without one, which reads b as it is. The gain is memory: the copy of one
     layer. With jax 0.7.2 the sums take two to four times as long, so versions before 0.12 convert
-    b; they also copy a cache in int8 in each step.
+    b. There, each step copies a cache in int8.
     Record workarounds, row product_with_int8.
     """
 

@@ -25,7 +25,7 @@ def decode_compiler_options() -> dict[str, object]:
 
     By default XLA:CPU runs independent operations at the same time, so their temporary arrays are
     in memory together, such as the rotated keys and the values of a sample. The gain is memory; the
-    time of SmolLM2-135M and of the model in the package does not change.
+    time of SmolLM2-135M does not change.
     Record workarounds, row decode_compiler_options.
     """
     if jax.default_backend() != "cpu":

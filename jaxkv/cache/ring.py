@@ -33,7 +33,7 @@ from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 class RingSettings(NamedTuple):
     """How a ring stores and shows tokens.
 
-    sinks: first tokens that are never overwritten. window: a query sees tokens less than this many
+    sinks: first tokens that are never overwritten. window: a query sees tokens fewer than this many
     positions back, and sinks; None: all that are stored. cache_relative: sinks are at the position
     of their slot, and not at theirs in the text. evict: tokens beyond the last slot overwrite the
     oldest; otherwise they are lost and `count` becomes OVERFULL.

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
                 stacklevel=2,
             )
         llm, load = flags.open_model(args, args.policy)
-        plan = plan_of(args, llm)
+        plan = plan_of(args, llm, has_keys=bool(keys.tenants))
         load()
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
@@ -282,7 +282,7 @@ def needing_prefixes(args: argparse.Namespace) -> list[tuple[str, object]]:
     return [(name, given) for name, given in known.items() if given]
 
 
-def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
+def plan_of(args: argparse.Namespace, llm: Llm, has_keys: bool = False) -> ServingMemory:
     """The division of memory, before the weights are loaded."""
     import jax
 
@@ -290,7 +290,7 @@ def plan_of(args: argparse.Namespace, llm: Llm) -> ServingMemory:
     from jaxkv.models.serving import make_model
     from jaxkv.state.memory import available
 
-    each = sizes(make_model(llm, args.policy), args.max_len, args.chunk)
+    each = sizes(make_model(llm, args.policy), args.max_len, args.chunk, has_keys)
     # On a CPU, the host's prefixes take the memory of the device.
     host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
     plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available(), host)

@@ -31,7 +31,7 @@ from jaxkv.engine.handle import (
     sequence_params,
 )
 from jaxkv.engine.model import Model
-from jaxkv.engine.programs import PREFILLS, PrefillState, Programs, StepOutput, compilations
+from jaxkv.engine.programs import PrefillState, Programs, StepOutput, compilations
 from jaxkv.engine.queue import RequestQueue
 from jaxkv.engine.request import Listener, Overloaded, Request
 from jaxkv.engine.step_watch import StepWatch
@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """A decode batch, one prefill or those of two owners in turn, and a queue.
+    """A decode batch, a prefill or those of two owners in turn, and a queue.
 
     model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
     prompt and answer; None: GROWING_LEN if a cache grows, else no limit. chunk: prompt tokens per
@@ -56,7 +56,8 @@ class Engine:
     chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
     cache; None for none. seed: of the policies' random draws, which are equal for all requests of
     one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
-    max_per_owner: sequences of one owner that run together; None for no limit.
+    max_per_owner: sequences of one owner that run together, and the prompts of
+    two owners are prefilled in turn; None for no limit, and one prompt at a time.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -90,7 +91,8 @@ class Engine:
         self._delivery = Delivery(self._finish, self._metrics)
         self._max_prefill_tokens, self._seed = max(budget, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
-        self._programs = Programs(model, max_batch, max_len, padded_widths(chunk))
+        self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
+        self._programs = Programs(model, max_batch, max_len, widths, self._in_turn + 1)
         self._batch = self._programs.empty_batch()
         self._store: PrefixStore | None = None
         if prefix_cache is not None:
@@ -288,10 +290,7 @@ class Engine:
         return len(handles)
 
     def _dispatch_prefill(self) -> int:
-        """Dispatch one step's prompt tokens; returns their number.
-
-        Owners take turns, a chunk each, so that a long prompt does not delay other owners.
-        """
+        """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
         left, tokens = self._max_prefill_tokens, 0
@@ -301,7 +300,7 @@ class Engine:
                 break
             if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > left:
                 break
-            count, cost, logits = self._prefill_chunk(self._prefills.popleft())
+            count, cost, logits = self._prefill_chunk(self._prefills[0])
             tokens += count
             left -= cost
         if tokens:
@@ -312,7 +311,7 @@ class Engine:
         """Start the next request of an owner who has none in prefill, if an entry is free."""
         started = {prefill.handle.index: prefill.handle for prefill in self._prefills}
         entries = [started.get(index, handle) for index, handle in enumerate(self._running)]
-        if len(started) == PREFILLS - 1 or None not in entries:
+        if len(started) == self._in_turn or None not in entries:
             return
         owners = Counter(handle.request.owner for handle in entries if handle is not None)
         blocked = [owner for owner, count in owners.items() if count >= self.max_per_owner]
@@ -341,6 +340,7 @@ class Engine:
         state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
         if echo:
             self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
+        self._prefills.popleft()
         end = start + count
         handle.computed += count
         if prefill.hit is not None:

@@ -52,7 +52,7 @@ class RequestHandle:
 
 
 class ActivePrefill(NamedTuple):
-    """The prefill in progress; `state` has its first `position` tokens."""
+    """A prefill in progress; `state` has its first `position` tokens."""
 
     handle: RequestHandle
     state: PrefillState

@@ -36,14 +36,18 @@ class EngineBytes(NamedTuple):
     prefix: int
 
 
-def sizes(model: Model, max_len: int | None, chunk: int) -> EngineBytes:
-    """The sizes of a model's arrays; shapes of weights suffice."""
+def sizes(model: Model, max_len: int | None, chunk: int, has_owners: bool = False) -> EngineBytes:
+    """The sizes of a model's arrays; shapes of weights suffice.
+
+    has_owners: the engine has `max_per_owner`.
+    """
     max_len = resolve_max_len(model.policies, max_len)
     state = jax.eval_shape(lambda: init_prefill(model, max_len, jax.numpy.uint32(0)))
     batch = jax.eval_shape(lambda: empty_batch(model, 1, max_len))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
     prefix = pool.bytes_per_prefix(layout, model.policies, state.states)
-    return EngineBytes(nbytes(model.weights), PREFILLS * nbytes(state), nbytes(batch), prefix)
+    prefills = (PREFILLS + has_owners) * nbytes(state)
+    return EngineBytes(nbytes(model.weights), prefills, nbytes(batch), prefix)
 
 
 def plan_memory(

@@ -29,7 +29,7 @@ from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
-PREFILLS = 3  # in memory: two owners take turns, and one may begin before another is inserted
+PREFILLS = 2  # in memory at a time: one may begin before the last one is inserted
 
 
 class PrefillState(NamedTuple):
@@ -125,8 +125,7 @@ def end_chunk(
 def carry(batch: DecodeBatch) -> DecodeBatch:
     """The batch in the form that stays on the device between calls.
 
-    XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes. This
-    form stays here because it is that of the engine's donated buffers.
+    XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
     Record workarounds, row carry.
     """
     if batch.token.shape[0] > 1:
@@ -305,13 +304,14 @@ class Programs:
     """All programs of one engine, compiled for its shapes.
 
     widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
-    prefill_bytes: of a PrefillState. bytes: of PREFILLS of them and of the decode batch.
+    prefill_bytes: of a PrefillState. bytes: of `prefills` of them and of the decode batch.
     num_compiled: the number of programs. Raises UserError if the batch does not fit into memory.
     """
 
     def __init__(
-        self, model: Model, max_batch: int, max_len: int | None, widths: Sequence[int]
-    ) -> None:
+        self, model: Model, max_batch: int, max_len: int | None, widths: Sequence[int],
+        prefills: int = PREFILLS,
+    ) -> None:  # fmt: skip
         self.model, self.widths = model, tuple(widths)
         self.weights = model.weights
         zero = np.int32(0)
@@ -326,10 +326,10 @@ class Programs:
         )  # fmt: skip
         self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
         self.num_compiled, self._lock = 0, threading.Lock()
-        self.bytes = nbytes(batch) + PREFILLS * self.prefill_bytes
+        self.bytes = nbytes(batch) + prefills * self.prefill_bytes
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
-        memory.check(self.bytes, f"{max_batch} sequences and {PREFILLS} prefills{length}")
+        memory.check(self.bytes, f"{max_batch} sequences and {prefills} prefills{length}")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             begin = partial(threads.submit, self.compile)
             decoding = begin(

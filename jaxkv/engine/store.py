@@ -158,15 +158,12 @@ class BlockStore:
         self.disk = DiskTier(config.folder, settings, like, blocks + host, self._copy)
 
     def find(self, request: Request) -> PrefixHit | None:
-        """Hold blocks for a prompt until `release`, cached and new, as many as are available."""
-        tokens = request.tokens
-        prompt = self.index.hash_prompt(tokens, self._root(request.salt), request.owner)
-        # Neither a tail that fills no block nor blocks beyond the available pages are stored.
+        """Hold the cached blocks of a prompt until `release`; `save` adds each new one."""
+        prompt = self.index.hash_prompt(request.tokens, self._root(request.salt), request.owner)
         self.disk.touch(prompt.hashes, request.owner)
         self._read_until = time.monotonic() + READ_SECONDS
-        lease = self.index.admit(
-            prompt, extra_tokens=-(len(tokens) % self._chunk), partly=True, restore=self._restore
-        )
+        cached = self.index.match(prompt).matched // self._chunk * self._chunk
+        lease = self.index.admit(prompt, cached - len(prompt), True, self._restore)
         self._transfer()
         return None if lease is None else PrefixHit(lease.cached, lease)
 
@@ -175,11 +172,13 @@ class BlockStore:
         return self._device.load(hit.lease.pages[:count], hit.lease.pages[count - 1])
 
     def save(self, hit: PrefixHit, state: PrefillState, at: int) -> None:
-        """Store the block that ends at token `at`, unless another request stored it first."""
-        most = min(self._device.layout.max_pages, len(hit.lease.blocks))
-        if at % self._chunk or at // self._chunk > most:
+        """Store the block that ends at `at`, unless it is stored or its owner can get no page."""
+        number, blocks = at // self._chunk - 1, hit.lease.blocks
+        if at % self._chunk or number >= min(self._device.layout.max_pages, len(blocks) + 1):
             return
-        number = at // self._chunk - 1
+        if number == len(blocks) and not self.index.extend(hit.lease):
+            return
+        self._transfer()
         page = hit.lease.pages[number]
         self.index.publish(hit.lease, at)
         if hit.lease.pages[number] == page:

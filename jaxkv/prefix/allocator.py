@@ -8,6 +8,7 @@ may move to the host's memory and return on its next use.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -21,7 +22,8 @@ class PageAllocator:
     """Pages by number. `num_blocks`, `capacity`, `order`, `host_blocks`, `clock`: as in BlockPool.
 
     counts: receives evictions, demotions and promotions. forget: called with each block that is
-    lost. free: empty pages. cached: blocks without users. host: the pages in the host's memory.
+    lost. free: empty pages. cached: blocks without users. leased: the pages of each owner's block
+    tables, without a table that is being made. host: the pages in the host's memory.
     """
 
     def __init__(
@@ -40,12 +42,18 @@ class PageAllocator:
         self.cached = FairOrder(order, self.shares)
         self.host = HostBlocks(host_blocks, self.shares)
         self._unbounded, self._capacity, self._order = num_blocks is None, capacity, order
+        self.leased: Counter[Owner] = Counter()
         self._clock = clock or count().__next__
         self._counts, self._forget = counts, forget
 
     @property
     def active(self) -> int:
         return self.made - len(self.free) - len(self.cached)
+
+    def held(self, owner: Owner) -> int:
+        """Active pages that count for an owner, as a table that is being made is its own."""
+        others = sum(pages for other, pages in self.leased.items() if other != owner)
+        return max(0, self.active - others)
 
     def max_blocks(self, wanted: int, found: list[Block], owner: Owner) -> int:
         """The most blocks, up to `wanted`, that a prompt can get if `found` are cached.
@@ -57,7 +65,7 @@ class PageAllocator:
         usable = leading_on_device(found)
         own = sum(not block.refs for block in usable)
         free = len(self.free)
-        evictable = self.cached.available(owner, self.active + free, wanted)
+        evictable = self.cached.available(owner, self.held(owner) + free, wanted)
         return min(wanted, max(0, len(usable) + free + evictable - own))
 
     def can_take(self, new: int, shared: list[Block], donor: Block | None) -> bool:
@@ -79,7 +87,7 @@ class PageAllocator:
 
     def evict(self, owner: Owner = None) -> int:
         """Evict the next block and return its page. owner: who needs it."""
-        block = self.cached.pop(owner, self.active)  # one prompt is admitted at a time
+        block = self.cached.pop(owner, self.held(owner))
         page = block.page
         lost = self.host.demote(block)
         self._counts.demotions += lost is not block

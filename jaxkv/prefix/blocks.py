@@ -6,6 +6,7 @@ anything is written. allocator.py manages the pages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from jaxkv.errors import UserError, check_choice, check_int
@@ -157,16 +158,18 @@ class BlockPool:
             published=min(full, size // self.block_size),
         )  # fmt: skip
         self._extend(lease, blocks, donor, tail)
+        self._pages.leased[prompt.owner] += len(lease.blocks)
         if restore is not None and not collided and (restored := self._restored(lease, restore)):
             missed = self._index.missed(prompt, full + restored, lease.cached, False)
         self.counts.lookups.add(size, lease.cached, self.block_size, missed)
         return lease
 
     def _restored(self, lease: Lease, restore: Callable[[HashedPrompt, int, int], bool]) -> int:
-        """Restore the first new blocks of a lease, and publish them; returns their number."""
+        """Restore blocks after the cached ones, and publish them; returns their number."""
         first = lease.cached // self.block_size
-        last = min(len(lease.blocks), (len(lease.prompt) - self.cap) // self.block_size)
-        for number in range(first, last):
+        for number in range(first, (len(lease.prompt) - self.cap) // self.block_size):
+            if number == len(lease.blocks) and not self.extend(lease):
+                break
             if not restore(lease.prompt, number, lease.blocks[number].page):
                 break
             self._publish_full(lease, number + 1)
@@ -203,7 +206,7 @@ class BlockPool:
             page = self._pages.take(lease.prompt.owner)
             if page is None:
                 return False
-            blocks.append(Block(page, number, owner=lease.prompt.owner))
+            self._add(lease, page)
         elif offset and blocks[number].refs > 1 and self.mode == "rekey":
             page = self._pages.take(lease.prompt.owner)
             if page is None:
@@ -216,6 +219,21 @@ class BlockPool:
         lease.length += 1
         return True
 
+    def extend(self, lease: Lease) -> bool:
+        """Add an empty block to a lease; returns False if its owner can get no page.
+
+        Do the `transfers` before writing to it.
+        """
+        self._check_held(lease)
+        if not self._pages.max_blocks(1, [], lease.prompt.owner):
+            return False
+        self._add(lease, self._pages.take(lease.prompt.owner))
+        return True
+
+    def _add(self, lease: Lease, page: int) -> None:
+        lease.blocks.append(Block(page, len(lease.blocks), owner=lease.prompt.owner))
+        self._pages.leased[lease.prompt.owner] += 1
+
     def release(self, lease: Lease) -> None:
         """Release a lease; published blocks stay cached until eviction, tails leave first.
 
@@ -223,6 +241,7 @@ class BlockPool:
         """
         self._check_held(lease)
         lease.released = True
+        self._pages.leased -= Counter({lease.prompt.owner: len(lease.blocks)})
         self._pages.release(lease.blocks)
 
     def _check_held(self, lease: Lease) -> None:

@@ -1,7 +1,7 @@
-"""The states of all layers as a compiled loop carries them.
+"""The states of all layers, as compiled programs take them.
 
-The forms are for XLA:CPU. They stay here and not in xla_cpu.py because they are the data structure
-of the loop: each needs its inverse, and the shapes of donated buffers follow from it.
+`flatten_heads` is for XLA:CPU. It stays here and not in xla_cpu.py, because it needs its inverse,
+and the shapes of donated buffers follow from it.
 """
 
 from __future__ import annotations

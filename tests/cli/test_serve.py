@@ -62,11 +62,11 @@ def test_flags(run, words, expected):
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 17MiB"]),
+    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 16MiB"]),
     (["--memory", "64MiB", "--max-batch", "500"], ["500 sequences", "a smaller --max-batch"]),
     (["--memory", "64MiB", "--prefix-memory", "1GiB"], ["prefixes (1.0 GiB)", "--prefix-memory"]),
     (["--memory", "64MiB", "--prefix-host-memory", "1GiB"], ["a smaller --prefix-host-memory"]),
-    (["--memory", "17MiB", "--prefix-host-memory", "1KiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "16MiB", "--prefix-host-memory", "1KiB"], ["--prefix-host-memory needs"]),
     (["--memory", "9000TiB"], ["--memory must be at most what is free", "9000.0 TiB"]),
     (["--prefix-memory", "1KiB"], ["--prefix-memory must hold one prefix", "1.0 KiB"]),
     (["--memory", "64MiB", "--policy", "full", "--max-len", "100000"], ["a smaller policy"]),

@@ -340,3 +340,25 @@ def test_one_owner_cannot_evict_the_prefixes_of_another(policy, owners, kept):
         ask(engine, Request(flood, 1, salt=owners[1], owner=owners[1]))
     (again,) = ask(engine, Request(begun, 1, salt=owners[0], owner=owners[0]))
     assert again.outcome.cached_tokens == kept
+
+
+@pytest.mark.parametrize(
+    "others, cached", [(0, 64), (8, 48)], ids=["free entries", "entries of a third owner"]
+)
+def test_a_prefill_takes_no_share_of_another_owner(others, cached):
+    """While a long prompt is prefilled, a short one of another owner gets entries too.
+
+    In the second case, 12 entries become 6 of the long prompt, 3 of the third owner and 3.
+    """
+    engine = Engine(plain("full"), max_batch=2, max_len=512, chunk=CHUNK, max_per_owner=2,
+                    prefix_cache=PrefixConfig(num_blocks=12))  # fmt: skip
+    if others:
+        ask(engine, Request(SHARED[: others * CHUNK + 2], 1, owner="c", salt="c"))
+    engine.submit(Request(SHARED * 2, 1, owner="a", salt="a"), Recorder())
+    for _ in range(4):
+        engine.step()
+    assert engine.metrics()["prefix_entries"] == 12 and engine._prefills
+    short = Request(SHARED[:66], 1, owner="b", salt="b")
+    ask(engine, short)
+    (again,) = ask(engine, short)
+    assert again.outcome.cached_tokens == cached

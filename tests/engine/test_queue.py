@@ -130,7 +130,8 @@ def test_one_owner_cannot_delay_another_in_the_engine():
 @pytest.mark.parametrize("policy", ["streaming:sinks=2,window=14", "full"])
 def test_a_long_prompt_delays_no_other_owner(policy, config):
     """Two owners' prompts take turns, and no answer changes."""
-    engine = Engine(plain(policy), max_batch=3, max_len=1024, chunk=16, prefix_cache=config)
+    engine = Engine(plain(policy), max_batch=3, max_len=1024, chunk=16, prefix_cache=config,
+                    max_per_owner=3)  # fmt: skip
     long = [Request(tuple(range(1, 41)) * 20, 4, owner=name, salt=name) for name in "ab"]
     short = [Request(tuple(range(n, n + 20)), 4, owner=name, salt=name)
              for n, name in enumerate("bbc")]  # fmt: skip
@@ -154,12 +155,50 @@ def test_a_long_prompt_delays_no_other_owner(policy, config):
         assert config is None or engine.metrics()["prefix_entries_in_use"] == 0
 
 
-def test_prompts_of_one_owner_are_read_one_after_another():
+def test_prompts_of_one_owner_are_prefilled_one_after_another():
     """In turn, the first of them would wait for both."""
-    engine = Engine(plain(), max_batch=3, chunk=16)
+    engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=3)
     first, second = Recorder(), Recorder()
     engine.submit(Request(tuple(range(40)) * 4, 4, owner="a"), first)
     engine.submit(Request(tuple(range(20)), 4, owner="a"), second)
     while not second.scored:
         engine.step()
     assert first.scored
+
+
+def test_two_prefills_have_their_own_entries():
+    engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=3)
+    asked = [Request(tuple(range(1, 41)) * size, 20, owner=name)
+             for name, size in zip("abc", (4, 3, 2), strict=True)]  # fmt: skip
+    alone = [ask(engine, one)[0].tokens for one in asked]
+    listeners = [Recorder() for _ in asked]
+    for each in zip(asked, listeners, strict=True):
+        engine.submit(*each)
+    most = 0
+    while engine.step():
+        most = max(most, len(engine._prefills))
+    assert most == 2 and [one.tokens for one in listeners] == alone
+
+
+def test_one_prompt_is_prefilled_at_a_time_without_a_limit_per_owner():
+    engine = Engine(plain(), max_batch=3, chunk=16)
+    for name in "ab":
+        engine.submit(Request(tuple(range(40)), 2, owner=name), Recorder())
+    while engine.step():
+        assert len(engine._prefills) <= 1
+
+
+def test_a_failing_prefill_releases_its_prefix(monkeypatch):
+    config = PrefixConfig(num_blocks=8)
+    engine = Engine(plain("full"), max_batch=2, max_len=256, chunk=16, prefix_cache=config)
+    engine.submit(Request(tuple(range(40)), 4), Recorder())
+    engine.step()
+
+    def fail(*_):
+        assert engine.running == 1
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine._programs, "prefill", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert engine.metrics()["prefix_entries_in_use"] == 0 and engine.reset_prefix_cache()

@@ -100,13 +100,13 @@ class CompressionPolicy(Policy):
     @property
     def ends(self) -> ExactEnds:
         """The tokens of a prompt that stay exact."""
-        raise NotImplementedError
+        raise contract.missing(self, "ends")
 
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
         """What replaces the first `count` of the tokens between the ends; state: of the prompt."""
-        raise NotImplementedError
+        raise contract.missing(self, "choose")
 
     @property
     def leaves(self) -> CompressedState:
