@@ -168,7 +168,7 @@ def test_an_array_is_no_policy_of_an_older_contract():
 
 @pytest.mark.parametrize("field, value, message", [
     ("kv_heads", 0, "kv_heads must be at least 1, got 0"),
-    ("head_dim", 2.5, "head_dim must be a whole number, got 2.5"),
+    ("head_dim", -1, "head_dim must be at least 1, got -1"),
     ("group", 0, "group must be at least 1, got 0"),
     ("dtype", "float33", "dtype must be one of float32, bfloat16, float16, got 'float33'"),
 ])  # fmt: skip

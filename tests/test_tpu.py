@@ -95,8 +95,8 @@ def test_the_cache_is_donated(reports, case):
     assert report["memory"]["temporary"] < 2 * report["caches"] + 2**25
 
 
-@pytest.mark.xfail(reason="a write and a read use different layouts of the cache on a TPU")
 def test_no_step_copies_the_cache(reports):
+    """It copied 48 arrays of a cache while layers shared small arrays in the loop."""
     assert reports[STREAMING, 1_000]["copies in the loop"] == 0
 
 

@@ -87,9 +87,9 @@ def test_memory_at_the_start_is_that_of_the_plan(words):
     gc.collect()  # engines of other tests
     before = sum(array.nbytes for array in jax.live_arrays())
     llm, load = serve.flags.open_model(args, args.policy)
-    plan = serve.plan_of(args, llm)
-    load()
     has_keys = args.prefix_memory != 0
+    plan = serve.plan_of(args, llm, has_keys)
+    load()
     engine = serve.make(args, llm, plan, serve.prefixes_of(args), has_keys)
     assert engine.max_per_owner == plan.max_batch - has_keys
     planned = sum(engine.bytes.values())
