@@ -25,6 +25,7 @@ def compact(run, model, text, out, *flags):
     return run("compact", "--text", text, "--out", out, "--model", model, *few, *flags)
 
 
+@pytest.mark.slow
 def test_compact_and_generate(run, model, text, tmp_path):
     out = tmp_path / "new" / "memory.safetensors"
     report = compact(run, model, text, out, "--json").json

@@ -131,6 +131,7 @@ def test_requests_without_bodies_do_not_lock_others_out(process, client):
             assert answer.usage.completion_tokens == 1
 
 
+@pytest.mark.slow
 def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
     """Bodies that take seconds to tokenize, and are refused then."""
     body = json.dumps({"model": "tiny", "prompt": "word " * 500_000, "max_tokens": 1}).encode()
@@ -238,6 +239,7 @@ def test_sighup_reads_the_keys_again(process, client):
         assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_ctrl_c(process, client):
     """A second Ctrl-C does not wait for running answers. Last, because it ends the process."""

@@ -121,6 +121,7 @@ def test_the_caches_of_all_policies_must_fit_together(llm, ids, monkeypatch):
     assert not labels
 
 
+@pytest.mark.slow
 def test_a_second_sink_token_has_no_loss(llm, ids, tmp_path):
     """It is left out of the means, and the other losses are those of scoring."""
     path = write_sink_tokens(tmp_path / "sinks.safetensors", llm.path, 2)

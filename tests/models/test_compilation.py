@@ -212,8 +212,8 @@ def test_a_text_of_known_length_compiles_each_program_once(deep, compilations, p
 
 @pytest.mark.parametrize(
     "policy",
-    ["streaming:sinks=4,window=252", seldom("window:window=512"), "snapkv:capacity=64,window=8",
-     seldom("reservoir:sinks=1,window=8,sample=8"), seldom("full")],
+    ["streaming:sinks=4,window=252", seldom("window:window=512"), seldom("full"),
+     seldom("snapkv:capacity=64,window=8"), seldom("reservoir:sinks=1,window=8,sample=8")],
 )  # fmt: skip
 def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp_path):
     """Also after a conversation is saved and loaded."""

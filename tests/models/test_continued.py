@@ -137,7 +137,7 @@ def logged(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), "logit", "kv"])
+@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), seldom("logit"), seldom("kv")])
 def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
     path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
     assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
@@ -218,6 +218,7 @@ def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
     assert not changed(published(folder), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["sinks", seldom("attention"), seldom("all")])
 def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
     """Stopped after each step in turn, and started again."""

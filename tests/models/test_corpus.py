@@ -133,6 +133,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("phase", ["tokenizing", "writing the shards"])
 def test_a_killed_run_continues_with_the_same_bytes(texts, tmp_path, phase):

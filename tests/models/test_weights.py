@@ -257,6 +257,7 @@ def large(tmp_path_factory) -> dict[str, Path]:
     return {dtype: write_model(folder / dtype, config, dtype=dtype) for dtype in dtypes}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "stored, wanted",

@@ -139,6 +139,7 @@ def test_a_connection_beyond_the_limit_gets_503():
         served.works()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors as on Linux")
 def test_idle_sockets_at_the_limit_of_open_files():
     """100 idle sockets at a limit of 64: others are served and nothing floods the log."""

@@ -146,6 +146,7 @@ def test_the_geometry_of_keys_in_a_cone():
     assert 0.2 < tail["between"]["weight"]["mean"] < tail["all"]["weight"]["mean"] < 1
 
 
+@pytest.mark.slow
 def test_errors_are_divided_by_those_of_top_k(layer):
     """By stretch, at the same share; seeds differ in their draws."""
     exact = {0: heads.exact_attention(SPEC, layer, "test")}

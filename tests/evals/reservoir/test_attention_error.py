@@ -8,6 +8,7 @@ from jaxkv.evals.reservoir import attention_error
 from jaxkv.rotary import rotary
 
 
+@pytest.mark.slow
 def test_a_sample_of_equal_tokens_is_exact_only_with_full_weights(monkeypatch):
     """All keys and values are zero but those of the sinks, so only their weights matter."""
     monkeypatch.setattr(attention_error, "EXPONENTS", (0.0, 1.0))

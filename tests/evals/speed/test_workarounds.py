@@ -21,7 +21,7 @@ RECIPE = replace(
 SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
 # In the everyday suite. Programs of decoding take long to trace.
-LOWERED = ("decode", "engine", "prefill", "forward", "argmax", "lookup", "index", "sampled",
+LOWERED = ("engine", "prefill", "forward", "argmax", "lookup", "index", "sampled",
            "training")  # fmt: skip
 RUN = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
 RESULTS = {  # of a program besides its caches, whose form may differ

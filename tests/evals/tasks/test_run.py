@@ -154,6 +154,7 @@ def trials(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues(folder, trials, monkeypatch):
     real, done = Batch.result, []
 
