@@ -56,8 +56,8 @@ class Engine:
     chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
     cache; None for none. seed: of the policies' random draws, which are equal for all requests of
     one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
-    max_per_owner: sequences of one owner that run together, and the prompts of
-    two owners are prefilled in turn; None for no limit, and one prompt at a time.
+    max_per_owner: sequences of one owner that run together; where it is given, the prompts of two
+    owners are prefilled in turn. None: no limit, and one prompt at a time.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -340,11 +340,11 @@ class Engine:
         state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
         if echo:
             self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
-        self._prefills.popleft()
         end = start + count
         handle.computed += count
         if prefill.hit is not None:
             self._store.save(prefill.hit, state, end)
+        self._prefills.popleft()
         if end < len(tokens):
             self._prefills.append(ActivePrefill(handle, state, end, prefill.hit))
             return count, width, state.logits

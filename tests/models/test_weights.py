@@ -22,7 +22,6 @@ from jaxkv.models.hf.folder import find
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.hf.weights import load_weights, read_header
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
-from tests.seldom import seldom
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROOT = Path(__file__).parents[2]
@@ -261,8 +260,8 @@ def large(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "stored, wanted",
-    [("bfloat16", "float32"), seldom("bfloat16", "bfloat16"),
-     seldom("float32", "float32"), seldom("float32", "bfloat16")],
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"),
+     ("float32", "float32"), ("float32", "bfloat16")],
 )  # fmt: skip
 def test_peak_memory(stored, wanted, large):
     folder = large[stored]
