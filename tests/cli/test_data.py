@@ -123,7 +123,7 @@ def test_ctrl_c_ends_every_process(tmp_path):
     texts = tmp_path / "texts"
     write_texts(texts, documents=2)
     flags = ["--vocab-size", VOCAB, "--valid", texts / "0.txt", "--processes", "2"]
-    (texts / "a.jsonl").write_bytes((LINE[:-3] + b" it was long ago" * 1000 + b'"}\n') * 3_000)
+    (texts / "a.jsonl").write_bytes((LINE[:-3] + b" it was long ago" * 1000 + b'"}\n') * 600)
     command = [sys.executable, "-m", "jaxkv", "data", "--text", texts, "--out", tmp_path / "out"]
     process = subprocess.Popen(
         [str(word) for word in command + flags], stderr=subprocess.PIPE, start_new_session=True

@@ -25,16 +25,17 @@ from tests.server.conftest import eventually
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 
-# `jaxkv serve` whose device does something else than decode.
+# `jaxkv serve` whose device does something else than decode. It waits 1 s for its engine.
 BROKEN = """
 import sys, time
-from jaxkv.cli import program
+from jaxkv.cli import program, serve
 from jaxkv.engine.programs import Programs
 init = Programs.__init__
 def break_it(self, *given):
     init(self, *given)
     self.decode = lambda *_: {what}
 Programs.__init__ = break_it
+serve.STOP = 1
 sys.exit(program())
 """
 

@@ -25,6 +25,7 @@ REFERENCE = {
     ("full", 4096): 32.824,
 }
 NOT_SLOW = [*REFERENCE][:2]
+IN_CI = ("streaming:sinks=4,window=252", 4096)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +67,12 @@ def test_losses_token_by_token_equal_those_in_chunks(stories, policy):
 
 
 def any_chunk():
-    """All pairs. Those that take a minute or chunks of 7 are marked `record`, the others `slow`."""
+    """All pairs. CI has chunks of 256 and one policy at other chunks; the record has all."""
     for text in REFERENCE:
         for chunk in (1, 7, 4096) if text in NOT_SLOW else (1, 7, 256, 4096):
-            long = chunk == 7 or (text == ("full", 4096) and chunk < 256)
-            yield pytest.param(*text, chunk, marks=pytest.mark.record if long else pytest.mark.slow)
+            in_ci = chunk == 256 or (text == IN_CI and chunk != 7)
+            mark = pytest.mark.slow if in_ci else pytest.mark.record
+            yield pytest.param(*text, chunk, marks=mark)
 
 
 @pytest.mark.filterwarnings("ignore:full.*degrades")

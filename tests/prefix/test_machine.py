@@ -310,8 +310,8 @@ def test_a_pool_keeps_its_invariants(kind, examples):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
 def test_a_pool_keeps_its_invariants_in_a_long_run(kind):
-    run(kind, 300)
-    assert kind.steps >= 6_000
+    run(kind, 150)
+    assert kind.steps >= 3_000
 
 
 def run(kind, examples):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from jaxkv.engine import PrefixConfig
 from jaxkv.models.language import Language
 from jaxkv.models.llm import Llm
 from jaxkv.models.serving import make_engine
-from jaxkv.models.tokenizer import LETTERS
 from tests.models.test_parity import reference, reference_logits
 from tests.server.conftest import serving
-from tests.server.fake import BOS, EOS, logprob
+from tests.server.fake import logprob
 
 # A context and its choices.
 QUESTIONS = [
@@ -68,35 +66,6 @@ def test_an_eos_has_an_entry(served):
         [*b"x|"], max_tokens=1, echo=True, logprobs=1, temperature=0
     ).json["choices"][0]  # fmt: skip
     assert choice["logprobs"]["tokens"] == ["x", "|", "</s>"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    """The folder of a tokenizer that equals that of the fake language."""
-    tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("tokenizer")
-    vocab = {letter: byte for letter, byte in LETTERS.items()} | {"<s>": BOS, "</s>": EOS}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])
-    made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its imports
-def test_lm_eval(served, tokenizer, monkeypatch):
-    pytest.importorskip("lm_eval")
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    right, samples = evaluate(served.port, "bytes", tokenizer)
-    for sample, (context, choices) in zip(samples, QUESTIONS, strict=True):
-        values = [expected(context, choice) for choice in choices]
-        assert [value for ((value, _),) in sample["resps"]] == values
-    best = [max(choices, key=lambda c: expected(q, c)) == choices[0] for q, choices in QUESTIONS]
-    assert right == sum(best) / len(QUESTIONS)
 
 
 @pytest.mark.parity

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def llm():
-    return models.load(dtype="float32")
+    """One layer of the default model: quick to compile."""
+    whole = models.load(dtype="float32")
+    return replace(whole, config=replace(whole.config, layers=1, windows=(None,)))
 
 
 @pytest.fixture(scope="module")

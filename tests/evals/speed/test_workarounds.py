@@ -20,10 +20,8 @@ RECIPE = replace(
 )
 SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
-# In the everyday suite. Programs of decoding take long to trace.
-LOWERED = ("engine", "prefill", "forward", "argmax", "lookup", "index", "sampled",
-           "training")  # fmt: skip
-RUN = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
+# In the everyday suite. Programs of whole models take long to trace.
+QUICK = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
 RESULTS = {  # of a program besides its caches, whose form may differ
     "engine": lambda found: found[1],
     "forward": lambda found: found[1],
@@ -66,40 +64,29 @@ def of_program(program):
     return [name for name, row in WORKAROUNDS.items() if row.program == program]
 
 
-def all_but(daily):
-    """All programs, those that are not daily marked as slow."""
-    return [name if name in daily else seldom(name) for name in PROGRAMS]
-
-
 def test_every_program_has_a_workaround():
     assert {row.program for row in WORKAROUNDS.values()} == set(PROGRAMS)
 
 
-@pytest.mark.parametrize("program", all_but(LOWERED))
-def test_a_plain_form_takes_the_place_of_its_workaround(program, load, low_thresholds):
+@pytest.mark.parametrize("program", [p if p in QUICK else seldom(p) for p in PROGRAMS])
+def test_a_plain_form_is_another_program_and_computes_the_same(program, load, low_thresholds):
     made = PROGRAMS[program](load, SIZES)
-    whole = workarounds.lower(made, ())[0].as_text()
+
+    def lowered(plain):
+        """The text of a program, and what it computes."""
+        found, args = workarounds.lower(made, plain)
+        of = RESULTS.get(program.partition(",")[0], lambda results: results)
+        results = found.compile()(*workarounds.to_donate(made, args))
+        return found.as_text(), jax.tree.leaves(of(results))
+
+    whole, wanted = lowered(())
     assert workarounds.lower(made, ())[0].as_text() == whole
     for name in of_program(program):
-        text = workarounds.lower(made, WORKAROUNDS[name].plain)[0].as_text()
+        text, found = lowered(WORKAROUNDS[name].plain)
         same = name == "decode_compiler_options"  # options are no part of the text
         same |= name == "product_with_int8" and jax.__version_info__ < (0, 12)
         assert (text == whole) == same, name
-
-
-@pytest.mark.parametrize("program", all_but(RUN))
-def test_a_plain_form_computes_the_same(program, load, low_thresholds):
-    made = PROGRAMS[program](load, SIZES)
-
-    def results(plain):
-        lowered, args = workarounds.lower(made, plain)
-        of = RESULTS.get(program.partition(",")[0], lambda found: found)
-        found = lowered.compile()(*workarounds.to_donate(made, args))
-        return jax.tree.leaves(of(found))
-
-    wanted = results(())
-    for name in of_program(program):
-        for one, other in zip(results(WORKAROUNDS[name].plain), wanted, strict=True):
+        for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
