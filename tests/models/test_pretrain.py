@@ -186,10 +186,8 @@ def two(start, out: Path, *settings: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = [
-        (f"--distributed=127.0.0.1:{port},2,{number}", "--mesh", "data=2") for number in range(2)
-    ]
-    return [start(out, *settings, flags=some) for some in flags]
+    words = "--mesh", "data=2", f"--distributed=127.0.0.1:{port},2,"
+    return [start(out, *settings, flags=(*words[:2], words[2] + number)) for number in "01"]
 
 
 @pytest.mark.slow
@@ -212,8 +210,7 @@ def test_an_error_in_one_process_ends_both(start, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     for process in two(start, tmp_path):
         _, err = process.communicate(timeout=100)
-        assert process.returncode == 2 and "holds other files" in err, err
-        assert "Traceback" not in err
+        assert process.returncode == 2 and err.count("holds other files") == 1, err
 
 
 def test_several_processes_need_a_mesh(tokens, tmp_path, monkeypatch):
