@@ -21,11 +21,10 @@ from jaxkv.contract import Chunk, Partial, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.tasks import score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
-from jaxkv.models.decoder import Decoder, Weights
-from jaxkv.models.decoding import Static
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Decoder, Layer, Weights, layer_weights
 from jaxkv.models.llm import Llm
-from jaxkv.state.loop_carry import deduplicate_shared
-from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 WIDTH = 64  # tokens of every compiled program, so that each policy compiles one
 COLUMNS = ("score", "kl", "agreement", "tokens", "state_bytes")  # of a result, per sample
@@ -164,11 +163,15 @@ class Batch:
         for row, real, one in zip(tokens, valid, ids, strict=True):
             row[: len(one)], real[: len(one)] = one, 1
         positions = (start[:, None] + np.arange(size)).astype(np.uint32)
-        static, hidden, seen = Static(self.llm.config, policies, None), [], []
+        decoder, hidden, seen = Decoder(self.llm.config, self.llm.weights), [], []
         for at in range(0, size, WIDTH):
-            part = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
-            out, states, chunks = _read(static, record, self.llm.weights, states, *part)
-            hidden, seen = [*hidden, out], [*seen, chunks]
+            some, *where = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
+            x, new, chunks = decoder.embedded(some), [], []
+            for layer, (policy, state) in enumerate(zip(policies, states, strict=True)):
+                weights = layer_weights(self.llm.weights, layer)
+                x, state, chunk = _read(self.llm.config, policy, record, weights, x, state, *where)
+                new, chunks = [*new, state], [*chunks, *chunk]
+            states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
         layers = [jax.tree.map(_concatenate, *chunks) for chunks in zip(*seen, strict=True)]
         return jnp.concatenate(hidden, axis=2), states, layers
 
@@ -177,16 +180,18 @@ def _concatenate(*parts: Array) -> Array:
     return jnp.concatenate(parts, axis=1)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
-    static: Static,
+    config: Config,
+    policy: Policy,
     record: bool,
     weights: Weights,
-    states: tuple[State, ...],
-    tokens: Int32[Array, "B T"],
+    x: Float[Array, "D B T"],
+    state: State,
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-) -> tuple[Float[Array, "D B T"], tuple[State, ...], list[Chunk]]:
+) -> tuple[Float[Array, "D B T"], State, list[Chunk]]:
+    """One layer, so that equal layers are compiled once, and what it attended with."""
     seen = []
 
     def run(policy: Policy, spec: Spec, state: State, *new: Any) -> tuple[Partial, State]:
@@ -194,10 +199,8 @@ def _read(
             seen.append(Chunk(*new[:5]))
         return step(policy, spec, state, *new)
 
-    decoder = Decoder(static.config, weights, run=run)
-    states = deduplicate_shared(static.policies, states)
-    hidden, states = decoder(tokens, positions, valid, static.policies, states)
-    return hidden, states, seen
+    x, state = Layer(config, weights)(x, policy, state, positions, valid, run)
+    return x, state, seen
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -208,6 +211,6 @@ def absorb(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> State:
 
 @partial(jax.jit, static_argnums=0)
 def logits(
-    config: models.config.Config, weights: Weights, hidden: Float[Array, "D B 1"]
+    config: Config, weights: Weights, hidden: Float[Array, "D B 1"]
 ) -> Float32[Array, "B V"]:
     return Decoder(config, weights).logits(hidden)[:, :, 0].T
