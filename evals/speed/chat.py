@@ -1,0 +1,81 @@
+"""Chat on SmolLM2-135M: seconds from each message to the first text of its answer.
+
+Every chat is a new process. The first message is there when it starts, so its seconds contain
+imports, loading and compilation. A cold chat has an empty compilation cache; the chat after it has
+the cache that the cold one filled. The fourth message is a page long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from time import perf_counter
+
+import numpy as np
+
+from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.speed.startup import COMMAND, environment
+from jaxkv.models import smollm2
+
+PAGE = 2_000  # letters of the long message
+END = "tokens/s"  # the line after an answer, on standard error
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.chat", description=__doc__)
+    ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--quick", action="store_true", help="write to out/")
+    given = ask.parse_args()
+    record = Record("chat", [smollm2.fetch(), PASSAGE], quick=given.quick)
+    record.finish(measure(smollm2.NAME, messages(), given.rounds))
+
+
+def messages() -> list[str]:
+    page = " ".join(PASSAGE.read_text("utf-8")[:PAGE].split())
+    return ["Hello!", "Who wrote the play Hamlet?", "Tell me a short story about a lighthouse.",
+            f"What happens here? {page}", "Why?", "Thank you."]  # fmt: skip
+
+
+def measure(model: str, asked: list[str], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Of each message, the seconds in a cold and in a warm chat."""
+    seconds: dict[str, list[list[float]]] = {"cold": [], "warm": []}
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in seconds.values():
+                found.append(chat(model, asked, folder))
+        print(f"chat: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return {
+        name: [spread(turn) for turn in np.transpose(found).tolist()]
+        for name, found in seconds.items()
+    }
+
+
+def chat(model: str, asked: list[str], folder: str) -> list[float]:
+    """The seconds of every message. folder: of the compilation cache."""
+    command = [*COMMAND, "chat", "--model", model, "--max-new-tokens", "24", "--temperature", "0"]
+    seconds, begun = [], perf_counter()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(folder), bufsize=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout and process.stderr
+        for message in asked:
+            process.stdin.write(message.encode() + b"\n")
+            first = process.stdout.read(1)
+            seconds.append(perf_counter() - begun)
+            if not first:
+                raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
+            while END not in process.stderr.readline().decode():
+                pass
+            os.read(process.stdout.fileno(), 1 << 16)  # the rest of the answer, which is short
+            begun = perf_counter()
+        process.stdin.close()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The seconds of the turns of a chat, on a small model."""
+
+import pytest
+
+from jaxkv.evals.speed import chat
+
+
+@pytest.mark.slow
+def test_each_message_has_its_seconds(shared):
+    """The start and the compilation are in those of the first message."""
+    model = str(shared / "models" / "stories260K")
+    found = chat.measure(model, ["Hello", "And?", "A page " * 60], rounds=1)
+    assert set(found) == {"cold", "warm"}
+    for turns in found.values():
+        first, *later = [turn["median"] for turn in turns]
+        assert len(later) == 2 and first > 4 * max(later)
+    assert found["cold"][0]["median"] > found["warm"][0]["median"]
+
+
+def test_a_chat_that_ends_is_no_measurement(tmp_path):
+    with pytest.raises(SystemExit, match="ended in turn 1"):
+        chat.chat(str(tmp_path / "absent"), ["Hello"], "off")
+
+
+def test_the_fourth_message_is_a_page():
+    lengths = list(map(len, chat.messages()))
+    assert len(lengths) == 6 and lengths[3] > 1_900 and max(lengths[:3] + lengths[4:]) < 60
