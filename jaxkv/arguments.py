@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import is_dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, Spec, State
@@ -77,6 +79,9 @@ def _check_arrays(
         shape = tuple(sizes[letter] for letter in letters)
         if array.shape != shape:
             raise UserError(f"{name} must be {shape} beside q {q.shape}, got {array.shape}")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UserError(f"{name} must be floating point, got {array.dtype}; convert it")
     for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
         if array.dtype != kind:
             raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
@@ -100,3 +105,19 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
                     f"a state of this spec and batch has {letter}={sizes[letter]}, got "
                     f"{letter}={size}; {remedy}"
                 )
+    if policy.grows:
+        return  # its sizes depend on the tokens
+    found, wanted = [a.shape for a in jax.tree.leaves(state)], _fixed_shapes(policy, spec, batch)
+    for leaf, shape, expected in zip(jax.tree.leaves(policy.leaves), found, wanted, strict=True):
+        if shape != expected:
+            raise UserError(
+                f"a state of {policy!r} has an array [{leaf.axes}] of {expected}, got {shape}; "
+                f"{remedy}, or give the policy that made the state"
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_shapes(policy: Policy, spec: Spec, batch: int) -> list[tuple[int, ...]]:
+    """The shapes of the state of a policy that does not grow."""
+    state = jax.eval_shape(lambda: policy.init(spec, batch, jax.random.key(0)))
+    return [array.shape for array in jax.tree.leaves(state)]

@@ -22,21 +22,22 @@ after any chunking, a query sees what it would have seen token by token.
 
 `reserve` and `finish_prefill` may change the sizes of a state but never its structure: an array
 that exists only later starts with size 0. They run between compiled calls. `reserve` counts tokens
-since `init`, and after `finish_prefill` since that call. All sequences of a batch are reserved to
-one size before `finish_prefill`.
+since `init`; for policies with `min_prompt`, after `finish_prefill`, since that call. All sequences
+of a batch are reserved to one size before `finish_prefill`.
 
 Randomness lives in the state. A draw is a function of the sequence's seed and of the token's
 position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
 on devices.
 
 The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12, 13 and 18, which
-have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. tests/laws checks
-every policy here.
+have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. It needs
+`cached_tokens` for law 15, and leaves out a law that does not apply, such as 17 without int8.
+tests/laws checks every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.
  3 The sequences of a batch are independent.
- 4 Below capacity the output is full attention.
+ 4 Below capacity the output is full attention, also under ALiBi and a cap on logits.
  5 The state and the output do not depend on chunking.
  6 The KV heads are independent, so a step can be sharded over them.
  7 Taking, putting, saving and moving sequences to the host is exact.
@@ -101,6 +102,11 @@ class Spec:
         if not isinstance(self.dtype, str):  # a dtype, such as jnp.float32
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         check_choice("dtype", self.dtype, DTYPES)
+        if not isinstance(self.encoding, Encoding):
+            raise UserError(
+                "encoding must be of jaxkv.rotary: rotary(head_dim, theta), Alibi.of(heads) or "
+                f"NoPosition(), got {self.encoding!r}"
+            )
 
     @property
     def kv_bytes(self) -> int:
@@ -135,10 +141,7 @@ class Partial(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """The tokens that a state stores: positions and log importance weights, -inf for empty slots.
-
-    Where numerator and denominator use different samples, these are the denominator's.
-    """
+    """The stored tokens: positions and log importance weights, -inf for empty slots."""
 
     positions: UInt32[Array, "B K S"]
     log_weight: Float32[Array, "B K S"]

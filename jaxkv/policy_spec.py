@@ -167,7 +167,7 @@ def describe() -> list[dict[str, object]]:
                 f.name: {"type": _type_name(kind, f.name), "default": _written(f.default)}
                 for f in _fields(kind)
             },
-            "bytes_per_sequence": kind.bytes_formula,
+            "bytes_formula": kind.bytes_formula,
             "source": kind.source,
         }
         for name, kind in POLICIES.items()

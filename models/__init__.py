@@ -1,5 +1,10 @@
 """Llama-family decoders on JAX: published weights, generation in constant memory."""
 
+from importlib.util import find_spec
+
+if not find_spec("flax"):
+    raise ModuleNotFoundError("jaxkv.models needs Flax; pip install 'jaxkv[models]'", name="flax")
+
 from jaxkv.models.config import Config
 from jaxkv.models.conversation import Conversation
 from jaxkv.models.decoder import Decoder

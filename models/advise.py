@@ -1,8 +1,8 @@
 """Measures cache policies at equal budgets on one text, against full attention.
 
 All policies read the same tokens, so their differences have a far smaller spread than their losses.
-Only tokens that come after every cache is full count. Each is predicted from the tokens before it,
-and errors are those of means over blocks of consecutive tokens.
+Only tokens that come after all caches are full are scored. Each is predicted from the tokens before
+it, and errors are those of means over blocks of consecutive tokens.
 
 The recall of distant text is measured where the text repeats itself: at the last of REPEAT tokens
 that occurred before in this order, the latest time at some distance. A cache that evicted the

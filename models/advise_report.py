@@ -58,8 +58,11 @@ def _milliseconds(row: Row) -> str:
     return DASH if times is None else f"{times['median']:.1f}"
 
 
-def sentences(results: Mapping[str, Any]) -> list[str]:
-    """What the table means: how it counts, what is noise, and which policy to take."""
+def sentences(results: Mapping[str, Any], options: str = "") -> list[str]:
+    """What the table means: how it counts, what is noise, and which policy to take.
+
+    options: of the command that runs this model, such as " --model DIR".
+    """
     block, first, count = (results[name] for name in ("block", "first_counted", "counted"))
     rows = [row for row in results["policies"] if row["policy"] != FULL]
     told = [
@@ -79,13 +82,14 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
         elif not number and len(rows) > 1:
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
-    return [*told, *_choices([by_name[name] for name in results["levels"][0]])]
+    return [*told, *_choices([by_name[name] for name in results["levels"][0]], options)]
 
 
-def _choices(level: Sequence[Row]) -> list[str]:
+def _choices(level: Sequence[Row], options: str) -> list[str]:
     """Which policy to take of those whose losses are within noise; level[0] has the lowest loss."""
     choice, reason = _choice(level)
-    told = [f'Take {choice["policy"]} ({reason}): jaxkv chat --policy "{choice["policy"]}"']
+    policy = choice["policy"]
+    told = [f'Take {policy} ({reason}): jaxkv chat{options} --policy "{policy}"']
     if choice is not level[0]:
         told.append(
             f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "

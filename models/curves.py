@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8c8c8c"
+from jaxkv.models.palette import COLOURS
+
+BLUE, ORANGE, GREY = COLOURS["streaming"], COLOURS["window"], COLOURS["full"]
 SMOOTH = 0.9  # weight of earlier steps in the smoothed loss
 
 

@@ -54,7 +54,9 @@ def command() -> str:
     """The command line of this run, as one would type it in the repository."""
     main = getattr(sys.modules["__main__"], "__spec__", None)
     module = main.name.removesuffix(".__main__") if main else ""
-    program = f"python -m {module}" if main else f"python {portable(Path(sys.argv[0]))}"
+    script = Path(sys.argv[0])
+    by_path = "jaxkv" if script.name == "jaxkv" else f"python {portable(script)}"
+    program = f"python -m {module}" if main else by_path
     words = [portable(Path(word)) if word.startswith("/") else word for word in sys.argv[1:]]
     return " ".join([program, *words])
 

@@ -90,9 +90,11 @@ def find(
 
     A file that is named for both splits belongs to the valid one. Without `valid`, the hash of a
     document assigns it to the valid split with probability `share`. report: called with (bytes
-    done, all bytes). Raises UserError for a missing or unknown file, an empty folder, and a split
-    without documents.
+    done, all bytes). Raises UserError for a share beyond 0 to 1, a missing or unknown file, an
+    empty folder, and a split without documents.
     """
+    if not valid and not 0 < share < 1:
+        raise UserError(f"valid-share must be between 0 and 1, got {share:g}; try 0.02")
     every, validation = files_in(texts), files_in(valid)
     away = {path.resolve() for path in validation}
     train = {path: name for path, name in every.items() if path.resolve() not in away}

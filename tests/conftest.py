@@ -6,7 +6,6 @@ many such tests ran. Tests of the real model may be skipped where it is neither 
 downloadable.
 """
 
-import gc
 import os
 import signal
 from collections import Counter
@@ -38,7 +37,7 @@ COMPILE_FAST = (
 COMPILED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxkv" / "tests"
 MAX_COMPILED = 1 << 30  # bytes
 DURATIONS = COMPILED.with_name("test_seconds.json")  # of each test in earlier runs
-MAPS, TESTS = Path("/proc/self/maps"), count(1)
+TESTS = count(1)
 NO_MODEL = "no real model: "
 NO_SHARED = "../shared/data is absent: the test model and stories are not redistributable"
 
@@ -199,16 +198,11 @@ def smollm2(smollm2_file):
 
 @pytest.fixture(autouse=True)
 def limit_memory_maps():
-    """Clear compiled programs before the process runs out of memory maps.
-
-    Linux allows 65,530 maps per process. XLA:CPU uses a few per program, and crashes without more.
-    """
     yield
-    if next(TESTS) % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
-        import jax
+    if next(TESTS) % 20 == 0:
+        from jaxkv.evals.lib import memory_maps
 
-        jax.clear_caches()
-        gc.collect()
+        memory_maps.release()
 
 
 @pytest.fixture

@@ -82,6 +82,11 @@ BAD = {
     "one position": ({"positions": jnp.zeros((1, 1), jnp.uint32)}, r"positions must be \(1, 3\)"),
     "valid of one token": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
     "another state": ({"state": Other()}, "a Ring, got a Other; begin with policy.init"),
+    "another size": (
+        {"state": Window(6).init(SPEC, 1, jax.random.key(0))},
+        r"Window\(.*has an array \[B K S H\] of \(1, 2, 4, 8\), got \(1, 2, 6, 8\); begin with",
+    ),
+    "whole numbers": ({"q": jnp.ones((1, 3, 4, 8), int)}, "q must be floating point, got int32"),
     "another batch": (
         {"state": POLICY.init(SPEC, 2, jax.random.key(0))},
         "B=1, got B=2; begin with",

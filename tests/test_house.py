@@ -270,7 +270,7 @@ def test_versions_agree():
         for path, text in python_files().items()
         if (match := re.search(r'^__version__ = "(.*)"', text, re.MULTILINE))
     }
-    assert set(written.values()) <= {version}, written
+    assert set(written.values()) == {version}, written
     newest = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[0]
     assert newest.startswith("Unreleased" if "dev" in version else version)
 

@@ -207,14 +207,14 @@ def test_describe():
     table = {entry["name"]: entry for entry in describe()}
     assert list(table) == list(POLICIES)
     for name, entry in table.items():
-        assert entry["summary"] and entry["source"] and entry["bytes_per_sequence"]
+        assert entry["summary"] and entry["source"] and entry["bytes_formula"]
         text = ",".join(f"{field}={v['default']}" for field, v in entry["fields"].items())
         assert parse_policy(f"{name}:{text}") == POLICIES[name]()
     assert table["streaming"]["fields"]["positions"] == {
         "type": "cache|absolute",
         "default": "cache",
     }
-    assert table["streaming"]["bytes_per_sequence"] == "(sinks + window) * t + 4"
+    assert table["streaming"]["bytes_formula"] == "(sinks + window) * t + 4"
 
 
 def test_bytes_per_sequence():

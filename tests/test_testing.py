@@ -8,15 +8,12 @@ import traceback
 from functools import partial
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkv
 from jaxkv.attention import chunked_scan
 from jaxkv.cache import ring
-from jaxkv.cache.ring import RingSettings
-from jaxkv.contract import Leaf
 from jaxkv.errors import UserError
 from jaxkv.testing import (
     LawError,
@@ -30,6 +27,38 @@ from jaxkv.testing import (
     table,
 )
 from jaxkv.testing.laws import LAWS
+from tests.broken_policies import (
+    Branches,
+    Broken,
+    CachesInnerPadding,
+    CachesNothing,
+    CachesPadding,
+    CompressesAnother,
+    DropsTokens,
+    IgnoresPenalty,
+    IgnoresSoftcap,
+    InfiniteGradient,
+    LatePages,
+    MixesSequences,
+    NoGradient,
+    NoLeaf,
+    NotEmpty,
+    OtherDtype,
+    OtherStructure,
+    Overwriting,
+    QueryLetter,
+    SeesEvicted,
+    ShortWindow,
+    Shrinks,
+    SignedPositions,
+    SwapsHeads,
+    TooFewBytes,
+    TooFewLetters,
+    Unequal,
+    Unshared,
+    WrongLetter,
+    WrongPositions,
+)
 from tests.seldom import seldom
 
 
@@ -47,132 +76,21 @@ def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
     assert (14 in numbers) == (policy.min_prompt is not None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Broken(jaxkv.Streaming):
-    """A streaming cache with one mistake."""
-
-    sinks: int = 2
-    window: int = 6
-
-
-class CachesPadding(Broken):
-    """Padding is cached."""
-
-    def update(self, spec, state, chunk):
-        return super().update(spec, state, chunk._replace(valid=jnp.ones_like(chunk.valid)))
-
-
-class CachesInnerPadding(Broken):
-    """Padding is cached, except in chunks without tokens."""
-
-    def update(self, spec, state, chunk):
-        some = jnp.any(chunk.valid, axis=1, keepdims=True) & jnp.ones_like(chunk.valid)
-        partial, _ = super().update(spec, state, chunk)
-        return partial, super().update(spec, state, chunk._replace(valid=some))[1]
-
-
-class MixesSequences(Broken):
-    """The output of a sequence uses the queries of another."""
-
-    def update(self, spec, state, chunk):
-        return super().update(spec, state, chunk._replace(q=chunk.q[::-1]))
-
-
-class TooFewBytes(Broken):
-    def bytes_per_sequence(self, spec, tokens=0):
-        return (self.sinks + self.window) * 2 * spec.kv_heads * spec.head_dim * 4
-
-
-class OtherDtype(Broken):
-    """The returned state has another dtype."""
-
-    def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial, made._replace(count=made.count.astype(jnp.float32))
-
-
-class SeesEvicted(Broken):
-    """A query of a chunk sees tokens that the chunk has evicted."""
-
-    def update(self, spec, state, chunk):
-        partial = ring.attend(spec, state, chunk, RingSettings(self.sinks))
-        return partial, ring.write(spec, state, chunk, RingSettings(self.sinks))
-
-
-class ShortWindow(Broken):
-    """The window is one token too short."""
-
-    def update(self, spec, state, chunk):
-        partial = ring.attend(spec, state, chunk, RingSettings(self.sinks, self.window - 1))
-        return partial, ring.write(spec, state, chunk, RingSettings(self.sinks))
-
-
-class SwapsHeads(Broken):
-    """KV heads store each other's keys."""
-
-    def update(self, spec, state, chunk):
-        return super().update(spec, state, chunk._replace(k=chunk.k[:, :, ::-1]))
-
-
-class Unequal(Broken):
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-
-class NotEmpty(Broken):
-    def init(self, spec, batch, rng):
-        return super().init(spec, batch, rng)._replace(count=jnp.ones(batch, jnp.int32))
-
-
-class NoGradient(Broken):
-    def update(self, spec, state, chunk):
-        return super().update(spec, state, jax.lax.stop_gradient(chunk))
-
-
-class WrongPositions(Broken):
-    """`cached` gives positions that are one too large."""
-
-    def cached(self, spec, state):
-        found = super().cached(spec, state)
-        return found._replace(positions=found.positions + 1)
-
-
-class QueryLetter(Broken):
-    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B N S H"))
-
-
-class Unshared(Broken):
-    """The keys are declared equal in all layers."""
-
-    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B K S H", shared=True))
-
-
-class Overwriting(Broken):
-    """A ring is declared append-only."""
-
-    leaves: ClassVar = ring.LEAVES._replace(v=Leaf("B K S H", append_only=True))
-
-
-class WrongLetter(Broken):
-    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B H S K"))
-
-
-class TooFewLetters(Broken):
-    leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B K S"))
-
-
-class OtherStructure(Broken):
-    def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial, (made, made.count)
-
-
 @pytest.mark.parametrize("policy, number, why", [
+    (CompressesAnother(), 14, "depends on"), (InfiniteGradient(), 16, "through finish_prefill"),
+    (Shrinks(cache="int8"), 17, "a row of k is not its token's"),
+    (LatePages(sinks=1, window=3, levels=2, block=4), 11, "last_write must be"),
+    (DropsTokens(), 1, r"must return lse \[B,T,N\] as \(\(4, 1, 6\), 'float32'\), got \(\(4, 6\)"),
+    (SignedPositions(), 1, r"cached must return positions \[B,K,S\] as .*'uint32'.*'int32'"),
+    (CachesNothing(), 1, "cached must return a Cached, got a NoneType"),
+    (Branches(), 1, "must be jittable, so use jnp.where"), (NoLeaf(), 11, "a Leaf per array"),
     (OtherDtype(), 1, r"must return .count as \(\(4,\), 'int32'\), got \(\(4,\), 'float32'\)"),
     (OtherStructure(), 1, r"the arrays .k, .v, .positions, .count, got \[0\].k"),
     (WrongLetter(), 11, r"leaf .k: axis H must be 8, got 3"),
-    (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for 4 axes"),
+    (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for an array of"),
     (CachesPadding(), 2, "padding"), (CachesInnerPadding(), 2, "padding"),
     (MixesSequences(), 3, "sequence 0"), (ShortWindow(), 4, "chunks of 1"),
+    (IgnoresSoftcap(), 4, "a cap on logits"), (IgnoresPenalty(), 4, "under ALiBi"),
     (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
     (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
     (TooFewBytes(), 10,

@@ -17,6 +17,10 @@ import sys
 sys.modules["flax"] = None
 import jaxkv
 print(jaxkv.__file__)
+try:
+    jaxkv.models
+except ModuleNotFoundError as error:
+    print(error)
 """
 
 
@@ -47,8 +51,9 @@ def run(installed: Path, folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_the_core_imports_without_flax(installed, tmp_path):
-    file = Path(run(installed, tmp_path, "-c", WITHOUT_FLAX).strip())
-    assert file.is_relative_to(installed)
+    file, error = run(installed, tmp_path, "-c", WITHOUT_FLAX).splitlines()
+    assert Path(file).is_relative_to(installed)
+    assert error == "jaxkv.models needs Flax; pip install 'jaxkv[models]'"
 
 
 @pytest.mark.slow

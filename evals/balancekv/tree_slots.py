@@ -33,9 +33,10 @@ from jaxkv.evals.lib.paired_losses import (
 )
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.state_sizes import sequence_bytes
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.reservoir import attention_error
-from jaxkv.evals.reservoir.stream_losses import SKIP, bytes_of, mean_cached, plain
+from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached, plain
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
 from jaxkv.policies.merge_reduce import occupancy
@@ -80,7 +81,7 @@ def run(
         name: row
         | {
             "policy": caches[name].policy,
-            "state_bytes": bytes_of(llm, caches[name].policy),
+            "state_bytes": sequence_bytes(llm, caches[name].policy),
             "cached": cached[name],
         }
         for name, row in compared["rows"].items()
@@ -106,8 +107,8 @@ def cases(llm: Llm) -> dict[str, Case]:
     The uniform sample uses all its slots, as no tree does.
     """
     trees = {named(size): tree(size, SLOTS) for size in TREES}
-    most = max(bytes_of(llm, policy) for policy in trees.values())
-    window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
+    most = max(sequence_bytes(llm, policy) for policy in trees.values())
+    window = next(w for w in range(1, 4_096) if sequence_bytes(llm, plain(w)) >= most)
     tokens = SLOTS - FIRST.slots + round(used(FIRST))
     found = {BASE: plain(window)} | trees
     for size in AT_EQUAL_TOKENS:

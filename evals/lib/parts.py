@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxkv import files
+from jaxkv.evals.lib import memory_maps
 from jaxkv.evals.lib.record import TRIALS, Record
 
 
@@ -45,6 +46,7 @@ class Parts:
             with np.load(file) as part:
                 self.made[name] = str(part["commit"])
                 return part["value"]
+        memory_maps.release()
         begun = time.perf_counter()
         value = compute()
         seconds = time.perf_counter() - begun

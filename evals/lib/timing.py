@@ -50,6 +50,14 @@ def timed(work: Callable[[], object]) -> Variant:
     return run
 
 
+def next_token(llm: Llm, ids: Sequence[int], policy: str) -> int:
+    """Prefill of one prompt; the most probable next token."""
+    stream = Stream(llm, policy, tokens=len(ids))
+    stream.prefill([ids])
+    stream.finish_prefill()
+    return int(jnp.argmax(stream.decoding.logits[0]))
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """The ratio of two variants, round by round, because both share a round's disturbances."""
     return spread(np.asarray(over) / np.asarray(under))

@@ -28,6 +28,7 @@ from jaxkv import models
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.lib.baseline import LARGE
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import matched_budgets, sparse_tokens
 from jaxkv.evals.magicpig.heads import Item
@@ -196,7 +197,7 @@ def of_text(
         }
     for name, one in evicting.items():
         found["evicting"][name] = line(one, name, not isinstance(one, SnapKV)) | {
-            "state_bytes": prefilled_bytes(one, llm.spec, llm.config.layers, text.prompt)
+            "state_bytes": llm.config.layers * prefilled_bytes(one, llm.spec, text.prompt)
         }
     return found
 
@@ -321,20 +322,15 @@ def of_prompt(
     policies: dict[str, Policy], spec: Spec, layers: int, prompt: int
 ) -> dict[str, dict[str, Any]]:
     """Bytes of each policy, and the number of tokens that a full cache of these bytes has."""
-    whole = prefilled_bytes(Full(max=prompt, start=prompt), spec, layers, prompt)
+    whole = layers * prefilled_bytes(Full(max=prompt, start=prompt), spec, prompt)
     found = {"full": {"state_bytes": whole, "over_full": 1.0, "tokens_of_full": prompt}}
     for name, one in policies.items():
-        count = prefilled_bytes(one, spec, layers, prompt)
+        count = layers * prefilled_bytes(one, spec, prompt)
         found[name] = {
             "policy": format_policy(one), "state_bytes": count, "over_full": count / whole,
             "tokens_of_full": count * prompt / whole,
         }  # fmt: skip
     return found
-
-
-def prefilled_bytes(chosen: Policy, spec: Spec, layers: int, prompt: int) -> int:
-    """Bytes of all layers after prefill; nothing is allocated."""
-    return layers * sparse_tokens.prefilled_bytes(chosen, spec, prompt)
 
 
 def recalled(_: Sequence[ScoredText], given: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
 from jaxkv.models.compilation import clock
@@ -77,16 +78,6 @@ def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any
         "times_faster": ratio(seconds["full"], seconds["magicpig"]),
         "state_bytes": {n: batch.nbytes(stream.decoding.states) for n, stream in streams.items()},
     }
-
-
-def prefilled_bytes(chosen: Policy, spec: Spec, size: int) -> int:
-    """Bytes of a layer after a prefill of this many tokens; nothing is allocated."""
-
-    def build() -> Any:
-        state = chosen.reserve(spec, chosen.init(spec, 1, jax.random.key(0)), size)
-        return chosen.finish_prefill(spec, state)
-
-    return batch.nbytes(jax.eval_shape(build))
 
 
 def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:

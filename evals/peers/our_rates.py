@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.timing import Variant, decode_variant, timed
+from jaxkv.evals.lib.timing import Variant, decode_variant, next_token, timed
 from jaxkv.evals.peers import llama_cpp_rates
-from jaxkv.models.llm import Llm
 
 
 class JaxkvWorker:
@@ -46,7 +45,7 @@ class JaxkvWorker:
 
     def prefill(self, tokens: Sequence[int]) -> dict[str, float]:
         """Seconds to read a prompt into an empty cache, up to the most probable next token."""
-        return {"seconds": timed(partial(read, self.llm, self.policy, tokens))()}
+        return {"seconds": timed(partial(next_token, self.llm, tokens, self.policy))()}
 
     def decode(self, batch: int, new: int) -> dict[str, float]:
         """Seconds to generate tokens for the first sequences, after their prompts."""
@@ -69,14 +68,6 @@ class JaxkvWorker:
 
     def memory(self) -> dict[str, int]:
         return llama_cpp_rates.memory()
-
-
-def read(llm: Llm, policy: str, tokens: Sequence[int]) -> int:
-    """Prefill of one prompt; the most probable next token."""
-    stream = models.Stream(llm, policy, tokens=len(tokens))
-    stream.prefill([tokens])
-    stream.finish_prefill()
-    return int(jnp.argmax(stream.decoding.logits[0]))
 
 
 if __name__ == "__main__":

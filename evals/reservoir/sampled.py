@@ -21,12 +21,13 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, spread, standard_error
+from jaxkv.evals.lib.state_sizes import sequence_bytes
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.streaming.endless import read
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
-from jaxkv.policy_spec import parse_policy, state_bytes
+from jaxkv.policy_spec import parse_policy
 
 SLOTS = 256
 STREAMING = f"streaming:sinks=4,window={SLOTS - 4}"
@@ -77,8 +78,8 @@ def main() -> None:
 
 def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
     """The loss of each block of one text, by cache."""
-    most = max(bytes_of(llm, text) for text in CACHES.values())
-    window = next(w for w in range(1, 4 * SLOTS) if bytes_of(llm, streaming(w)) >= most)
+    most = max(sequence_bytes(llm, text) for text in CACHES.values())
+    window = next(w for w in range(1, 4 * SLOTS) if sequence_bytes(llm, streaming(w)) >= most)
     caches = {"streaming": streaming(window), **CACHES}
     found: dict[str, Any] = {
         "tokens": given.tokens, "block": given.block, "chunk": CHUNK, "caches": {}
@@ -128,10 +129,6 @@ def over(blocks: list[float | None], base: list[float | None]) -> dict[str, floa
 
 def streaming(window: int) -> str:
     return f"streaming:sinks=4,window={window}"
-
-
-def bytes_of(llm: Llm, text: str) -> int:
-    return state_bytes(llm.policies(text), llm.spec, 1)
 
 
 def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:

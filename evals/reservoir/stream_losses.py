@@ -19,8 +19,9 @@ import numpy as np
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.state_sizes import sequence_bytes
 from jaxkv.models.llm import Llm
-from jaxkv.policy_spec import parse_policy, state_bytes
+from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
 ENDS = "sinks=4,window=124"
@@ -46,8 +47,8 @@ SKIP = 2 * BIN  # tokens until every cache evicts
 
 def cases(llm: Llm) -> dict[str, Case]:
     """All caches, at the bytes of the largest sampled one; `window` and `h2o` at its tokens."""
-    most = max(bytes_of(llm, policy) for policy in SAMPLED.values())
-    window = next(w for w in range(1, 4_096) if bytes_of(llm, plain(w)) >= most)
+    most = max(sequence_bytes(llm, policy) for policy in SAMPLED.values())
+    window = next(w for w in range(1, 4_096) if sequence_bytes(llm, plain(w)) >= most)
     found = {BASE: Case(plain(window)), "window": Case(f"window:window={4 + window}")}
     found |= {name: Case(policy) for name, policy in SAMPLED.items()}
     found[f"{BASE}, absolute"] = Case(f"{plain(window)},positions=absolute", tokens=BEGINNING)
@@ -60,10 +61,6 @@ def cases(llm: Llm) -> dict[str, Case]:
 
 def plain(window: int) -> str:
     return f"streaming:sinks=4,window={window}"
-
-
-def bytes_of(llm: Llm, policy: str) -> int:
-    return state_bytes(llm.policies(policy), llm.spec, 1)
 
 
 def main() -> None:
@@ -83,7 +80,7 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
         found[name] = compared["rows"][name] | {
             "tokens": compared["tokens"],
             "policy": case.policy,
-            "state_bytes": bytes_of(llm, case.policy),
+            "state_bytes": sequence_bytes(llm, case.policy),
             "cached": cached[name],
         }
     return record_header(llm, caches, by_text) | {"rows": found}

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.contract import Chunk, Spec, State
 from jaxkv.evals.lib.record import Record, spread, standard_error
+from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.models import smollm2
@@ -28,7 +29,6 @@ from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
-from jaxkv.state.batch import nbytes
 from jaxkv.testing.int8 import HALF, parts_in_int8
 from jaxkv.typing import Array, Float32, UInt32
 
@@ -108,12 +108,7 @@ def shares(llm: Llm, name: str) -> dict[str, float]:
 
 def state_bytes(llm: Llm, policy: str, dtype: str) -> int:
     spec = replace(llm.spec, dtype=dtype)
-
-    def build(one: Policy) -> State:
-        state = one.reserve(spec, one.init(spec, 1, jax.random.key(0)), PROMPT)
-        return one.finish_prefill(spec, state)
-
-    return sum(nbytes(jax.eval_shape(lambda one=one: build(one))) for one in llm.policies(policy))
+    return sum(prefilled_bytes(one, spec, PROMPT) for one in llm.policies(policy))
 
 
 def losses(llm: Llm, name: str, ids: Sequence[int]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from jaxkv.evals.lib.timing import (
     decode_variant,
     fastest,
     generate_greedy,
+    next_token,
     prompt,
     rate,
     ratio,
@@ -274,12 +275,7 @@ def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     ids = prompt(llm, scale.prompt)
     policies = {"full": "full:max=8192", "streaming": "streaming:sinks=4,window=1020"}
 
-    def read(policy: str) -> int:
-        stream = models.Stream(llm, policy, tokens=len(ids))
-        stream.prefill([ids])
-        stream.finish_prefill()
-        return int(jnp.argmax(stream.decoding.logits[0]))
-
+    read = partial(next_token, llm, ids)
     if other.prefill(ids) != read(policies["full"]):
         raise SystemExit(
             "the two sides predict different next tokens, so their times are not comparable"

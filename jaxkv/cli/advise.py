@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     elif results["policies"]:
-        print(advise_report.table(results), "", *advise_report.sentences(results), sep="\n")
+        sentences = advise_report.sentences(results, flags.model_options(args))
+        print(advise_report.table(results), "", *sentences, sep="\n")
     if out is not None and measured:
         caption = (
             f"{about['model']} on {about['text']}: {len(tokens):,} tokens, "

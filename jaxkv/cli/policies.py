@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         fields = [f"{n}={f['default']} ({f['type']})" for n, f in policy["fields"].items()]
         print(f"{policy['name']}: {policy['summary']}")
         print(f"  fields  {', '.join(fields) or 'none'}")
-        print(f"  memory  {policy['bytes_per_sequence']}")
+        print(f"  memory  {policy['bytes_formula']}")
         print(f"  source  {policy['source']}\n")
     if args.name is None:
         print(f"{NOTE}\n{MORE}")

@@ -1,8 +1,8 @@
 """Discrepancy: halve a block of tokens so that one half, counted twice, attends like the whole.
 
 BalanceKV (2502.07861, section 3): a self-balancing walk over the vectors phi(k) (x) v, whose inner
-products are exp(<k,k'>) <v,v'>, gives each token a sign, and the tokens of one sign stay (the paper
-keeps the smaller class). Modes:
+products are exp(<k,k'>/sqrt d) <v,v'>, gives each token a sign, and the tokens of one sign stay
+(the paper keeps the smaller class). Modes:
 
 walk    one sign per token (Algorithm 2). If one sign has more than half of the tokens, randomly
         chosen ones of them change sides.

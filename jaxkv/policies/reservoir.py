@@ -39,16 +39,16 @@ class ReservoirState(NamedTuple):
 class Reservoir(Policy):
     """Cache the first `sinks` tokens, the newest `window`, and `sample` of the tokens between.
 
-    A window evicts all older tokens. A reservoir is an unbiased random sample of the evicted tokens
+    A window evicts all older tokens. A reservoir is a uniform random sample of the evicted tokens
     in constant memory, so distant text stays represented (section 4).
 
     scheme: with `uniform`, every evicted token is in the sample with the same probability, the
     sample size over the number of evicted tokens (equations 1 and 2). `geometric` is the code of
     section 3, Figure 2: each evicted token enters with probability sample / (sample + 1), so
-    sampled tokens are about `sample` tokens old. weighted: a sampled token counts for all evicted
-    tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in streaming.
-    exponent: a weighted token that represents n tokens counts for n^exponent. With an exponent
-    below 1 the estimate is biased and has a lower variance. cache: as in streaming.
+    sampled tokens left the window about `sample` tokens ago. weighted: a sampled token counts for
+    all evicted tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in
+    streaming. exponent: a weighted token that represents n tokens counts for n^exponent. With an
+    exponent below 1 the estimate is biased and has a lower variance. cache: as in streaming.
     """
 
     sinks: int = 4

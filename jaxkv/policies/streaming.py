@@ -20,7 +20,7 @@ class Streaming(Policy):
 
     The weights of a softmax sum to one. Many models put the weight that they do not need on the
     first tokens, which are called attention sinks. A cache that stores some sinks beside the window
-    leaves the softmax as it was in training, so the loss stays level on an endless text (section
+    keeps the largest terms of the softmax, so the loss stays level on an endless text (section
     3.1).
 
     positions: with `cache`, a token's position is its index within the cache (section 3.2), so no

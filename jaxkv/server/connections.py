@@ -122,6 +122,9 @@ class Connection(H11Protocol):
         """Refuse bytes that are not HTTP. uvicorn raises where a response has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
+            if self.cycle is not None:  # its own answer would be a second one
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
         else:
             self.transport.close()
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import jax
+
 from jaxkv.arguments import check_is_policy
 from jaxkv.contract import Policy
 from jaxkv.testing.estimates import (
@@ -41,6 +43,9 @@ __all__ = [
     "make_subject",
     "table",
 ]
+
+
+NOT_JITTABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 class LawError(AssertionError):
@@ -174,5 +179,7 @@ def check_law(law: tuple[int, str, Law], subject: Subject) -> LawResult | None:
                 return LawResult(number, statement, False, what)
     except Exception as error:  # a policy of somebody else's may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if isinstance(error, NOT_JITTABLE):
+            reason = f"it must be jittable, so use jnp.where in place of a branch; {reason}"
         return LawResult(number, statement, False, reason, error)
     return LawResult(number, statement, True) if checked else None

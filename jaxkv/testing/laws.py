@@ -13,6 +13,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv.contract import Chunk, Leaf
+from jaxkv.errors import UserError
+from jaxkv.rotary import Alibi
 from jaxkv.state import batch
 from jaxkv.testing.int8 import against_floats, in_int8, rows_are_rounded_once
 from jaxkv.testing.structure import (
@@ -24,6 +26,7 @@ from jaxkv.testing.subject import (
     BATCH,
     COMPILED,
     QUICK,
+    SPEC,
     Checks,
     Subject,
     cached,
@@ -115,6 +118,28 @@ def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
                     f"{there}",
                     np.array_equal(there, expected_positions),
                 )
+
+
+def logits_may_be_penalised_and_capped(subject: Subject) -> Checks:
+    """Below capacity, with the default tokens. A policy may refuse such a spec in `init`."""
+    if subject.spec != SPEC:
+        return
+    heads = SPEC.kv_heads * (SPEC.group or 1)
+    spec = dataclasses.replace(SPEC, encoding=Alibi.of(heads), softcap=2.0)
+    tokens = cut(subject.tokens, 0, subject.capacity)
+    for size in (1, subject.capacity):
+        try:
+            state = subject.policy.init(spec, BATCH, jax.random.key(7))
+        except UserError:
+            return
+        state, outs = subject.policy.reserve(spec, state, subject.capacity), []
+        for at in range(0, subject.capacity, size):
+            partial, state = update(subject.policy, spec, state, cut(tokens, at, at + size))
+            outs.append(np.asarray(partial.out)[0])
+        wanted = dense(spec, take_sequences(tokens, [0]))[0]
+        right = close(np.concatenate(outs).astype(np.float64), wanted, against_floats(subject))
+        what = "under ALiBi and a cap on logits it is not full attention; use `masked_bias` and cap"
+        yield f"in chunks of {size}, {what}", right
 
 
 def chunking_changes_nothing(subject: Subject) -> Checks:
@@ -357,6 +382,7 @@ LAWS: tuple[tuple[int, str, Law], ...] = (
     (2, "padding changes no bit", padding_changes_nothing),
     (3, "the sequences of a batch are independent", sequences_are_independent),
     (4, "below capacity it is full attention", below_capacity_it_is_full_attention),
+    (4, "logits may be penalised and capped", logits_may_be_penalised_and_capped),
     (5, "chunking changes nothing", chunking_changes_nothing),
     (6, "KV heads are independent", kv_heads_are_independent),
     (7, "sequences can be taken, put, saved and moved to the host", sequences_can_be_moved),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 
-from jaxkv.contract import Policy
-from jaxkv.testing.subject import Checks, Subject, named_leaves, update
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
+from jaxkv.testing.subject import BATCH, Checks, Subject, named_leaves, update
 
 
 def the_members_exist(subject: Subject) -> Checks:
@@ -24,7 +25,9 @@ def update_keeps_the_state(subject: Subject) -> Checks:
     for begin in (subject.init, subject.after_prompt):
         state = policy.reserve(spec, begin(), subject.count)
         for size in (1, 3):
-            _, after = update.eval_shape(policy, spec, state, subject.next(size))
+            chunk = subject.next(size)
+            attended, after = update.eval_shape(policy, spec, state, chunk)
+            yield from _partial_has_the_shapes(attended, chunk)
             old, new = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (state, after))
             names = [[jax.tree_util.keystr(path) for path, _ in s] for s in (old, new)]
             yield (
@@ -36,6 +39,27 @@ def update_keeps_the_state(subject: Subject) -> Checks:
                 expected, found = ((x.shape, x.dtype.name) for x in (one, other))
                 name = jax.tree_util.keystr(path)
                 yield f"update must return {name} as {expected}, got {found}", expected == found
+        yield from _cached_has_the_shapes(jax.eval_shape(partial(policy.cached, spec), state), spec)
+
+
+def _partial_has_the_shapes(attended: Partial, chunk: Chunk) -> Checks:
+    kind = type(attended).__name__
+    yield f"update must return a Partial and a state, got a {kind}", isinstance(attended, Partial)
+    for name, letters in (("out", "[B,T,N,H]"), ("lse", "[B,T,N]")):
+        array = getattr(attended, name)
+        wanted = chunk.q.shape[: letters.count(",") + 1], "float32"
+        found = array.shape, array.dtype.name
+        yield f"update must return {name} {letters} as {wanted}, got {found}", found == wanted
+
+
+def _cached_has_the_shapes(found: Cached, spec: Spec) -> Checks:
+    kind = type(found).__name__
+    yield f"cached must return a Cached, got a {kind}", isinstance(found, Cached)
+    shape = (BATCH, spec.kv_heads, found.positions.shape[-1] if found.positions.ndim else 0)
+    for name, dtype in (("positions", "uint32"), ("log_weight", "float32")):
+        array = getattr(found, name)
+        got, wanted = (array.shape, array.dtype.name), (shape, dtype)
+        yield f"cached must return {name} [B,K,S] as {wanted}, got {got}", got == wanted
 
 
 def leaves_describe_the_state(subject: Subject) -> Checks:
@@ -45,13 +69,16 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
         f"leaves must be a {type(state).__name__}, got a {type(policy.leaves).__name__}",
         type(policy.leaves) is type(state),
     )
+    wrong = [leaf for leaf in jax.tree.leaves(policy.leaves) if not isinstance(leaf, Leaf)]
+    yield f"leaves must have a Leaf per array, got {wrong[:1]}", not wrong
     made, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
     yield f"leaves must describe {made} arrays, got {leaves}", made == leaves
     sizes = {"B": count, "K": spec.kv_heads, "G": spec.group, "H": spec.head_dim}
     for name, leaf, array in named_leaves(policy, state):
         letters = leaf.letters
         yield (
-            f"leaf {name}: axes {leaf.axes!r} for {array.ndim} axes; separate letters by spaces",
+            f"leaf {name}: axes {leaf.axes!r} for an array of {array.shape}; write one letter per "
+            "axis, separated by spaces, the first of them B",
             len(letters) == array.ndim,
         )
         yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[0] == "B"

@@ -3,7 +3,7 @@
 A walk chooses +1 or -1 per step, with a bias that keeps the signed sum of its vectors short:
 P(+1) = 1/2 - s/(2c), where s is the inner product of the vector with the sum so far. Here the
 vectors are those of BalanceKV (2502.07861, section 3): an inner product is that of the values times
-the exponential of that of the keys.
+the exponential of that of the keys, divided by the square root of the head dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 class Walk(NamedTuple):
     """signs [...,b] int8: +1, -1, or 0 where there is no step.
 
-    inner [...,b] float32: s at each step; outside -1/2 .. 1/2 the sign was certain.
+    inner [...,b] float32: s/(2c) at each step; outside -1/2 .. 1/2 the sign was certain.
     """
 
     signs: Array

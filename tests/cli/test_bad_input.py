@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from jaxkv.models import smollm2
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
@@ -331,3 +334,11 @@ def test_other_exceptions_keep_their_traceback(run, monkeypatch):
     monkeypatch.setattr("jaxkv.policy_spec.describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("policies")
+
+
+def test_nothing_is_downloaded_for_a_model_that_cannot_be_read(run, monkeypatch, tmp_path):
+    """Without the package gguf, the error comes before the download."""
+    monkeypatch.setattr(smollm2, "location", lambda: tmp_path / "absent.gguf")
+    monkeypatch.setattr(smollm2, "fetch", lambda: pytest.fail("it was downloaded"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(run("chat", "--model", "smollm2-135m"), "needs the package gguf", "pip install")

@@ -100,6 +100,9 @@ def test_bad_texts(data, run, tmp_path):
             ".txt, .jsonl, .jsonl.gz, .parquet", "name files, or another folder")  # fmt: skip
     refused(data(a_csv=b"text\n"), "a.csv must end with .txt, .jsonl", "convert it, or rename it")
     refused(data(a_gz=b"text\n"), "a.gz must end with")
+    whole = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
+    for share in (0, 1, -0.5, 2):
+        refused(run(*whole, share), "valid-share must be between 0 and 1", f"got {share}")
     refused(data("--processes", 0, a_txt=b"text"), "--processes", "at least 1", "'0'")
     refused(data(a_txt=b"text \xe9"), "a.txt is not UTF-8 (byte 5)")
     assert not (tmp_path / "out").exists()

@@ -48,6 +48,6 @@ def test_json(run):
         "window": {"type": "int", "default": 256},
         "cache": {"type": "float|int8", "default": "float"},
     }
-    fields = {"summary", "bytes_per_sequence", "source", "about"}
+    fields = {"summary", "bytes_formula", "source", "about"}
     assert all(fields <= set(p) for p in found.values())
     assert run("policies", "window", "--json").json == {"policies": [found["window"]]}

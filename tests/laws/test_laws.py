@@ -13,7 +13,7 @@ import pytest
 import jaxkv
 from jaxkv.cache.ring import Ring
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
-from jaxkv.testing import check_law
+from jaxkv.testing import check_law, make_subject
 from jaxkv.testing.estimates import (
     estimates_are_unbiased,
     positions_may_wrap,
@@ -27,6 +27,7 @@ from jaxkv.testing.laws import (
     chunking_changes_nothing,
     it_caches_what_it_means,
     kv_heads_are_independent,
+    logits_may_be_penalised_and_capped,
 )
 from jaxkv.testing.subject import (
     QUICK,
@@ -41,7 +42,10 @@ from tests.seldom import seldom
 
 MEANING = {below_capacity_it_is_full_attention, chunking_changes_nothing}
 # Stronger tests below: a real mesh, and an oracle with log weights.
-ELSEWHERE = {kv_heads_are_independent, it_caches_what_it_means}
+ELSEWHERE = {
+    kv_heads_are_independent, it_caches_what_it_means, logits_may_be_penalised_and_capped,
+}  # fmt: skip
+FIRST = {type(case.policy): case for case in reversed(CASES)}.values()  # of each policy
 
 
 def param(case, *values, seldom_are=SELDOM, name=""):
@@ -74,6 +78,13 @@ def test_law(case, law):
 def keeps(law, case):
     result = check_law(law, subject(case))
     assert result is None or result.holds, result.reason
+
+
+@pytest.mark.parametrize("case", [param(case) for case in FIRST])
+def test_law_4_logits_may_be_penalised_and_capped(case):
+    law = next(law for law in LAWS if law[2] is logits_may_be_penalised_and_capped)
+    result = check_law(law, make_subject(case.policy, case.capacity))
+    assert result.holds, result.reason
 
 
 @some(lambda case: True)

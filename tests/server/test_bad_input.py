@@ -248,6 +248,16 @@ def test_invalid_http(served, raw):
     served.works()
 
 
+def test_an_invalid_chunk_ends_an_answer_that_has_not_begun(served, caplog):
+    """The request has no content type, so an answer of 415 is on its way when the chunk comes."""
+    with served.connect() as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"ZZ\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    served.works()
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
 def test_a_full_queue_gives_503(served):
     """Also if the engine has accepted some answers of the request."""
     for prompt in ("!full", ["endless", "endless", "!full"]):

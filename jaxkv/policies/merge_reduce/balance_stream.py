@@ -19,8 +19,8 @@ class BalanceStream(TreePolicy):
 
     If a self-balancing walk halves a block, attention to the block stays almost unchanged. The
     error falls faster with the sample size than that of a random sample (section 3). Merge and
-    reduce applies the halving level by level, so the sample of a stream of any length fits in
-    constant memory (Algorithm 3). Unlike Algorithm 1, there are no value-norm buckets, and one half
+    reduce (Algorithm 3) halves level by level. Halving the last level in place, which is ours,
+    keeps memory constant. Unlike Algorithm 1, there are no value-norm buckets, and one half
     serves numerator and denominator.
 
     levels, block: level 0 collects blocks of `block` evicted tokens. A full block is halved, and

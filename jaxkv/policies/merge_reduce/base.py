@@ -1,7 +1,7 @@
 """Sinks, a window, and a merge-and-reduce tree: what `balance-stream` and `stratified` share.
 
 All KV heads share one count of sampled tokens, so that a query is rotated for all heads at once. A
-group of level 0 counts from its first token on, but each head caches another token of the group.
+group of level 0 counts as cached from its first token on, although a head may draw a later one.
 Until that token comes, the head's cache-relative positions have a hole, one position wide, between
 the sample and the window. Positions without holes give the same loss (tree_slots in evals/results).
 """

@@ -38,8 +38,9 @@ class Balance(CompressionPolicy):
     balancing. c: how random the signs are; with 0 only the first sign is random.
 
     weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
-    follows the released code: it fills a half with tokens that the walk did not reach. These count
-    2^rounds times in the denominator and fewer times in the numerator. start: slots before the
+    follows the released code: it fills a half with the tokens after the point where one sign has
+    half of all, whatever their signs. These count 2^rounds times in the denominator and fewer times
+    in the numerator. start: slots before the
     prompt, doubled as they fill. cache: as in streaming.
     """
 
@@ -140,7 +141,7 @@ def _as_published(
     """The half that the released code keeps, and the multiplicity of each of its tokens.
 
     Once one sign has half of all tokens, the tokens of the other sign before it count twice. The
-    tokens after it were not balanced and count once.
+    tokens after it are kept whatever their signs, and count once.
     """
     half, place = (count // 2)[:, None, None], jnp.arange(signs.shape[2])[None, None]
     plus, minus = (jnp.cumsum((signs == sign).astype(jnp.int32), axis=2) for sign in (1, -1))

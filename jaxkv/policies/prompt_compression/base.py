@@ -131,6 +131,8 @@ class CompressionPolicy(Policy):
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
+        if self.num_queries:
+            check_group(spec)
         slots = rows.slots_for(tokens, self.start)
         prompt = ring.nbytes(spec, slots, self.cache, self.ends.sinks)
         query = 4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4

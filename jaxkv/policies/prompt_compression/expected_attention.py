@@ -66,7 +66,7 @@ class ExpectedAttention(CompressionPolicy):
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
     use_for: ClassVar[str] = (
-        "a long prompt that is continued; its loss is not told apart from snapkv's"
+        "a long prompt that is continued; its loss does not differ from snapkv's by two errors"
     )
     avoid_for: ClassVar[str] = (
         "endless text; single facts of the prompt; models whose logits have a softcap"
@@ -110,7 +110,8 @@ class ExpectedAttention(CompressionPolicy):
         return super().cached(spec, state.prompt)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        heads, head_dim = spec.kv_heads * (spec.group or 0), spec.head_dim
+        base.check_group(spec)
+        heads, head_dim = spec.kv_heads * spec.group, spec.head_dim
         return super().bytes_per_sequence(spec, tokens) + 4 * heads * head_dim * (head_dim + 1)
 
     def update(

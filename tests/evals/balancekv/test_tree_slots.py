@@ -12,7 +12,8 @@ from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.balancekv import claims, tree_slots
 from jaxkv.evals.balancekv.contiguous import ContiguousStream
 from jaxkv.evals.lib import parts, record
-from jaxkv.evals.reservoir.stream_losses import bytes_of, mean_cached
+from jaxkv.evals.lib.state_sizes import sequence_bytes
+from jaxkv.evals.reservoir.stream_losses import mean_cached
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
@@ -37,11 +38,11 @@ def test_the_slots_in_use_are_those_of_a_running_cache(levels, block):
 
 def test_trees_share_equal_slots_or_equal_tokens(llm):
     cases = tree_slots.cases(llm)
-    streaming = bytes_of(llm, cases["streaming"].policy)
+    streaming = sequence_bytes(llm, cases["streaming"].policy)
     for size in tree_slots.TREES:
         policy = parse_policy(cases[tree_slots.named(size)].policy)
         assert policy.sinks + policy.window + size.slots == tree_slots.SLOTS
-        assert bytes_of(llm, cases[tree_slots.named(size)].policy) <= streaming
+        assert sequence_bytes(llm, cases[tree_slots.named(size)].policy) <= streaming
     assert parse_policy("balance-stream") == parse_policy(cases["2 x 64"].policy)
     fewer = parse_policy(cases["streaming, equal tokens"].policy)
     for size in tree_slots.AT_EQUAL_TOKENS:

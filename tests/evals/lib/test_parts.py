@@ -1,9 +1,10 @@
 """Parts of a long experiment survive an interruption, with the commit that computed them."""
 
+import jax
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib import memory_maps, parts, record
 
 
 @pytest.fixture
@@ -34,3 +35,13 @@ def test_an_interrupted_part_leaves_nothing(trial):
     with pytest.raises(KeyboardInterrupt):
         run.part("a", interrupted)
     assert run.part("a", lambda: np.ones(2)).tolist() == [1, 1]
+
+
+def test_programs_are_released_before_the_memory_maps_run_out(tmp_path, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+    monkeypatch.setattr(memory_maps, "MAPS", tmp_path / "maps")
+    assert not memory_maps.release()  # another system
+    for lines in (memory_maps.MOST, memory_maps.MOST + 1):
+        (tmp_path / "maps").write_bytes(b"line\n" * lines)
+        assert memory_maps.release() == (lines > memory_maps.MOST) == bool(cleared)

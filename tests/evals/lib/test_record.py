@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import Record, plain, spread
-from jaxkv.models.run_metadata import portable
+from jaxkv.models.run_metadata import command, portable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,3 +99,13 @@ def test_a_record_is_written_before_its_bars_are_printed(results, monkeypatch, c
     Record("trial", quick=True).finish({"bars": [line]})
     file = results / "trials" / "trial.json"
     assert capsys.readouterr().out == f"wrote {file}\nNOT MET speed: 2 >= 3\n"
+
+
+@pytest.mark.parametrize("script, shown", [
+    ("/far/away/bin/jaxkv", "jaxkv compare --text a.txt"),
+    ("/far/away/run.py", "python away/run.py compare --text a.txt"),
+])  # fmt: skip
+def test_the_command_of_a_run_can_be_typed(script, shown, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "compare", "--text", "a.txt"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command() == shown

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib import state_sizes
 from jaxkv.evals.lib.claim import HOLDS, NOT
 from jaxkv.evals.reservoir import claims, stream_losses
 from jaxkv.policy_spec import parse_policy
@@ -16,10 +17,10 @@ def llm(tmp_path_factory):
 
 def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):
     cases = stream_losses.cases(llm)
-    most = max(stream_losses.bytes_of(llm, policy) for policy in stream_losses.SAMPLED.values())
+    most = max(state_sizes.sequence_bytes(llm, policy) for policy in stream_losses.SAMPLED.values())
     window = parse_policy(cases["streaming"].policy).window
-    assert most <= stream_losses.bytes_of(llm, cases["streaming"].policy)
-    assert most > stream_losses.bytes_of(llm, stream_losses.plain(window - 1))
+    assert most <= state_sizes.sequence_bytes(llm, cases["streaming"].policy)
+    assert most > state_sizes.sequence_bytes(llm, stream_losses.plain(window - 1))
 
 
 def test_every_variant_differs_in_its_fields_alone(llm):

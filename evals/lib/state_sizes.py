@@ -1,0 +1,25 @@
+"""Bytes of cache states, from shapes alone: nothing is allocated."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.models.llm import Llm
+from jaxkv.policy_spec import state_bytes
+from jaxkv.state.batch import nbytes
+
+
+def sequence_bytes(llm: Llm, policy: str) -> int:
+    """Bytes of one sequence in all layers, before its first token."""
+    return state_bytes(llm.policies(policy), llm.spec, 1)
+
+
+def prefilled_bytes(policy: Policy, spec: Spec, tokens: int) -> int:
+    """Bytes of one sequence in one layer after a finished prompt of this many tokens."""
+
+    def build() -> State:
+        state = policy.reserve(spec, policy.init(spec, 1, jax.random.key(0)), tokens)
+        return policy.finish_prefill(spec, state)
+
+    return nbytes(jax.eval_shape(build))
