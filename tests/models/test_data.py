@@ -237,7 +237,7 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
     refused("no such text", [tmp_path / "nowhere"], out, VOCAB)
     refused("has no file that ends with .txt", [tmp_path / "empty"], out, VOCAB)
     refused(r"not UTF-8 \(byte 3\)", [tmp_path / "latin.txt"], out, VOCAB, valid=[texts])
-    refused("valid split has no document", [texts], out, VOCAB, share=0.0)
+    refused("valid split has no document", [texts], out, VOCAB, share=1e-9)
     refused("at least 259 tokens, got 100", [texts], out, 100, valid=[texts / "0.txt"])
     refused(
         "choose a smaller vocabulary, or give more text",
