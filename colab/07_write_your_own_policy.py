@@ -208,7 +208,7 @@ class WithSinks(jaxkv.Policy):
         return AndSinks(ring.init(spec, batch, self.sinks), self.rest.init(spec, batch, rng))
 
     def update(self, spec, state, chunk):
-        is_first = chunk.positions < self.sinks
+        is_first = chunk.positions < self.sinks  # until positions wrap at 2^32
         closer = chunk._replace(positions=jnp.minimum(chunk.positions, self.max_lookback))
         of_first = attend(spec, state.first, (is_first, None), closer)
         first = ring.write(spec, state.first, chunk._replace(valid=chunk.valid & is_first))
