@@ -86,19 +86,23 @@ def sentences(results: Mapping[str, Any], options: str = "") -> list[str]:
 
 
 def _choices(level: Sequence[Row], options: str) -> list[str]:
-    """Which policy to take of those whose losses are within noise; level[0] has the lowest loss."""
-    choice, reason = _choice(level)
+    """Which policy to take of those whose losses are within noise; level[0] has the lowest loss.
+
+    One for endless text if there is one, because a chat has no length.
+    """
+    endless = [row for row in level if row["endless"]] or level
+    choice, reason = _choice(endless)
+    if len(endless) < len(level):
+        reason += " for endless text"
     policy = choice["policy"]
     told = [f'Take {policy} ({reason}): jaxkv chat{options} --policy "{policy}"']
-    if choice is not level[0]:
+    if choice is not level[0] and choice["over_best"]["two_errors"] is not None:
         told.append(
             f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "
             f"{level[0]['policy']} (the mean and two standard errors)."
         )
     if not choice["endless"]:
-        endless = [row for row in level if row["endless"]]
-        other = f"; there take {_choice(endless)[0]['policy']}" if endless else ""
-        told.append(f"Its positions are absolute, so it fails beyond the trained context{other}.")
+        told.append("Its positions are absolute, so it fails beyond the trained context.")
     return told
 
 

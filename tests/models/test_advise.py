@@ -280,10 +280,15 @@ def test_without_errors_the_lowest_loss_is_taken(llm, rng):
 def test_absolute_positions_are_told(llm, rng):
     base = rng.normal(size=240)
     readings = [reading("h2o:heavy=16,window=16", base), reading("window:window=32", base, 5.0)]
-    results = advise.rank(llm, rng.integers(2, 200, 241).tolist(), readings, 41, None)
+    ids = rng.integers(2, 200, 241).tolist()
+    results = advise.rank(llm, ids, readings, 41, None)
     told = advise_report.sentences(results)
+    assert any(line.startswith("h2o:heavy=16,window=16 has the lowest loss") for line in told)
+    assert told[-2].startswith("Take window:window=32 (by its loss for endless text)")
+    alone = advise.rank(llm, ids, readings[:1], 41, None)
+    told = advise_report.sentences(alone)
     assert told[-2].startswith("Take h2o:heavy=16,window=16")
-    assert told[-1].endswith("beyond the trained context; there take window:window=32.")
+    assert told[-1] == "Its positions are absolute, so it fails beyond the trained context."
     assert any("longer than the trained context" in line for line in told)
 
 
