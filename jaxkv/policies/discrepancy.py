@@ -86,17 +86,17 @@ def halve(
         raise UserError(f"a block must be even to be halved, got {tokens} tokens; give one more")
     count = jnp.full(uniforms.shape[:-1], tokens, jnp.int32) if count is None else count
     place = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, uniforms.ndim - 1)
-    there = place < count[..., None]
+    valid = place < count[..., None]
     if how.mode == "walk":
-        inner, signs = walk(how, scale, keys, values, uniforms, there)
+        inner, signs = walk(how, scale, keys, values, uniforms, valid)
         return Halved(_half(signs, uniforms, count), inner)
-    first, there = place[..., ::2], there[..., ::2]
+    first, valid = place[..., ::2], valid[..., ::2]
     thresholds = np.float32(0.5) - uniforms[..., ::2]
     if how.mode == "coin":
         inner, stays = jnp.zeros_like(thresholds), thresholds > 0
     else:
         apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)  # noqa: E731
-        inner, signs = _walk(how, scale, apart(keys), apart(values), uniforms[..., ::2], there)
+        inner, signs = _walk(how, scale, apart(keys), apart(values), uniforms[..., ::2], valid)
         stays = signs > 0
     return Halved(first + jnp.where(stays, np.int32(0), np.int32(1)), inner)
 
@@ -107,22 +107,22 @@ def walk(
     keys: Float[Array, "... S H"],
     values: Float[Array, "... S X"],
     uniforms: Float32[Array, "... S"],
-    there: Bool[Array, "... S"],
+    valid: Bool[Array, "... S"],
 ) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
     """`Halved.inner` at each token, and its sign; 0 where there is no token."""
     alone = lambda a: a[..., None, :, :]  # noqa: E731
-    return _walk(how, scale, alone(keys), alone(values), uniforms, there)
+    return _walk(how, scale, alone(keys), alone(values), uniforms, valid)
 
 
 def _walk(
-    how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, there: Array
+    how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, valid: Array
 ) -> tuple[Array, Array]:
     """A walk over steps of P tokens; keys and values [...,P,b,*]."""
     keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no gradient
-    real = there[..., None, :, None]
+    real = valid[..., None, :, None]
     keys, values = (jnp.where(real, a, 0).astype(jnp.float32) for a in (keys, values))
     # A softmax ignores a shift common to all keys, so keys are centred to shorten the vectors.
-    members = jnp.sum(there, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
+    members = jnp.sum(valid, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
     total = jnp.sum(keys, axis=(-3, -2), keepdims=True)
     keys = keys - total / jnp.maximum(members, 1).astype(jnp.float32)
     keys = jnp.where(real, keys * np.float32((how.temperature * abs(scale)) ** 0.5), 0)
@@ -130,7 +130,7 @@ def _walk(
     shift = jnp.max(jnp.sum(keys * keys, axis=-1), axis=(-2, -1))
     longest = jnp.max(jnp.sum(values * values, axis=-1), axis=(-2, -1), keepdims=True)[..., None]
     values = values * jax.lax.rsqrt(jnp.maximum(longest, np.float32(1e-30)))
-    lengths = jnp.where(there, _lengths(how, keys, values, shift), 0)
+    lengths = jnp.where(valid, _lengths(how, keys, values, shift), 0)
     # Two equal tokens leave nothing to balance: with either sign the half is exact.
     gain = 1 / jnp.maximum(jnp.max(lengths, axis=-1), np.float32(1e-30))
     thresholds = np.float32(0.5) - uniforms
@@ -138,7 +138,7 @@ def _walk(
         thresholds = jnp.sign(thresholds) * np.finfo(np.float32).tiny
     else:
         gain = gain / np.float32(2 * how.c)
-    thresholds = jnp.where(there, thresholds, NO_STEP)
+    thresholds = jnp.where(valid, thresholds, NO_STEP)
     done = balance_walk(keys, values, thresholds, shift, gain, how.tau)
     return done.inner, done.signs.astype(jnp.int32)
 

@@ -68,11 +68,11 @@ def nbytes(keys: int, bits: int, tables: int) -> int:
     return tables * (table + 4 * ((1 << bits) + 1))
 
 
-def build(codes: Int32[Array, "L S"], there: Bool[Array, " S"], bits: int) -> Tables:
-    """Tables of one sequence and KV head over the keys that are there."""
+def build(codes: Int32[Array, "L S"], valid: Bool[Array, " S"], bits: int) -> Tables:
+    """Tables of one sequence and KV head over the valid keys."""
     tables, keys = codes.shape
     wide, most = width(keys, bits), blocks(keys, bits)
-    codes = jnp.where(there[None], codes, np.int32(1 << bits))
+    codes = jnp.where(valid[None], codes, np.int32(1 << bits))
     ordered, keys_in_order = xla_cpu.sort_codes(codes, bits)
     edge = jnp.arange((1 << bits) + 1, dtype=jnp.int32)
     begin = jax.vmap(lambda row: jnp.searchsorted(row, edge).astype(jnp.int32))(ordered)

@@ -206,10 +206,10 @@ def _index_tail(state: IndexState, settings: IndexSettings, size: int, places: i
     source = jnp.clip(place, 0, most - 1)
 
     def join(old: Array, new: Array) -> Array:
-        here, there = (comes, source) if old.ndim == 2 else (
+        here, slots = (comes, source) if old.ndim == 2 else (
             comes[:, None, :, None], source[:, None, :, None]
         )  # fmt: skip
-        return jnp.where(here, jnp.take_along_axis(new, there, axis=old.ndim // 2), old)
+        return jnp.where(here, jnp.take_along_axis(new, slots, axis=old.ndim // 2), old)
 
     indexed = Ring(*map(join, indexed[:3], tail[:3]), indexed.count + moved)
     left = _remove(cache, settings, moved, size)
@@ -248,7 +248,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
     """Build the tables of `indexed`, and the codes of the tokens in `dense` after the sinks."""
     batch, kv_heads = state.dense.k.shape[:2]
     size, places = state.dense.positions.shape[1], state.indexed.positions.shape[1]
-    there = jnp.arange(places)[None] < state.indexed.count[:, None]
+    valid = jnp.arange(places)[None] < state.indexed.count[:, None]
     hashing, sinks, ends = settings.hashing, settings.sinks, settings.ends
 
     def one(head: Array) -> tuple:
@@ -258,7 +258,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
         planes, center = pick(state.planes), pick(state.center)[None]
         indexed = pick(state.indexed.k).astype(jnp.float32) - center
         codes = _codes(indexed, planes, hashing)
-        tables = hash_tables.build(codes, there[head // kv_heads], hashing.bits)
+        tables = hash_tables.build(codes, valid[head // kv_heads], hashing.bits)
         if not settings.hash_generated:
             none = jnp.zeros((0, size - sinks), jnp.uint16)
             return tables, _norm(indexed), none, jnp.zeros(0, jnp.float32)
@@ -325,8 +325,8 @@ def _write(old: Array, new: Array, at: Int32[Array, "B T"]) -> Array:
 
     def one_token(old: Array, new: Array, at: Array) -> Array:
         before = jax.lax.dynamic_slice_in_dim(old, at[0], 1, axis)
-        there = (at[0] >= 0) & (at[0] < size)
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(there, new, before), at[0], axis)
+        within = (at[0] >= 0) & (at[0] < size)
+        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(within, new, before), at[0], axis)
 
     def many(old: Array, new: Array, at: Array) -> Array:
         return old.at[..., jnp.where(at < 0, size, at)].set(new, mode="drop")

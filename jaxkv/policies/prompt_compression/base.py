@@ -205,8 +205,8 @@ def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> Compress
     q = q.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     queries = jnp.concatenate([state.queries, q], axis=2)
     positions = jnp.concatenate([state.query_positions, chunk.positions], axis=1)
-    there = jnp.concatenate([jnp.ones((batch, most), bool), chunk.valid], axis=1)
-    order = jnp.argsort(~there, axis=1, stable=True)  # valid queries first
+    valid = jnp.concatenate([jnp.ones((batch, most), bool), chunk.valid], axis=1)
+    order = jnp.argsort(~valid, axis=1, stable=True)  # valid queries first
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)[:, None]
     last = jnp.take_along_axis(order, new + jnp.arange(most)[None], axis=1)
     return state._replace(
@@ -267,9 +267,9 @@ def keep_best(
     """The `budget` highest scores of the first `count` tokens, in the order of the text."""
     size = tokens.positions.shape[2]
     budget = min(size, budget)
-    there = jnp.arange(size)[None, None] < count[:, None, None]
-    _, best = jax.lax.top_k(jnp.where(there, score, -jnp.inf), budget)
-    taken = jnp.sort(jnp.where(jnp.take_along_axis(there, best, 2), best, size), axis=2)
+    valid = jnp.arange(size)[None, None] < count[:, None, None]
+    _, best = jax.lax.top_k(jnp.where(valid, score, -jnp.inf), budget)
+    taken = jnp.sort(jnp.where(jnp.take_along_axis(valid, best, 2), best, size), axis=2)
     taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
     return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
 

@@ -130,10 +130,10 @@ class ExpectedAttention(CompressionPolicy):
         column = lambda x: x[:, None, None, None, None]  # noqa: E731
         batch, kv_heads, _, group, head_dim = state.mean.shape
         q = chunk.q.astype(jnp.float32).reshape(batch, -1, kv_heads, group, head_dim)
-        q, there = q.transpose(0, 2, 1, 3, 4), counted[:, None, :, None, None]
+        q, valid = q.transpose(0, 2, 1, 3, 4), counted[:, None, :, None, None]
         few = column(jnp.maximum(new, 1.0))
-        mean = jnp.sum(jnp.where(there, q, 0.0), axis=2, keepdims=True) / few
-        centred = jnp.where(there, q - mean, 0.0)
+        mean = jnp.sum(jnp.where(valid, q, 0.0), axis=2, keepdims=True) / few
+        centred = jnp.where(valid, q - mean, 0.0)
         own = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / few
         # The difference of the two means merges both covariances without cancellation.
         # Both shares are divided, because a GPU divides inexactly: 1 - share might not be 0.
@@ -181,8 +181,8 @@ class ExpectedAttention(CompressionPolicy):
             logits += jnp.float32(spec.scale**2 / 2) * variance
         penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])
         logits = logits if penalty is None else logits + penalty[:, :, :, 0]
-        there = jnp.arange(keys.shape[2])[None] < count[:, None]
-        logits = jnp.where(there[:, None, None], logits, -jnp.inf)
+        valid = jnp.arange(keys.shape[2])[None] < count[:, None]
+        logits = jnp.where(valid[:, None, None], logits, -jnp.inf)
         shares = jax.nn.log_softmax(logits, axis=-1)
         score = jax.nn.logsumexp(shares, axis=2) - jnp.float32(math.log(shares.shape[2]))
         if not self.value_norm:

@@ -61,10 +61,10 @@ class KeyDiff(CompressionPolicy):
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
-        there = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
+        valid = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
         # A choice has no gradient.
         keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))
-        mean = jnp.sum(jnp.where(there[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
+        mean = jnp.sum(jnp.where(valid[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
         similarity = jnp.sum(keys * _unit(mean), axis=-1)
         return base.keep_best(tokens, count, -similarity, self.capacity)
 

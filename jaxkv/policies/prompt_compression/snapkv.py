@@ -83,8 +83,8 @@ class SnapKV(CompressionPolicy):
         # A choice has no gradient.
         attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
         size = tokens.positions.shape[2]
-        there = jnp.arange(size)[None, None] < count[:, None, None]
-        score = jnp.where(there[:, :, None], attention[..., :size], 0)
+        valid = jnp.arange(size)[None, None] < count[:, None, None]
+        score = jnp.where(valid[:, :, None], attention[..., :size], 0)
         score = jnp.mean(self._pooled(score), axis=2)
         return base.keep_best(tokens, count, score, self.capacity - self.window)
 

@@ -55,9 +55,9 @@ class Quest(SparsePolicy):
         super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
-        score, there = self.bound(candidates)
-        count = jnp.maximum(base.share_of(self.share, there), self.fewest)
-        best = jnp.repeat(base.largest(score, there, count), self.page, axis=-1)
+        score, valid = self.bound(candidates)
+        count = jnp.maximum(base.share_of(self.share, valid), self.fewest)
+        best = jnp.repeat(base.largest(score, valid, count), self.page, axis=-1)
         return base.unweighted(best[..., : candidates.logits.shape[-1]] & candidates.selectable)
 
     def bound(
