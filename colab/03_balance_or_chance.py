@@ -81,11 +81,11 @@ QUARTER = "rounds=2,sinks=64,window=64"
 slots = 64 + 64 + (length - after - 64 - 64) // 4
 POLICIES = {
     "full": "full",
-    "streaming": f"streaming:sinks=4,window={slots - 4}",
     "balance, pairs": f"balance:mode=pairs,{QUARTER}",
     "uniform, weighted": f"uniform:weighted=true,{QUARTER}",
     "uniform": f"uniform:weighted=false,{QUARTER}",
     "snapkv": f"snapkv:capacity={slots},window=32",
+    "streaming": f"streaming:sinks=4,window={slots - 4}",
 }
 print(f"of {length - after} tokens, {slots} are cached")
 
@@ -107,7 +107,7 @@ def loss_after(prompt, rest, policy, seed):
 # %%
 losses = {
     name: [loss_after(each[:-after], each[-after:], policy, i) for i, each in enumerate(stretches)]
-    for name, policy in list(POLICIES.items())[: runtime.size(6, 3)]
+    for name, policy in list(POLICIES.items())[: runtime.size(6, 2)]
 }
 runtime.TextBox(captured.loss_table(losses, POLICIES))
 
