@@ -113,7 +113,7 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
     right.set(xlabel="points with a sign", ylabel="norm of the signed sum", ylim=(0, None))
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    return runtime.picture(figure, caption, dpi=80)
+    return runtime.picture(figure, caption, dpi=80, colours=32)
 
 
 def compare(
@@ -208,7 +208,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128)
+    return runtime.picture(figure, caption, dpi=80)
 
 
 def error_table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
@@ -274,7 +274,7 @@ def draw_synthetic(found: Mapping[str, Errors], caption: str) -> runtime.Picture
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
     pictures.legend(figure, 5)
-    return runtime.picture(figure, caption, colours=128)
+    return runtime.picture(figure, caption)
 
 
 def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Picture:
@@ -287,7 +287,7 @@ def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Pict
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     pictures.legend(figure, 5)
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, dpi=80)
 
 
 def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
