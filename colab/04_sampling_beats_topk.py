@@ -263,9 +263,9 @@ part = long_tail.measure_shares(spec, layers, chosen)
 runtime.TextBox(captured.loss_table(losses, {n: f"reads {x:.1%}" for n, x in part.items()}))
 
 # %% [markdown]
-# **What to see.** Without the keys between the ends, the loss rises most. With a uniform sample of these
-# keys it rises less than half as much. With each of the other four policies, the rise is less than half
-# of that with the uniform sample. `oracle` draws some keys several times, so it attends to fewer keys.
+# **What to see.** Without the keys between the ends, the loss rises most. A uniform sample of these keys
+# avoids a part of the rise. With each of the other four policies, the rise is less than half of that with
+# the uniform sample. `oracle` draws some keys several times, so it attends to fewer keys.
 #
 # Of these four policies, only `magicpig` selects keys without reading every key, so only it can save
 # time. On a CPU it is faster than full attention after tens of thousands of tokens
@@ -364,8 +364,8 @@ ours = {
         all(0.07 < part[name] < 0.13 for name in ("uniform", "magicpig", "topk", "vattention"))
     ),
     "a sample by weight draws some keys twice": part["oracle"] < part["topk"],
-    "a uniform sample raises the loss less than half as much as the ends alone": (
-        more["uniform"] < 0.5 * more["ends alone"]
+    "a uniform sample raises the loss less than the ends alone": (
+        more["uniform"] < 0.9 * more["ends alone"]
     ),
     "each of the other policies, less than half of that": (
         max(more[name] for name in chosen if name not in ("uniform", "ends alone"))
