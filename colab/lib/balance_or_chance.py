@@ -208,7 +208,7 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, dpi=80)
+    return runtime.picture(figure, caption, dpi=80, colours=96)
 
 
 def error_table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
