@@ -31,7 +31,7 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: all keys with equal weight"
     pictures.legend(figure, len(found))
-    return runtime.picture(figure, f"one line per query head; {caption}", dpi=80)
+    return runtime.picture(figure, f"one line per query head; {caption}", dpi=80, colours=32)
 
 
 def draw_error_ratio(
@@ -61,7 +61,7 @@ def draw_error_ratio(
         format_log_axis(axes)
     left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128, dpi=80)
+    return runtime.picture(figure, caption, colours=96, dpi=80)
 
 
 def draw_budgets(
@@ -82,7 +82,8 @@ def draw_budgets(
         axes.set_xticks([], minor=True)
     np.ravel(panels)[0].set(ylabel="relative error of attention")
     pictures.legend(figure, 3)
-    return runtime.picture(figure, "each draw with replacement counts; scales differ", dpi=80)
+    caption = "each draw with replacement counts; scales differ"
+    return runtime.picture(figure, caption, dpi=80, colours=32)
 
 
 def format_log_axis(axes: Any) -> None:
@@ -110,4 +111,5 @@ def draw_inclusion(
                   label=f"found, K={bits}, L={count}")  # fmt: skip
     axes.set(xlabel="cosine of query and key", ylabel="inclusion probability", ylim=(0, 1.02))
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return runtime.picture(figure, "shaded area and outline: number of keys, scaled to 1", dpi=80)
+    caption = "shaded area and outline: number of keys, scaled to 1"
+    return runtime.picture(figure, caption, dpi=80, colours=32)
