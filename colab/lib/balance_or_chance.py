@@ -16,14 +16,13 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.colab.captured import sink_weight
+from jaxkv.colab.captured import last_logits, sink_weight
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative_error
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import CapturedLayer
 from jaxkv.models import pictures
 from jaxkv.models.decoding import finish_prefill_layer
@@ -149,8 +148,8 @@ def attention_on_heaviest(
 
     q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
-    rows = heads.CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
-    logits = np.asarray(heads.last_queries(spec, rows, 0, 0).logits, np.float64)[..., between]
+    rows = CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
+    logits = np.asarray(last_logits(spec, rows), np.float64)[..., between]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     ordered = np.sort(weights, axis=-1)[..., ::-1]
     first = ordered[..., : max(1, round(share * ordered.shape[-1]))]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Spec
@@ -22,11 +25,17 @@ def some_layers(
     return dict(zip(numbers, heads.layers_of(llm, ids, stretches, numbers), strict=True))
 
 
+# One program: outside of jit, each operation is compiled by itself.
+@partial(jax.jit, static_argnums=0)
+def last_logits(spec: Spec, layer: CapturedLayer) -> Float[jax.Array, "B K G Q S"]:
+    """The logits of the last queries for every key, -inf for keys after the query."""
+    queries = heads.last_queries(spec, layer, 0, 1)
+    return jnp.where(queries.selectable | queries.exact, queries.logits, -jnp.inf)
+
+
 def attention_weights(spec: Spec, layer: CapturedLayer) -> Float[np.ndarray, "B K G Q S"]:
     """The weights with which the last queries attend to every key."""
-    queries = heads.last_queries(spec, layer, 0, 1)
-    there = queries.selectable | queries.exact
-    logits = np.where(there, np.asarray(queries.logits, np.float64), -np.inf)
+    logits = np.asarray(last_logits(spec, layer), np.float64)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
