@@ -16,13 +16,14 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
+from jaxkv.colab.captured import last_logits, sink_weight
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative_error
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
-from jaxkv.evals.magicpig import heads
+from jaxkv.evals.magicpig.heads import CapturedLayer
 from jaxkv.models import pictures
 from jaxkv.models.decoding import finish_prefill_layer
 from jaxkv.models.llm import Llm
@@ -41,6 +42,7 @@ HEAVY, LEAD = 8, 9.0  # number of heavy keys; by how much their logits are highe
 SYNTHETIC = ("neighbours alike", "kinds, mixed", "nothing alike", "a few heavy keys")
 SPEC = Spec(HEADS, DIM, DIM**-0.5, NoPosition(), group=1)
 COMPARED = ("balance, pairs", "stratified", "uniform, weighted", "uniform", "snapkv")
+ALL = ("balance, walk", *COMPARED)
 Errors = dict[str, list[float]]  # by method, one per seed
 
 
@@ -110,7 +112,7 @@ def draw_halves(found: Halves, caption: str) -> runtime.Picture:
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
     right.set(xlabel="points with a sign", ylabel="norm of the signed sum", ylim=(0, None))
     right.legend(frameon=False, fontsize=8, loc="upper left")
-    return runtime.picture(figure, caption, dpi=80)
+    return runtime.picture(figure, caption, dpi=80, colours=32)
 
 
 def compare(
@@ -146,8 +148,8 @@ def attention_on_heaviest(
 
     q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
-    rows = heads.CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
-    logits = np.asarray(heads.last_queries(spec, rows, 0, 0).logits, np.float64)[..., between]
+    rows = CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
+    logits = np.asarray(last_logits(spec, rows), np.float64)[..., between]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     ordered = np.sort(weights, axis=-1)[..., ::-1]
     first = ordered[..., : max(1, round(share * ordered.shape[-1]))]
@@ -155,70 +157,69 @@ def attention_on_heaviest(
 
 
 def measure_layers(
-    llm: Llm, stretches: Sequence[Sequence[int]], rounds: Sequence[int], seeds: int
+    spec: Spec,
+    layers: Mapping[int, CapturedLayer],
+    rounds: Sequence[int],
+    seeds: int,
+    names: Sequence[str] = ALL,
 ) -> dict[int, dict[str, Any]]:
-    """Errors in up to six layers, the first and the last among them.
+    """The errors of each method on captured layers.
 
-    Returns by layer: `errors` by T and method, [seeds] each, averaged over stretches of text; and
-    `tenth`, the share of the attention between the ends on its heaviest tenth of keys.
+    Returns by layer: `errors` by T and method, [seeds] each, averaged over stretches of text;
+    `tenth`, the share of the attention between the ends on its heaviest tenth of keys; and `sink`,
+    the share of all attention on the first token.
     """
-    layers = llm.config.layers
-    chosen = np.unique(np.linspace(0, layers - 1, min(6, layers)).round().astype(int)).tolist()
-    found: dict[int, list[Any]] = {layer: [] for layer in chosen}
-    for number, ids in enumerate(stretches):
-        captured = single_layer.capture(llm, ids)
-        for layer in chosen:
-            seen = captured[layer]
-            first = seeds * (layer + layers * number)  # no seed is used twice
-            draws, names = range(first, first + seeds), ("balance, walk", *COMPARED)
-            errors = {t: compare(llm.spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
-            given = partial(attend, llm.spec, *seen, parse_policy("full"))
-            for each in errors.values():
-                each["ends alone"] = [relative_error(given(between=False), given())]
-            tenth = attention_on_heaviest(
-                llm.spec, *seen, slice(ENDS, len(ids) - QUERIES - ENDS), 0.1
-            )
-            found[layer].append({"errors": errors, "tenth": tenth})
-    return {
-        layer: jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
-        for layer, each in found.items()
-    }
+    found: dict[int, dict[str, Any]] = {}
+    for place, (layer, captured) in enumerate(layers.items()):
+        each = []
+        for number, seen in enumerate(zip(*map(np.asarray, captured), strict=True)):
+            first = seeds * (place + len(layers) * number)  # no seed is used twice
+            draws = range(first, first + seeds)
+            errors = {t: compare(spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
+            given = partial(attend, spec, *seen, parse_policy("full"))
+            alone = [relative_error(given(between=False), given())]
+            between = slice(ENDS, len(seen[0]) - QUERIES - ENDS)
+            each.append({
+                "errors": {t: of_t | {"ends alone": alone} for t, of_t in errors.items()},
+                "tenth": attention_on_heaviest(spec, *seen, between, 0.1),
+            })  # fmt: skip
+        means = jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
+        found[layer] = means | {"sink": sink_weight(spec, captured)}
+    return found
 
 
 def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
-    """Errors by the share of tokens kept: of the first layer, and the mean over the others."""
-    figure, panels = pictures.begin(7.0, 3.9, columns=2)
-    (first, of_first), *others = ((n, each["errors"]) for n, each in found.items())
-    title = f"layers {others[0][0]} to {others[-1][0]}, mean"
-    shown = {f"layer {first}": [of_first], title: [errors for _, errors in others]}
-    names = next(iter(of_first.values()))
-    for axes, (title, layers) in zip(panels, shown.items(), strict=True):
+    """Errors by the share of tokens kept, one panel per layer."""
+    figure, panels = pictures.begin(7.4, 3.9, columns=len(found))
+    for axes, (layer, measured) in zip(panels, found.items(), strict=True):
+        names = next(iter(measured["errors"].values()))
         for place, name in enumerate(names):
-            lines = {t: spread(np.mean([e[t][name] for e in layers], axis=0)) for t in of_first}
+            lines = {t: spread(each[name]) for t, each in measured["errors"].items()}
             # Offset, so that the ranges do not overlap.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
             draw_spreads(
                 axes, at, lines, label=label, marker="o", ms=3, lw=1.2, **COMPRESSION[name]
             )
-        axes.set(xlabel="kept between the ends (%)", title=title)
+        axes.set(xlabel="kept (%)", title=f"layer {layer}")
         axes.set_xticks(range(len(lines)), [f"{100 / 2**t:g}" for t in lines])
     for axes in panels:
         axes.set_ylim(0, max(panel.dataLim.y1 for panel in panels) * 1.05)
     panels[0].set_ylabel("relative error of attention")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128)
+    return runtime.picture(figure, caption, dpi=80, colours=96)
 
 
 def error_table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
-    """By layer: concentration of attention, and the error of balanced pairs over each method's."""
-    others = ("uniform, weighted", "uniform", "stratified", "snapkv")
-    lines = ["       attention on   error of balance, pairs over that of"]
-    lines.append("layer  heaviest 10%" + "".join(f"   {name:>6}" for name in others))
+    """By layer: where attention goes, and the error of balanced pairs over each method's."""
+    measured = next(iter(found.values()))["errors"][rounds]
+    others = [name for name in COMPARED[1:] if name in measured]
+    lines = ["          attention on the      error of balance, pairs over that of"]
+    lines.append("layer   1st   heaviest 10%" + "".join(f"   {name:>6}" for name in others))
     for layer, each in found.items():
         errors = {name: np.median(line) for name, line in each["errors"][rounds].items()}
         ratios = (f"{errors[COMPARED[0]] / errors[n]:{3 + max(6, len(n))}.2f}" for n in others)
-        lines.append(f"{layer:5}{each['tenth']:14.0%}" + "".join(ratios))
+        lines.append(f"{layer:5}{each['sink']:6.0%}{each['tenth']:15.0%}" + "".join(ratios))
     return "\n".join(lines)
 
 
@@ -272,7 +273,7 @@ def draw_synthetic(found: Mapping[str, Errors], caption: str) -> runtime.Picture
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
     pictures.legend(figure, 5)
-    return runtime.picture(figure, caption, colours=128)
+    return runtime.picture(figure, caption)
 
 
 def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Picture:
@@ -285,11 +286,11 @@ def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Pict
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     pictures.legend(figure, 5)
-    return runtime.picture(figure, caption)
+    return runtime.picture(figure, caption, dpi=80)
 
 
 def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) -> dict[str, float]:
-    """Milliseconds of prefill and of compression in all layers, medians of `count`; and the
+    """Milliseconds of one prefill, and of compression in all layers, medians of `count`; and the
     percentage of the caches' bytes that is left."""
 
     def read() -> tuple[Any, ...]:
@@ -302,11 +303,11 @@ def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) 
         made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
         return jax.block_until_ready(tuple(made))
 
-    states = read()  # the same for every method
+    states = read()  # the same for every method; compiles
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
-    variants = {"prefill (ms)": timing.timed(read)}
-    variants |= {f"compress: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
+    variants = {f"compress: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
+    found = {"prefill (ms)": 1e3 * timing.timed(read)()}
     seconds = timing.time_rounds(variants, count, f"compressing {len(ids):,} tokens")
     size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
-    found = {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
+    found |= {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
     return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

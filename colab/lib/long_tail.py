@@ -7,8 +7,6 @@ are evals/magicpig/sampling.py, tune_lsh.py and sparse.py.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,18 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.colab.captured import attention_weights, sink_weight
 from jaxkv.contract import Policy, Spec
-from jaxkv.evals.magicpig import heads, matched_budgets, sparse, synthetic
+from jaxkv.evals.magicpig import heads, matched_budgets, synthetic
 from jaxkv.evals.magicpig.heads import CapturedLayer
-from jaxkv.evals.magicpig.sparse import SINKS, WINDOW, ScoredText
-from jaxkv.models.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, TopK, VAttention
 from jaxkv.typing import Float32
 
 SINK = 1  # first tokens that count as the sink
 FIFTH = 0.2  # of the keys, as in the paper's Figure 4
 KINDS = ("topk", "oracle", "uniform")
-UNCENTRED = "magicpig, not centred"
+CENTRED, UNCENTRED = "magicpig", "magicpig, not centred"
 PAIRS = ((10, 150), (8, 75), (6, 40), (4, 20))  # K and L; the first are the paper's
 TABLES_OF_SYNTHETIC = (
     8,
@@ -35,7 +32,6 @@ TABLES_OF_SYNTHETIC = (
 )  # K and L that find 5 % of keys of random direction in synthetic.DIM dimensions
 SIGMAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # standard deviations of synthetic logits
 SAMPLES = 4  # of synthetic attention
-MAX_LAYERS = 6  # measured layers of a model
 
 
 class Measured(NamedTuple):
@@ -62,35 +58,11 @@ class Synthetic(NamedTuple):
     error: dict[str, np.ndarray]
 
 
-def pick_layers(layers: Sequence[CapturedLayer]) -> dict[int, CapturedLayer]:
-    """At most MAX_LAYERS layers, evenly spaced, including the first and the last."""
-    at = np.unique(
-        np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int)
-    )
-    return {n: layers[n] for n in at.tolist()}
-
-
 def cumulative_weights(spec: Spec, layer: CapturedLayer) -> Float32[np.ndarray, "N S"]:
     """By query head, the total weight of the 1, 2, ... heaviest keys; mean over queries."""
-    queries = heads.last_queries(spec, layer, 0, 1)
-    logits = np.where(
-        queries.selectable | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
-    )
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    _, kv_heads, group, _, size = weights.shape
+    weights = attention_weights(spec, layer)
     sums = np.cumsum(-np.sort(-weights, axis=-1), axis=-1).mean(axis=(0, 3))
-    return sums.reshape(kv_heads * group, size).astype(np.float32)
-
-
-def sink_weight(spec: Spec, layer: CapturedLayer) -> float:
-    """The weight of the first token; mean over heads and queries."""
-    queries = heads.last_queries(spec, layer, 0, 1)
-    logits = np.where(
-        queries.selectable | queries.exact, np.asarray(queries.logits, np.float64), -np.inf
-    )
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return float((weights[..., :SINK].sum(-1) / weights.sum(-1)).mean())
+    return sums.reshape(-1, sums.shape[-1]).astype(np.float32)
 
 
 def make_policy(kind: str, share: float, sinks: int = 0) -> Policy:
@@ -140,8 +112,10 @@ def oracle_over_best(found: Heads) -> np.ndarray:
 
 
 def pick_heads(found: Heads) -> dict[str, int]:
-    """The flattest head, the head in which `oracle` gains most, and the most peaked head."""
-    at = {"flattest": found.fifth.argmin(), "sample gains most": oracle_over_best(found).argmin(),
+    """The flattest head, the head after the first layer in which `oracle` gains most, and the most
+    peaked head."""
+    later = np.where(found.layer > found.layer.min(), oracle_over_best(found), np.inf)
+    at = {"flattest": found.fifth.argmin(), "sample gains most": later.argmin(),
           "most peaked": found.fifth.argmax()}  # fmt: skip
     return {name: int(number) for name, number in at.items()}
 
@@ -188,57 +162,54 @@ def measure_synthetic(
     return Synthetic(np.array(fifth), {kind: np.array(line) for kind, line in error.items()})
 
 
-def measure_with_sink(keys: int, share: float) -> dict[str, dict[str, Measured]]:
-    """Share read and error for synthetic keys: a cone that queries point away from, and a sink with
-    half of the weight, which is either selected like other keys or always read."""
-    spec, layer = synthetic.SPEC, synthetic.cone(synthetic.layer(1.0, range(SAMPLES), keys), 1.0)
-    exact = heads.exact_attention(spec, layer, "a cone and a sink")
+def measure_with_sink(
+    spec: Spec, layer: CapturedLayer, share: float, pair: tuple[int, int], seeds: int
+) -> dict[str, dict[str, Measured]]:
+    """Share read and error if the first token is selected like other keys, or always read.
+
+    pair: K and L of the hash tables.
+    """
+    exact = heads.exact_attention(spec, layer, "a layer with a sink")
     found: dict[str, dict[str, Measured]] = {}
     for name, sinks in (("selected", 0), ("always read", SINK)):
-        ways = {kind: make_policy(kind, share, sinks) for kind in (*KINDS, "magicpig")}
+        ways: dict[str, Policy] = {kind: make_policy(kind, share, sinks) for kind in KINDS}
+        ways[CENTRED] = hash_tables(pair, sinks, center=True)
         if sinks:
-            ways[UNCENTRED] = replace(ways["magicpig"], center=False)
-        found[name] = {way: measure(p, spec, layer, exact, 1) for way, p in ways.items()}
+            ways[UNCENTRED] = hash_tables(pair, sinks, center=False)
+        found[name] = {way: measure(p, spec, layer, exact, seeds) for way, p in ways.items()}
     return found
 
 
+def hash_tables(pair: tuple[int, int], sinks: int, center: bool) -> MagicPIG:
+    """MagicPIG with K and L that reads only the query's own key besides the sinks."""
+    return MagicPIG(*pair, sinks, 1, center=center, tail=matched_budgets.ROOM)
+
+
 def cosines(spec: Spec, layer: CapturedLayer, center: bool) -> np.ndarray:
-    """Cosines of queries and the keys between the ends; center: with the mean key subtracted."""
+    """Cosines of queries and the keys after the sink; center: with the mean key subtracted."""
     if center:
-        _, found = heads.centred(spec, layer, SINKS, WINDOW)
+        _, found = heads.centred(spec, layer, SINK, 1)
     else:
         q, k = (np.asarray(x, np.float64) for x in heads.rotate_queries_and_keys(spec, layer))
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1])
         found = np.einsum("bqkgh,bkth->bkgqt", q, k)
-    between = np.broadcast_to(
-        heads.last_queries(spec, layer, SINKS, WINDOW).selectable, found.shape
-    )
+    between = np.broadcast_to(heads.last_queries(spec, layer, SINK, 1).selectable, found.shape)
     return np.asarray(found)[between].clip(-1, 1)
 
 
 def measure_tables(
     spec: Spec, layers: Mapping[int, CapturedLayer], pairs: Sequence[tuple[int, int]], seeds: int
 ) -> dict[tuple[int, int, bool], Measured]:
-    """Share read and error of hash tables, by K, L and whether keys are centred."""
+    """Share read and error of hash tables beside the sink, by K, L and whether keys are centred."""
     exact = {n: heads.exact_attention(spec, layer, "hash tables") for n, layer in layers.items()}
     found = {}
     for bits, count in pairs:
         for center in (True, False):
-            policy = MagicPIG(bits, count, SINKS, WINDOW, center=center, tail=matched_budgets.ROOM)
+            policy = hash_tables((bits, count), SINK, center)
             each = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
             found[bits, count, center] = Measured(*np.mean(each, axis=0).tolist())
     return found
-
-
-def policies_at_share(share: float, pair: tuple[int, int]) -> dict[str, Policy]:
-    """Every method at one share of the keys between the ends, and the ends alone; pair: K and L."""
-    made = matched_budgets.methods(share, pair, SINKS, WINDOW)
-    shown = ("uniform", "magicpig", "topk", "oracle", "vattention")
-    return {
-        "ends alone": matched_budgets.EndsOnly(SINKS, WINDOW),
-        **{name: made[name] for name in shown},
-    }
 
 
 def measure_shares(
@@ -250,25 +221,6 @@ def measure_shares(
         for name, policy in policies.items()
     }
     return {name: float(np.mean(line)) for name, line in each.items()}
-
-
-def measure_losses(
-    llm: Llm, ids: Sequence[int], stretches: int, policies: Mapping[str, Policy]
-) -> dict[str, dict[str, Any]]:
-    """Loss minus full attention's on the last quarter of each stretch, with two standard errors.
-
-    Shows no progress, because the notebook would store it.
-    """
-    front, size = llm.tokenizer.front, len(ids) // stretches
-    cuts = [[*front, *ids[i * size : (i + 1) * size]][:size] for i in range(stretches)]
-    text = ScoredText(llm, [], cuts, [])
-    seeds = {name: 2 if name in matched_budgets.DRAWING else 1 for name in policies}
-    with contextlib.redirect_stderr(io.StringIO()):
-        base = sparse.losses(text, "full", 1, "full")
-        return {
-            name: sparse.excess_loss(sparse.losses(text, policy, seeds[name], name), base)
-            for name, policy in policies.items()
-        }
 
 
 def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], found: Heads) -> str:
@@ -283,6 +235,21 @@ def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], found: Heads) -
             f"{number:5}{fifth.min():9.0%} to {fifth.max():4.0%}{sink_weight(spec, layer):12.1%}"
             f"{counts[0]:8}{counts[1]:9}{counts[2]:10}"
         )
+    return "\n".join(lines)
+
+
+def geometry_table(
+    spec: Spec, layers: Mapping[int, CapturedLayer], found: Mapping[int, Mapping[str, Any]]
+) -> str:
+    """By layer: weight of the first token, cosines of its key, and the length of its value."""
+    columns = ("sink key with mean key", "query with sink key", "query with mean key",
+               "value of the sink over others")  # fmt: skip
+    lines = ["         weight of      cosine of the first key     query and   length of the first"]
+    lines.append("layer    1st token    and mean key   and query     mean key    value over others")
+    for number, layer in layers.items():
+        means = [found[number][name]["mean"] for name in columns]
+        cells = (f"{x:{width}.2f}" for x, width in zip(means, (14, 13, 13, 18), strict=True))
+        lines.append(f"{number:5}{sink_weight(spec, layer):12.0%}" + "".join(cells))
     return "\n".join(lines)
 
 
@@ -308,13 +275,4 @@ def lsh_table(found: Mapping[tuple[int, int, bool], Measured]) -> str:
             both = (found[bits, count, each] for each in (True, False))
             cells = (f"{one.share:13.1%}{one.error:9.3f}" for one in both)
             lines.append(f"{bits:3}{count:5}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def loss_table(after_prompt: Mapping[str, Mapping[str, Any]], read: Mapping[str, float]) -> str:
-    """By policy: share of the keys between the ends that it reads, and loss minus full's."""
-    lines = [f"{'':12}{'keys read':>11}   loss minus full attention's ± two standard errors"]
-    for name, over in after_prompt.items():
-        lines.append(f"{name:12}{read[name]:11.1%}{over['mean']:+11.4f}"
-                     f" ± {over['two_errors']['stretches']:.4f}")  # fmt: skip
     return "\n".join(lines)

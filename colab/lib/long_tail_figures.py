@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxkv.contract import Spec
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.evals.magicpig.heads import CapturedLayer
 from jaxkv.models import pictures
-from jaxkv.models.palette import COLOURS, LINES
+from jaxkv.models.palette import COLOURS, LINES, OTHERS
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 
@@ -21,16 +22,16 @@ MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     """The cumulative weight of the heaviest keys, one line per query head [N,S] of each layer."""
     figure, axes = pictures.begin(6.0, 3.4)
-    for sums in found.values():
+    for (number, sums), colour in zip(found.items(), cycle(OTHERS), strict=False):
         at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
-        axes.plot(at, 100 * sums.T, color=COLOURS["full"], lw=0.9)
+        first, *_ = axes.plot(at, 100 * sums.T, color=colour, lw=0.9)
+        first.set_label(f"layer {number}")
     axes.plot([100 * FIFTH] * 2, [0, 100], color=pictures.INK, lw=0.8, ls="--")
     axes.plot([0, 100], [0, 100], color=pictures.INK, lw=0.8, ls=":")
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: all keys with equal weight"
-    which = ", ".join(map(str, found))
-    reported = f"one line per query head of layers {which}; {caption}"
-    return runtime.picture(figure, reported, dpi=80)
+    pictures.legend(figure, len(found))
+    return runtime.picture(figure, f"one line per query head; {caption}", dpi=80, colours=32)
 
 
 def draw_error_ratio(
@@ -60,7 +61,7 @@ def draw_error_ratio(
         format_log_axis(axes)
     left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
     pictures.legend(figure, 4)
-    return runtime.picture(figure, caption, colours=128, dpi=80)
+    return runtime.picture(figure, caption, colours=96, dpi=80)
 
 
 def draw_budgets(
@@ -81,13 +82,16 @@ def draw_budgets(
         axes.set_xticks([], minor=True)
     np.ravel(panels)[0].set(ylabel="relative error of attention")
     pictures.legend(figure, 3)
-    return runtime.picture(figure, "each draw with replacement counts; scales differ", dpi=80)
+    caption = "each draw with replacement counts; scales differ"
+    return runtime.picture(figure, caption, dpi=80, colours=32)
 
 
 def format_log_axis(axes: Any) -> None:
-    """Label a logarithmic y axis with plain numbers."""
+    """Label a logarithmic y axis with plain numbers, on a short one also those between."""
+    low, high = axes.get_ylim()
+    between = "25" if high < 100 * low else ""
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "25" else "")
+    axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in between else "")
 
 
 def draw_inclusion(
@@ -107,4 +111,5 @@ def draw_inclusion(
                   label=f"found, K={bits}, L={count}")  # fmt: skip
     axes.set(xlabel="cosine of query and key", ylabel="inclusion probability", ylim=(0, 1.02))
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return runtime.picture(figure, "shaded area and outline: number of keys, scaled to 1", dpi=80)
+    caption = "shaded area and outline: number of keys, scaled to 1"
+    return runtime.picture(figure, caption, dpi=80, colours=32)

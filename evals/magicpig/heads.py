@@ -46,11 +46,14 @@ class Estimate(NamedTuple):
     share: jax.Array
 
 
-def layers_of(llm: Llm, ids: Sequence[int], stretches: int) -> list[CapturedLayer]:
-    """Every layer, recorded while the model read each stretch separately."""
-    length = len(ids) // stretches
+def layers_of(
+    llm: Llm, ids: Sequence[int], stretches: int, chosen: Sequence[int] | None = None
+) -> list[CapturedLayer]:
+    """Every layer, or those chosen, recorded while the model read each stretch separately."""
+    length, chosen = len(ids) // stretches, range(llm.config.layers) if chosen is None else chosen
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
-    seen = [capture(llm, cut) for cut in progress(cuts, "reading stretches")]
+    every = (capture(llm, cut) for cut in progress(cuts, "reading stretches"))
+    seen = [[found[layer] for layer in chosen] for found in every]
     stack = lambda *found: jnp.asarray(np.stack(found), jnp.float32)  # noqa: E731
     return [CapturedLayer(*map(stack, *found)) for found in zip(*seen, strict=True)]
 

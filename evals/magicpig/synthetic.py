@@ -29,7 +29,6 @@ from jaxkv.rotary import NoPosition
 KEYS, DIM = 16_384, 64
 TABLES = ((10, 150), (9, 120), (8, 75))  # K and L as published
 CORRELATION = 0.45  # of a value's component along one direction with its logit
-FAR = 8.0  # distance of a cone's mean key from the origin; keys deviate from the mean as much
 SPEC = Spec(1, DIM, 1.0, NoPosition())
 
 
@@ -62,21 +61,6 @@ def layer(
     )
     q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)
     return CapturedLayer(jnp.broadcast_to(q, k.shape), k, v)
-
-
-def cone(flat: CapturedLayer, sigma: float) -> CapturedLayer:
-    """The layer with all keys shifted by FAR along the second direction, opposite to the queries.
-
-    The first key, the sink, is moved in the direction of the queries, so that it gets about half of
-    the weight; its value is zero. The relative weights of the other keys stay.
-    """
-    q, k, v = (np.array(a) for a in flat)
-    q[..., 1], k[..., 1] = -1.0, FAR
-    half = np.log(k.shape[1]) + sigma**2 / 2  # the log of the sum of the others' weights
-    k[:, 0] = 0.0
-    k[:, 0, :, 1] = FAR - half
-    v[:, 0] = 0.0
-    return CapturedLayer(*map(jnp.asarray, (q, k, v)))
 
 
 def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates:

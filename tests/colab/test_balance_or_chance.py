@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.colab import balance_or_chance as compression
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
+from jaxkv.evals.magicpig.heads import CapturedLayer
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
@@ -101,6 +103,20 @@ def test_the_table_shows_the_errors_of_balance_over_others():
     made = [[1.0, 2.0, 3.0], [8.0], [4.0], [2.0], [1.0]]
     errors = dict(zip(compression.COMPARED, made, strict=True))
     *_, line = compression.error_table(
-        {5: {"errors": {2: errors}, "tenth": 0.25}}, rounds=2
+        {5: {"errors": {2: errors}, "tenth": 0.25, "sink": 0.5}}, rounds=2
     ).splitlines()
-    assert line.split() == ["5", "25%", "0.50", "1.00", "0.25", "2.00"]
+    assert line.split() == ["5", "50%", "25%", "0.25", "0.50", "1.00", "2.00"]
+
+
+def test_errors_of_a_layer_are_means_over_its_stretches():
+    q, k, v = (np.stack([drawn(320, seed)[i] for seed in (0, 1)]) for i in range(3))
+    layer = CapturedLayer(*map(jnp.asarray, (q, k, v)))
+    found = compression.measure_layers(SPEC, {4: layer}, [1], 2, ["uniform"])[4]
+    seeds = (range(2), range(2, 4))
+    each = [
+        compression.compare(SPEC, q[i], k[i], v[i], (64, 64), 1, seeds[i], ["uniform"])["uniform"]
+        for i in (0, 1)
+    ]
+    np.testing.assert_allclose(found["errors"][1]["uniform"], np.mean(each, axis=0), rtol=1e-6)
+    assert found["errors"][1]["ends alone"][0] > 0
+    assert found["sink"] == pytest.approx(1 / 290, rel=0.5) and 0.1 < found["tenth"] < 0.5

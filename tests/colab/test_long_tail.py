@@ -6,10 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.colab import long_tail
+from jaxkv import models
+from jaxkv.colab import captured, long_tail
 from jaxkv.contract import Spec
+from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.magicpig import heads, synthetic
+from jaxkv.evals.magicpig.geometry import geometry
+from jaxkv.evals.magicpig.matched_budgets import EndsOnly
+from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 
 SPEC = Spec(2, 8, 8**-0.5, NoPosition(), group=2)
@@ -37,7 +42,7 @@ def test_cumulative_weights_equal_numpy(layer):
     found = long_tail.cumulative_weights(SPEC, layer)
     wanted = np.cumsum(-np.sort(-weights(layer), axis=-1), axis=-1).mean(axis=(0, 1))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert long_tail.sink_weight(SPEC, layer) == pytest.approx(
+    assert captured.sink_weight(SPEC, layer) == pytest.approx(
         weights(layer)[..., 0].mean(), abs=1e-6
     )
 
@@ -89,12 +94,12 @@ def test_a_single_head_has_the_same_output_as_in_its_layer(layer, head):
     )
 
 
-def test_the_flattest_the_best_sampled_and_the_most_peaked_head_are_picked():
-    error = {"topk": [9.0, 4.0, 1.0], "oracle": [3.0, 2.0, 3.0], "uniform": [3.0, 4.0, 9.0]}
+def test_the_flattest_a_later_well_sampled_and_the_most_peaked_head_are_picked():
+    error = {"topk": [9.0, 4.0, 1.0], "oracle": [1.0, 2.0, 3.0], "uniform": [3.0, 4.0, 9.0]}
     error = {kind: np.array(line) for kind, line in error.items()}
     found = long_tail.Heads(np.arange(3), np.zeros(3, int), np.array([0.2, 0.6, 0.9]), error)
     assert list(long_tail.pick_heads(found).values()) == [0, 1, 2]
-    np.testing.assert_allclose(long_tail.oracle_over_best(found), [1, 0.5, 3])
+    np.testing.assert_allclose(long_tail.oracle_over_best(found), [1 / 3, 0.5, 3])
 
 
 def test_synthetic_attention_has_its_drawn_logits():
@@ -102,20 +107,6 @@ def test_synthetic_attention_has_its_drawn_logits():
     found = heads.last_queries(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
     np.testing.assert_allclose(found[0], drawing.logits, atol=1e-5)
     np.testing.assert_array_equal(layer.v[0, :, 0], drawing.v)
-
-
-def test_a_cone_changes_only_the_weight_of_the_sink():
-    flat = synthetic.layer(1.0, [0, 1], 400)
-    logits = [
-        np.asarray(heads.last_queries(synthetic.SPEC, one, 0, 0).logits, np.float64)[:, 0, 0, -1]
-        for one in (flat, synthetic.cone(flat, 1.0))
-    ]
-    before, after = (line[:, 1:] - line[:, 1:].max(axis=1, keepdims=True) for line in logits)
-    np.testing.assert_allclose(after, before, atol=1e-5)
-    assert long_tail.sink_weight(synthetic.SPEC, synthetic.cone(flat, 1.0)) == pytest.approx(
-        0.5, abs=0.1
-    )
-    assert long_tail.cosines(synthetic.SPEC, synthetic.cone(flat, 1.0), False).mean() < -0.4
 
 
 @pytest.mark.parametrize(
@@ -129,8 +120,50 @@ def test_a_sample_wins_with_a_long_tail_and_dependent_values(sigma, follow, lowe
 
 
 def test_the_ends_alone_read_no_key_between(layer):
-    ways = long_tail.policies_at_share(0.1, (4, 20))
-    read = long_tail.measure_shares(
-        SPEC, {0: layer}, {name: ways[name] for name in ("ends alone", "topk")}
-    )
+    ways = {"ends alone": EndsOnly(4, 16), "topk": parse_policy("topk:share=0.1,sinks=4,window=16")}
+    read = long_tail.measure_shares(SPEC, {0: layer}, ways)
     assert read["ends alone"] == 0 and read["topk"] == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.fixture
+def with_sink(layer):
+    """The first key has about half of the weight of every query, and a short value."""
+    q, k, v = (np.array(a) for a in layer)
+    q[..., 0], k[..., 0], k[:, 0], v[:, 0] = 3.0, 0.0, 0.0, 0.1 * v[:, 0]
+    k[:, 0, :, 0] = np.log(LENGTH) / 3 / SPEC.scale
+    return heads.CapturedLayer(*map(jnp.asarray, (q, k, v)))
+
+
+def test_a_sample_is_better_if_the_sink_is_always_read(with_sink):
+    assert 0.3 < captured.sink_weight(SPEC, with_sink) < 0.7
+    found = long_tail.measure_with_sink(SPEC, with_sink, 0.1, (4, 20), 1)
+    apart, among = found["always read"], found["selected"]
+    assert apart["uniform"].error < 0.7 * among["uniform"].error
+    assert apart["oracle"].share > 1.2 * among["oracle"].share  # fewer draws of one key
+    row = long_tail.sink_table(found).splitlines()[-1]
+    assert row.split()[-1] == f"{apart[long_tail.UNCENTRED].error:.3f}"
+
+
+def test_the_table_of_directions_shows_each_layer(layer, with_sink):
+    layers = {0: layer, 3: with_sink}
+    shape = {n: geometry(SPEC, one, "test") for n, one in layers.items()}
+    *_, first, second = long_tail.geometry_table(SPEC, layers, shape).splitlines()
+    assert first.split()[0] == "0" and second.split()[0] == "3"
+    assert second.split()[1] == f"{captured.sink_weight(SPEC, with_sink):.0%}"
+    assert float(second.split()[-1]) < 0.5 < float(first.split()[-1])
+
+
+def test_losses_are_shown_relative_to_the_first():
+    losses = {"full": [3.0, 2.0], "one": [3.5, 2.1]}
+    (_, line) = captured.loss_table(losses, {"one": "a note"}).splitlines()
+    assert line.split(maxsplit=4) == ["one", "+0.300", "±", "0.400", "a note"]
+
+
+def test_the_first_the_last_and_evenly_spaced_layers_are_recorded():
+    llm = models.load()
+    ids = list(range(10, 10 + 2 * 96))
+    found = captured.some_layers(llm, ids, 2)
+    assert list(found) == [0, 2, 3, 5] and list(captured.some_layers(llm, ids, 2, 1)) == [0, 5]
+    last = single_layer.capture(llm, ids[96:])[5]
+    for one, same in zip(found[5], last, strict=True):
+        np.testing.assert_array_equal(one[1], same)
