@@ -77,8 +77,7 @@ print(f"{llm.name}: {llm.config.layers} layers; {count} stretches of {length:,} 
 # - **streaming**: only the first 4 tokens and the newest.
 
 # %%
-QUARTER = "rounds=2,sinks=64,window=64"
-slots = 64 + 64 + (length - after - 64 - 64) // 4
+QUARTER, slots = "rounds=2,sinks=64,window=64", 128 + (length - after - 128) // 4
 POLICIES = {
     "full": "full",
     "balance, pairs": f"balance:mode=pairs,{QUARTER}",
