@@ -97,7 +97,7 @@ runtime.shrink(compare.draw(results, context, caption, dpi=80))
 from jaxkv.colab import cost_by_length
 
 text = ids[: runtime.size(8_000, 1_900)]
-lengths = [len(text) // part for part in runtime.size([32, 8, 4, 2, 1], [4, 1])]
+lengths = [len(text) // part for part in runtime.size([32, 8, 4, 2, 1], [8, 1])]
 costs = cost_by_length.measure(llm, text, ["full", STREAMING], lengths)
 cost_by_length.draw(costs, f"one sequence, {runtime.device()}; median of three rounds")
 
