@@ -202,7 +202,7 @@ def limit_memory_maps():
     if next(TESTS) % 20 == 0:
         from jaxkv.evals.lib import memory_maps
 
-        memory_maps.release()
+        memory_maps.release(30_000)  # 20 more tests compile many programs
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
     (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
     (NoGradient(), 16, "no finite gradient"),
 ])  # fmt: skip
-def test_each_law_finds_its_mistake(policy, number, why):
+def test_each_law_finds_its_mistake(unchecked, policy, number, why):
     laws = [law for law in LAWS if law[0] == number]
     subject = make_subject(policy, 8)
     broken = [v for law in laws if (v := check_law(law, subject)) and not v.holds]
