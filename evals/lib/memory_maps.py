@@ -9,7 +9,7 @@ import gc
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-MOST = 50_000  # one more program may take thousands
+MOST = 50_000  # one more part may take thousands
 
 
 def release(most: int = MOST) -> bool:

