@@ -6,6 +6,7 @@ many such tests ran. Tests of the real model may be skipped where it is neither 
 downloadable.
 """
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -82,8 +83,17 @@ def enable_interrupts():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def collect_seldom():
+    """Let Python look for unreachable cycles seldom: traced programs are many objects that stay.
+
+    484 tests of policies and of the engine on two cores: 107, 109 s before, 102, 102 s with it.
+    """
+    gc.set_threshold(100_000, 50, 1000)
+
+
 set_environment()  # at import, because a test module may import jax before any pytest hook
 enable_interrupts()
+collect_seldom()
 
 
 def pytest_addoption(parser):

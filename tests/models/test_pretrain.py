@@ -126,16 +126,16 @@ def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tm
     out, moments, kills, killed_in_write = tmp_path / "run", random.Random(0), 0, 0
     settings = ("sinks=token", "save_every=1", "steps=12")
     log = out / "log.jsonl"
-    for attempt in range(40):
+    for _ in range(40):
         process = start(out, *settings)
         before = log.read_text("utf-8").count("\n") if log.exists() else 0
         steps, wait = moments.randrange(2, 5), moments.uniform(0, 0.1)
         while process.poll() is None:
             now = log.read_text("utf-8").count("\n") if log.exists() else 0
             half = list(out.glob("last/*tmp*"))
-            # Every second kill is during the write of a checkpoint, the others at random.
-            if now > before + steps and (half or attempt % 2):
-                time.sleep(wait if attempt % 2 else 0)
+            # The first kill is at random. A later one must be during the write of a checkpoint.
+            if not killed_in_write and now > before + steps and (half or not kills):
+                time.sleep(0 if kills else wait)
                 process.send_signal(signal.SIGKILL)
                 kills += 1
                 break
@@ -354,10 +354,11 @@ WIDE = ("steps=4", "save_every=2", "width=64", "mlp=192")
 
 
 @pytest.fixture(scope="module")
-def wide(start, tmp_path_factory) -> Path:
+def wide(tokens, tmp_path_factory) -> Path:
     """The folder of a run whose checkpoints are large."""
     out = tmp_path_factory.mktemp("wide") / "run"
-    finish(start(out, *WIDE))
+    with jax.numpy_dtype_promotion("standard"):
+        run_here(tokens, out, *WIDE)
     return out
 
 

@@ -1,6 +1,7 @@
 """The seconds of the turns of a chat, on a small model."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,15 +9,23 @@ from jaxkv.evals.speed import chat
 
 
 @pytest.mark.slow
-def test_each_message_has_its_seconds(shared):
-    """The start and the compilation are in those of the first message."""
+def test_each_message_has_its_seconds(shared, monkeypatch):
+    """The start and the compilation are in those of the first message. Warm: compiled before."""
     model = str(shared / "models" / "stories260K")
+    folders, measured = [], chat.chat
+
+    def watched(model, asked, folder):
+        folders.append((folder, len(list(Path(folder).iterdir()))))
+        return measured(model, asked, folder)
+
+    monkeypatch.setattr(chat, "chat", watched)
     found = chat.measure(model, ["Hello", "And?", "A page " * 60], rounds=1)
+    (cold, before), (warm, programs) = folders
+    assert cold == warm and before == 0 < programs
     assert set(found) == {"cold", "warm"}
     for turns in found.values():
         first, *later = [turn["median"] for turn in turns]
         assert len(later) == 2 and first > 4 * max(later)
-    assert found["cold"][0]["median"] > found["warm"][0]["median"]
 
 
 def test_a_chat_that_ends_is_no_measurement(tmp_path):
