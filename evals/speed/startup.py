@@ -194,7 +194,9 @@ def compile_and_run(command: list[str], folder: str) -> float:
 
 
 def environment(folder: str) -> dict[str, str]:
-    return os.environ | {"JAXKV_COMPILATION_CACHE": folder}
+    """With this folder as the compilation cache, also where JAX was given another one."""
+    own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return own | {"JAXKV_COMPILATION_CACHE": folder}
 
 
 if __name__ == "__main__":

@@ -64,9 +64,8 @@ def test_losses_are_those_of_the_library(llm, case):
 def test_untrained_pairs_score_as_snapkv(llm, case, monkeypatch):
     """The row of a memory before training is that of snapkv; rows state the same budget."""
     every = learned_memory.settings
-    kept = ("full", "snapkv")
     monkeypatch.setattr(
-        learned_memory, "settings", lambda *sizes: {name: every(*sizes)[name] for name in kept}
+        learned_memory, "settings", lambda *sizes: {"snapkv": every(*sizes)["snapkv"]}
     )
     known = compaction.read(llm, case.document, SLOTS)
     pairs = np.stack(compaction.pairs_of(llm, known, SLOTS))
