@@ -350,30 +350,13 @@ def test_a_checkpoint_of_another_run_is_refused(tokens, tmp_path, setting):
         run_here(tokens, tmp_path / "run", "steps=2")
 
 
-WIDE = ("steps=4", "save_every=2", "width=64", "mlp=192")
-
-
-@pytest.fixture(scope="module")
-def wide(tokens, tmp_path_factory) -> Path:
-    """The folder of a run whose checkpoints are large."""
-    out = tmp_path_factory.mktemp("wide") / "run"
-    with jax.numpy_dtype_promotion("standard"):
-        run_here(tokens, out, *WIDE)
-    return out
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [20, pytest.param(300, marks=pytest.mark.record)])
-def test_a_full_disk(start, wide, tmp_path, limit):
-    """Simulated by a limit of file sizes: the error is one line, and earlier checkpoints stay.
-
-    limit: in units of 512 bytes. The first stops the figure of the curves, the second the
-    checkpoint.
-    """
-    out = tmp_path / "run"
-    shutil.copytree(wide, out)
+def test_a_full_disk(start, tokens, tmp_path):
+    """Simulated by a limit of file sizes: the error is one line, and earlier checkpoints stay."""
+    out, wide = tmp_path / "run", ("steps=4", "save_every=2", "width=64", "mlp=192")
+    run_here(tokens, out, *wide)
     shutil.rmtree(out / "last" / "4")
-    process = start(out, *WIDE, limit=limit)
+    process = start(out, *wide, limit=20)  # in units of 512 bytes, less than a figure of the curves
     _, err = process.communicate(timeout=300)
     error = [line for line in err.splitlines() if "jaxkv: error" in line]
     assert process.returncode == 2 and len(error) == 1, err
