@@ -205,8 +205,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
     """The model's own sampling settings, with those of the flags in their place."""
-    names = [field.name for field in dataclasses.fields(llm.sampling)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = _given_sampling(args)
     sampling = dataclasses.replace(llm.sampling, **given)
     neutral = type(llm.sampling)()
     filters = [name for name in ("top_k", "top_p", "min_p") if name in given]
@@ -217,6 +216,17 @@ def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
             stacklevel=2,
         )
     return sampling
+
+
+def _given_sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The sampling settings of the flags that were given; UserError where one breaks its rule."""
+    from jaxkv.sampling import Sampling
+
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    given = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    Sampling(**given)
+    return given
 
 
 def check_device() -> None:
@@ -261,6 +271,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
 
     Meanwhile its programs can be compiled. The policies are checked against the model.
     """
+    _given_sampling(args)  # before anything that takes long
     _download(args.model)
     with Progress("loading"):
         check_device()

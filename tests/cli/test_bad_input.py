@@ -107,6 +107,12 @@ def test_flags(run, model, name):
     refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
 
 
+def test_sampling_is_checked_before_a_model_is_opened(run):
+    for command in (("generate", "Hi"), ("chat",)):
+        ran = run(*command, "--model", "absent/model", "--temperature", "-1")
+        refused(ran, "temperature must be 0 or more", "-1")
+
+
 def test_a_missing_platform_is_an_error(run, model, monkeypatch):
     def devices():
         raise RuntimeError("Unable to initialize backend 'cuda'")
