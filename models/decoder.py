@@ -124,15 +124,25 @@ def run_layer(
     return Layer(config, weights)(x, policy, state, positions, valid, run)
 
 
+def _run_other(
+    config: Config, policy: object, run: Callable, weights: Weights, *given: object
+) -> tuple[Float[Array, "D B T"], object]:
+    """One layer with `run` in place of `jaxkv.step`."""
+    return Layer(config, weights)(given[0], policy, *given[1:], run)
+
+
 # Within a program, equal layers are traced and lowered once.
 _run_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))
+_run_other_shared = jax.jit(_run_other, static_argnums=(0, 1, 2))
+# The backward pass has only the input of each layer, and computes the rest again.
+_run_other_again = jax.checkpoint(_run_other_shared, static_argnums=(0, 1, 2))
 
 
 class Decoder(nnx.Module):
     """Maps tokens to hidden states and new cache states; `logits` maps hidden states to logits.
 
     mesh: attention is sharded over it. run: replaces `jaxkv.step`, the attention between the
-    projections of a layer.
+    projections of a layer. remat: with `run`, the backward pass computes a layer again.
     """
 
     def __init__(
@@ -141,8 +151,9 @@ class Decoder(nnx.Module):
         weights: Weights,
         mesh: Mesh | None = None,
         run: Callable | None = None,
+        remat: bool = False,
     ):
-        self.config, self.mesh, self.run = config, mesh, run
+        self.config, self.mesh, self.run, self.remat = config, mesh, run, remat
         self.embed = _parameter(weights["embed"])
         self.norm = nnx.Param(weights["norm"])
         self.sink_tokens = nnx.Param(weights[SINK_TOKENS]) if SINK_TOKENS in weights else None
@@ -163,12 +174,12 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
         x, new = self.embedded(tokens), []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            if self.run is not None:
-                x, state = layer(x, policy, state, positions, valid, self.run)
+            given = layer.weights, x, state, positions, valid
+            if self.run is None:
+                x, state = _run_shared(self.config, policy, self.mesh, *given)
             else:
-                x, state = _run_shared(
-                    self.config, policy, self.mesh, layer.weights, x, state, positions, valid
-                )
+                one = _run_other_again if self.remat else _run_other_shared
+                x, state = one(self.config, policy, self.run, *given)
             new.append(state)
         return self.normed(x), tuple(new)
 

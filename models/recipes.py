@@ -65,7 +65,10 @@ class Recipe:
     z_loss: float = 1e-4
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
-    # Logging and checkpoints, in steps; these may change when a run is resumed.
+    # What the backward pass computes again instead of reading it: nothing, or all of a layer but its
+    # input. It takes a fraction of the memory of activations.
+    remat: Literal["none", "layers"] = "none"
+    # Logging and checkpoints, in steps.
     log_every: int = 10
     look_every: int = 250
     save_every: int = 250
@@ -73,7 +76,8 @@ class Recipe:
 
 
 FROM = ("train", "window")  # fields of runs that start from a model
-LOGGING = ("log_every", "look_every", "save_every", "valid_samples")
+# Fields that may change when a run is resumed.
+FREE = ("remat", "log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
     # A sink token at work in a minute on a laptop: one head that has nothing to do most of the

@@ -269,7 +269,8 @@ def losses(
     """
     inputs, targets, counts = samples(runs, setting.front)
     run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
-    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, run)
+    remat = setting.recipe.remat == "layers"
+    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, run, remat)
     share = counts / jnp.sum(counts)
     cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
     return cost, found, share

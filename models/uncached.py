@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import jax
@@ -37,14 +37,18 @@ UncachedImplementation = Literal["xla", "cudnn"]
 
 
 def forward(
-    config: Config, weights: Weights, inputs: Int32[Array, "B T"], run: Callable | None = None
+    config: Config,
+    weights: Weights,
+    inputs: Int32[Array, "B T"],
+    run: Callable | None = None,
+    remat: bool = False,
 ) -> tuple[Decoder, Float[Array, "D B T"], tuple]:
     """Run the decoder over whole samples. Returns it, the hidden states, and per-layer results.
 
     run: `attend` (the default) or `attend_with_probabilities`, whose second result is returned for
-    each layer.
+    each layer. remat: the backward pass keeps only the input of each layer.
     """
-    decoder = Decoder(config, weights, run=run or attend)
+    decoder = Decoder(config, weights, run=run or attend, remat=remat)
     states: tuple = (None,) * config.layers
     if SINK_KEYS in weights:
         states = tuple(zip(weights[SINK_KEYS], weights[SINK_VALUES], strict=True))
@@ -128,6 +132,7 @@ def is_learned(sink: object) -> bool:
     return sink is not None and not (isinstance(sink, np.ndarray) and not sink.any())
 
 
+@cache  # one function for a mesh: programs are traced for each function
 def attend_on(mesh: Mesh) -> Callable:
     """`attend` with samples split over the mesh axis `data`."""
 
