@@ -233,6 +233,7 @@ def test_a_nan_loss_stops_the_run(tokens, tmp_path):
 def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
     with pytest.raises(UserError, match=r"of another run: .*sinks was 'token' and is now 'zero'"):
         run_here(tokens, made, "sinks=zero")
+    assert run_here(tokens, made, "sinks=token", "remat=layers", "log_every=2")
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models import data, training
+from jaxkv.models import data, memory_plan, training
 from jaxkv.models.hf.export import export
 from jaxkv.models.pretrain import setting_of
 from jaxkv.models.recipes import PRESETS, config_of, read_recipe
@@ -147,6 +147,20 @@ def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
     # Weights and moments are sharded: one device stores little more than its share.
     sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(spread)]
     assert sum(sizes) < 1.1 * sum(leaf.size for leaf in jax.tree.leaves(spread)) / devices
+
+
+@pytest.mark.parametrize("devices", [1, seldom(2)])
+def test_remat_takes_the_same_steps_in_less_memory(tokens, devices):
+    mesh = mesh_of(f"data={devices}") if devices > 1 else None
+    found = []
+    for remat in ("none", "layers"):
+        recipe = small("layers=4", "context=64", "sinks=logit", "lr=2e-3", f"remat={remat}")
+        setting = setting_of(recipe, tokens, mesh)
+        found.append((*steps(setting, tokens, 3), memory_plan.plan(setting).temporaries))
+    (kept, metrics, most), (again, metrics_again, least) = found
+    np.testing.assert_allclose(metrics, metrics_again, rtol=1e-5)
+    assert largest_difference(kept, again) < 1e-4
+    assert least < 0.6 * most
 
 
 def test_a_step_with_a_nan_gradient_changes_nothing(tokens):
