@@ -30,6 +30,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: f"streaming.{name}" for name in ("attention_maps", "questions", "stream_eval")},
     **{name: f"speed.{name}" for name in ("latency", "startup", "chat", "int8", "cache_int8")},
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
+    "remat": "training.remat",
     "backcopy": "training.backcopy",
     **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
     **{name: f"training.{name}" for name in ("sinks_in_front", "emergence", "default_model")},

@@ -1,0 +1,103 @@
+"""A training step that keeps activations, and one that computes layers again (`remat=layers`).
+
+On this machine: memory, seconds to trace, lower and compile, and the speed of steps that alternate.
+For eight TPU v5e chips, ahead of time: the memory of a step of `160m` on one chip, by the number of
+parts of a batch of 256 samples. That needs the extra tpu-check; each program compiles for minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.timing import ratio, time_rounds
+from jaxkv.evals.training.mfu import stepping
+from jaxkv.models import memory_plan, training
+from jaxkv.models.pretrain import setting_for
+from jaxkv.models.recipes import PRESETS, Recipe
+
+FORMS = ("none", "layers")
+CHIPS, VOCAB = "v5e:2x4", 16384
+PARTS = (8, 4, 2)  # of a batch of 160m
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.training.remat", description=__doc__)
+    ask.add_argument("--preset", choices=list(PRESETS), default="tiny")
+    ask.add_argument("--rounds", type=int, default=15)
+    ask.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")
+    ask.add_argument("--quick", action="store_true", help="write to out/")
+    given = ask.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
+    record = Record("remat", [], [0], quick=given.quick)
+    results = measure(PRESETS[given.preset], given.rounds) | {"preset": given.preset}
+    if given.parts:
+        results["v5e"] = {str(parts): on_tpu(parts) for parts in given.parts}
+    record.finish(results)
+
+
+def measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
+    """The step of both forms, alternating, and its program."""
+    each = {form: dataclasses.replace(recipe, remat=form) for form in FORMS}
+    programs = {form: compiled(one) for form, one in each.items()}
+    steps = {form: stepping(one, VOCAB) for form, one in each.items()}
+    seconds = time_rounds(steps, rounds, f"{recipe.rows} x {recipe.context} tokens a step")
+    tokens = recipe.rows * recipe.context
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "programs": programs,
+        "tokens_per_second": {form: spread(tokens / np.array(seconds[form])) for form in FORMS},
+        "speed_over_none": ratio(seconds["none"], seconds["layers"]),
+    }
+
+
+def compiled(recipe: Recipe) -> dict[str, float]:
+    """Bytes of temporaries of a step, and the seconds until it is compiled."""
+    setting = setting_for(recipe, VOCAB, (), 0)
+    shape = (recipe.accumulate, recipe.rows // recipe.accumulate, recipe.context + 1)
+    runs = jax.ShapeDtypeStruct(shape, np.int32)
+    times = [time.perf_counter()]
+    traced = training.update.trace(setting, training.shape(setting), runs, {})
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    memory = lowered.compile().memory_analysis()
+    times.append(time.perf_counter())
+    trace, lower, compile_ = np.diff(times).tolist()
+    return {"temporaries": memory.temp_size_in_bytes,
+            "trace": trace, "lower": lower, "compile": compile_}  # fmt: skip
+
+
+def on_tpu(parts: int) -> dict[str, dict[str, int]]:
+    """By form, the bytes of a step of `160m` on one of eight chips."""
+    from jax.experimental import topologies
+
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
+        os.environ.setdefault(name, value)  # there is no TPU to search for
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS).devices
+    mesh, found = Mesh(np.array(chips), ("data",)), {}
+    for form in FORMS:
+        recipe = dataclasses.replace(
+            PRESETS["160m"], accumulate=parts, remat=form, dtype="bfloat16"
+        )
+        # Some forms of the step depend on the platform of the run.
+        with mock.patch.object(jax, "default_backend", lambda: "tpu"):
+            plan = memory_plan.plan(setting_for(recipe, VOCAB, (), 0, mesh))
+        found[form] = plan._asdict()
+        print(
+            f"160m on {CHIPS}, {parts} parts, remat={form}: {plan.total / 1e9:.2f} GB", flush=True
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()
