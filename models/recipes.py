@@ -65,8 +65,8 @@ class Recipe:
     z_loss: float = 1e-4
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
-    # What the backward pass computes again instead of reading it: nothing, or all of a layer but its
-    # input. It takes a fraction of the memory of activations.
+    # What the backward pass computes again and does not read: nothing, or layers but their inputs.
+    # Then activations need a fraction of the memory.
     remat: Literal["none", "layers"] = "none"
     # Logging and checkpoints, in steps.
     log_every: int = 10

@@ -93,9 +93,8 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
         with mock.patch.object(jax, "default_backend", lambda: "tpu"):
             plan = memory_plan.plan(setting_for(recipe, VOCAB, (), 0, mesh))
         found[form] = plan._asdict()
-        print(
-            f"160m on {CHIPS}, {parts} parts, remat={form}: {plan.total / 1e9:.2f} GB", flush=True
-        )
+        what = f"160m on {CHIPS}, {parts} parts, remat={form}"
+        print(f"{what}: {plan.total / 1e9:.2f} GB", flush=True)
     return found
 
 

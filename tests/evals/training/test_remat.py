@@ -16,13 +16,3 @@ def test_both_forms_are_measured(monkeypatch):
     most, least = (found["programs"][form] for form in remat.FORMS)
     assert least["temporaries"] < 0.7 * most["temporaries"] and most["compile"] > 0
     assert found["speed_over_none"]["n"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_check
-def test_a_step_on_a_tpu_takes_less_memory(monkeypatch):
-    recipe = small("layers=4", "context=256", "rows=32", "width=128")
-    monkeypatch.setitem(remat.PRESETS, "160m", recipe)
-    monkeypatch.setattr(remat, "VOCAB", 384)
-    found = remat.on_tpu(1)
-    assert found["layers"]["temporaries"] < 0.8 * found["none"]["temporaries"]
