@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 import jax
+import numpy as np
 import pytest
 
 import jaxkv
@@ -217,11 +218,18 @@ def test_describe():
     assert table["streaming"]["bytes_formula"] == "(sinks + window) * t + 4"
 
 
-def test_bytes_per_sequence():
-    spec = dataclasses.replace(SPEC, dtype="bfloat16")
-    # 256 slots with the keys and values of two heads in two bytes each, the positions, the count.
-    assert Streaming().bytes_per_sequence(spec) == 256 * (2 * 2 * 8 * 2 + 4) + 4
-    assert Full(max=10, start=32).bytes_per_sequence(spec) == 10 * (2 * 2 * 8 * 2 + 4) + 4
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "pyramidkv"])
+def test_the_formula_is_the_bytes_of_a_new_state(name, dtype):
+    """docs/policies.md prints it. Words that follow its first part are about later states."""
+    spec, policy = dataclasses.replace(SPEC, dtype=dtype, group=2), POLICIES[name]()
+    size, heads, head_dim = np.dtype(dtype).itemsize, spec.kv_heads, spec.head_dim
+    letters = {"K": heads, "H": head_dim, "G": spec.group, "itemsize": size}
+    letters |= {"t": 2 * heads * head_dim * size + 4, "u": 2 * head_dim * size + 4}
+    formula = policy.bytes_formula.partition(", doubling")[0]
+    wanted = eval(formula, {"min": min} | dataclasses.asdict(policy) | letters)
+    state = jax.eval_shape(lambda: policy.init(spec, 1, jax.random.key(0)))
+    assert nbytes(state) == wanted
 
 
 def test_every_policy_has_a_name_at_the_top():
