@@ -111,8 +111,8 @@ losses = {
 runtime.TextBox(captured.loss_table(losses, POLICIES))
 
 # %% [markdown]
-# **What to see.** Every method raises the loss. Balance is not told apart from the weighted random
-# sample, nor from `snapkv`: the differences are within two standard errors. Its loss is lower than that
+# **What to see.** Every method raises the loss. Balance does not differ from the weighted random
+# sample, nor from `snapkv`, by two standard errors. Its loss is lower than that
 # of the sample without weights, and that of `snapkv` is lower than that of `streaming`.
 #
 # ## The error in each layer
@@ -304,7 +304,7 @@ if not runtime.SMOKE and len(layers) == 4:
     walks = [of["balance, walk"] / of["balance, pairs"] for of in every]
     ours = {
         "every method raises the loss": min(higher(each, "full") for each in [*losses][1:]) > 1,
-        "balance is not told apart from a weighted sample, nor from snapkv": (
+        "balance does not differ from a weighted sample, nor from snapkv": (
             max(abs(higher("balance, pairs", each)) for each in ("uniform, weighted", "snapkv")) < 1
         ),
         "its loss is lower than that of a sample without weights": (

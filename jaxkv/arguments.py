@@ -105,8 +105,8 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
                     f"a state of this spec and batch has {letter}={sizes[letter]}, got "
                     f"{letter}={size}; {remedy}"
                 )
-    if policy.grows:
-        return  # its sizes depend on the tokens
+    if policy.grows or policy.min_prompt is not None:
+        return  # its sizes depend on the tokens, or change at the end of prefill
     found, wanted = [a.shape for a in jax.tree.leaves(state)], _fixed_shapes(policy, spec, batch)
     for leaf, shape, expected in zip(jax.tree.leaves(policy.leaves), found, wanted, strict=True):
         if shape != expected:
@@ -118,6 +118,6 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
 
 @functools.lru_cache(maxsize=256)
 def _fixed_shapes(policy: Policy, spec: Spec, batch: int) -> list[tuple[int, ...]]:
-    """The shapes of the state of a policy that does not grow."""
+    """The shapes of the state of a policy whose sizes never change."""
     state = jax.eval_shape(lambda: policy.init(spec, batch, jax.random.key(0)))
     return [array.shape for array in jax.tree.leaves(state)]

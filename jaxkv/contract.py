@@ -30,8 +30,9 @@ position or ordinal number, so it does not depend on chunking, on other sequence
 on devices.
 
 The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12, 13 and 18, which
-have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. It needs
-`cached_tokens` for law 15, and leaves out a law that does not apply, such as 17 without int8.
+have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. It checks law 15
+only if it is given `cached_tokens`, and leaves out a law that does not apply, such as 17 without
+int8.
 tests/laws checks every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
@@ -41,7 +42,7 @@ tests/laws checks every policy here.
  5 The state and the output do not depend on chunking.
  6 The KV heads are independent, so a step can be sharded over them.
  7 Taking, putting, saving and moving sequences to the host is exact.
- 8 Equal settings compile once, for any number of tokens.
+ 8 Equal settings share compiled programs: another token of the same shapes compiles nothing.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
 10 The bytes of the arrays equal `bytes_per_sequence`.
 11 `leaves` describes every array: axis letters, shared leaves, append-only leaves, pages.

@@ -99,8 +99,8 @@ def first_counted(llm: Llm, policies: Sequence[str], tokens: int, block: int | N
         )
     if block is not None and LEAST_BLOCKS * block > tokens - first:
         raise UserError(
-            f"errors need at least {LEAST_BLOCKS} blocks of the {tokens - first} tokens after "
-            f"every cache is full, got --block {block}; give at most "
+            f"errors need at least {LEAST_BLOCKS} blocks, and {tokens - first} tokens are scored "
+            f"once every cache is full, got --block {block}; give at most "
             f"{(tokens - first) // LEAST_BLOCKS}, or a longer text"
         )
     return first

@@ -92,10 +92,8 @@ def _choices(level: Sequence[Row], options: str) -> list[str]:
     """
     endless = [row for row in level if row["endless"]] or level
     choice, reason = _choice(endless)
-    if len(endless) < len(level):
-        reason += " for endless text"
-    policy = choice["policy"]
-    told = [f'Take {policy} ({reason}): jaxkv chat{options} --policy "{policy}"']
+    policy, use = choice["policy"], " for endless text" if len(endless) < len(level) else ""
+    told = [f'Take {policy}{use} ({reason}): jaxkv chat{options} --policy "{policy}"']
     if choice is not level[0] and choice["over_best"]["two_errors"] is not None:
         told.append(
             f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "

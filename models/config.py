@@ -156,6 +156,8 @@ def read_config(folder: Path) -> Config:
     if not where.is_file():
         found = first_few(sorted(file.name for file in folder.glob("*.gguf")))
         remedy = f"name a GGUF file: {found}" if found else "name the folder of a published model"
+        if (folder / "hf").is_dir():
+            remedy = f"a run of `jaxkv pretrain` has its model in {folder / 'hf'}; name that"
         raise UserError(f"no config.json in {folder}; {remedy}")
     given = read_json(where)
     generation = read_json(folder / "generation_config.json")

@@ -142,7 +142,8 @@ class Decoder(nnx.Module):
     """Maps tokens to hidden states and new cache states; `logits` maps hidden states to logits.
 
     mesh: attention is sharded over it. run: replaces `jaxkv.step`, the attention between the
-    projections of a layer. remat: with `run`, the backward pass computes a layer again.
+    projections of a layer; a pure function, and one object for all calls, because equal layers are
+    traced once for each object. remat: with `run`, the backward pass computes a layer again.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ class Recipe:
     sinks: SinkKind = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
-    # The tokens that a query attends to, its own included, while --from trains sinks that no token
-    # stands for; 0: all. Without the first tokens in sight, logits learn to take their place.
+    # The tokens that a query attends to, its own included; 0: all. For --from with sinks that are
+    # no tokens: logits learn to replace the first tokens if queries cannot see them.
     window: int = 0
     # A step: samples of `context` tokens each, and the number of parts for accumulation.
     rows: int = 8
@@ -65,8 +65,8 @@ class Recipe:
     z_loss: float = 1e-4
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
-    # What the backward pass computes again and does not read: nothing, or layers but their inputs.
-    # Then activations need a fraction of the memory.
+    # What the backward pass computes again: nothing, or each layer from its stored input. Then
+    # activations need a fraction of the memory (evals/results/remat.json).
     remat: Literal["none", "layers"] = "none"
     # Logging and checkpoints, in steps.
     log_every: int = 10

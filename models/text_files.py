@@ -94,7 +94,7 @@ def find(
     empty folder, and a split without documents.
     """
     if not valid and not 0 < share < 1:
-        raise UserError(f"valid-share must be between 0 and 1, got {share:g}; try 0.02")
+        raise UserError(f"--valid-share must be above 0 and below 1, got {share:g}; try 0.02")
     every, validation = files_in(texts), files_in(valid)
     away = {path.resolve() for path in validation}
     train = {path: name for path, name in every.items() if path.resolve() not in away}
@@ -122,7 +122,8 @@ def check_splits(found: set[str]) -> None:
     for split in SPLITS:
         if split not in found:
             raise UserError(
-                f"the {split} split has no document; name its texts (--valid), or give more texts"
+                f"the {split} split has no document: files of --valid are not in the train split; "
+                "give more texts"
             )
 
 

@@ -16,11 +16,13 @@ from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from markdown_it import MarkdownIt
 
 import jaxkv
-from jaxkv.testing import check_policy
+from jaxkv.testing import LawError, check_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -258,4 +260,16 @@ def test_the_layer_in_the_integration_page_runs():
 def test_the_integration_page_runs_and_its_policies_keep_the_laws():
     names = integration_names()
     run_blocks("docs/integration.md", names)
-    check_policy(names["Strided"](stride=3, slots=4))
+    policy = names["Strided"](stride=3, slots=4)
+    kept = range(0, 10**6, 3)
+    check_policy(policy, cached_tokens=lambda n: [*kept[: n // 3 + 1][-4:]])
+
+    class Full(names["Strided"]):
+        def update(self, spec, state, chunk):
+            out, new = super().update(spec, state, chunk)
+            full = state.filled.all(axis=1)
+            old = lambda a, b: jnp.where(full.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+            return out, jax.tree.map(old, state, new)
+
+    with pytest.raises(LawError, match="law 15"):  # it evicts nothing, after it skipped tokens
+        check_policy(Full(stride=3, slots=4), cached_tokens=lambda n: [*kept[: n // 3 + 1][-4:]])

@@ -1,6 +1,6 @@
-"""A limit of Linux: 65,530 memory maps per process. XLA:CPU crashes without more.
+"""A limit of Linux: 65,530 memory maps per process, at which XLA:CPU crashes.
 
-Each program takes some: of all layers of SmolLM2-135M, hundreds.
+A program of all layers of SmolLM2-135M takes hundreds.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ def chat(model: str, asked: list[str], folder: str) -> list[float]:
             process.stdin.write(message.encode() + b"\n")
             first = process.stdout.read(1)
             seconds.append(perf_counter() - begun)
-            if not first:
-                raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
-            if not any(END in line.decode() for line in process.stderr):
+            if not first or not any(END in line.decode() for line in process.stderr):
                 raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
             os.read(process.stdout.fileno(), 1 << 16)  # the rest of the answer, which is short
             begun = perf_counter()

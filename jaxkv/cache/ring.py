@@ -26,7 +26,7 @@ from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, 
 from jaxkv.cache import rows
 from jaxkv.cache.rows import OVERFULL, Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 
@@ -84,8 +84,7 @@ def check(sinks: int, window: int, positions: str) -> None:
         raise UserError(f"window must be at least 1, got {window}; give 1 or more")
     if sinks < 0:
         raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
-    if positions not in ("cache", "absolute"):
-        raise UserError(f"positions must be cache or absolute, got {positions!r}")
+    check_choice("positions", positions, ("cache", "absolute"))
 
 
 def leaves(cache: Cache, sinks: int, like: Ring = LEAVES) -> Ring:
@@ -341,12 +340,16 @@ def write_sinks(
 def decode(
     spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
 ) -> tuple[Partial, Ring]:
-    """One token: it is written first, so every filled slot is in view without a distance mask."""
+    """One token, which is written first: a window as large as the ring needs no distance mask."""
     sinks, cache_relative = settings.sinks, settings.cache_relative
     numbers = token_numbers(ring, chunk.valid)
     ring = write(spec, ring, chunk, settings)
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
-    visible = (jnp.arange(size)[None, :] < ring.count[:, None]) & chunk.valid
+    slot = jnp.arange(size)[None, :]
+    visible = (slot < ring.count[:, None]) & chunk.valid
+    if settings.window is not None and settings.window < size - sinks:
+        distance = (chunk.positions - ring.positions).astype(jnp.int32)
+        visible &= (distance < settings.window) | (slot < sinks)
     q, view = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
     bias = masked_bias(spec, visible[:, None], view, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias

@@ -18,7 +18,7 @@ from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 _MOST = np.int32(2**31 - 1)
@@ -73,8 +73,7 @@ class Reservoir(Policy):
         ring.check(self.sinks, self.window, self.positions)
         if self.sample < 1:
             raise UserError(f"sample must be at least 1, got {self.sample}; try sample=126")
-        if self.scheme not in ("uniform", "geometric"):
-            raise UserError(f"scheme must be uniform or geometric, got {self.scheme!r}")
+        check_choice("scheme", self.scheme, ("uniform", "geometric"))
         if self.weighted and self.scheme == "geometric":
             raise UserError("weighted=true belongs to scheme=uniform, got geometric; leave one out")
         per_head.check_exponent(self.exponent, self.weighted)

@@ -29,7 +29,15 @@ from jaxkv.testing.estimates import (
     protected_tokens_stay,
 )
 from jaxkv.testing.laws import LAWS, Law
-from jaxkv.testing.subject import SPEC, CachedTokens, Subject, draw_tokens, find_capacity
+from jaxkv.testing.subject import (
+    MAX_CAPACITY,
+    SPEC,
+    CachedTokens,
+    Subject,
+    draw_tokens,
+    find_capacity,
+    find_eviction,
+)
 
 __all__ = [
     "LawError",
@@ -45,7 +53,12 @@ __all__ = [
 ]
 
 
-NOT_JITTABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+NOT_JITTABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class LawError(AssertionError):
@@ -104,8 +117,7 @@ def check_protected(policy: Policy, first: int, newest: int = 0) -> None:
     check_is_policy(policy)
     check = partial(protected_tokens_stay, first=first, newest=newest)
     law = 13, "the first and newest tokens stay cached", check
-    capacity = find_capacity(make_subject(policy, 1))
-    _raise_broken(policy, [check_law(law, make_subject(policy, capacity))])
+    _raise_broken(policy, [check_law(law, _subject_of(policy))])
 
 
 def check_wrap(policy: Policy, capacity: int | None = None) -> None:
@@ -115,9 +127,8 @@ def check_wrap(policy: Policy, capacity: int | None = None) -> None:
     draw by the position choose others after it moves. capacity: as in `check_policy`.
     """
     check_is_policy(policy)
-    capacity = find_capacity(make_subject(policy, 1)) if capacity is None else capacity
     law = 18, "the output does not depend on where positions begin", positions_may_wrap
-    _raise_broken(policy, [check_law(law, make_subject(policy, capacity))])
+    _raise_broken(policy, [check_law(law, _subject_of(policy, capacity))])
 
 
 def _raise_broken(policy: Policy, results: Sequence[LawResult | None]) -> None:
@@ -140,19 +151,32 @@ def check_laws(
         first.append(check_law(law, of_one))
         if not first[-1].holds:
             return first  # the others would fail for this reason
-    capacity = find_capacity(of_one) if capacity is None else capacity
-    subject = make_subject(policy, capacity, cached_tokens)
+    subject = _subject_of(policy, capacity, cached_tokens)
     results = (check_law(law, subject) for law in LAWS)
     return [result for result in results if result]
+
+
+def _subject_of(
+    policy: Policy, capacity: int | None = None, cached_tokens: CachedTokens | None = None
+) -> Subject:
+    of_one = make_subject(policy, 1)
+    capacity = find_capacity(of_one) if capacity is None else capacity
+    evicts = 0 if policy.grows or capacity == MAX_CAPACITY else find_eviction(of_one)
+    return make_subject(policy, capacity, cached_tokens, evicts)
 
 
 def make_subject(
     policy: Policy,
     capacity: int,
     cached_tokens: CachedTokens | None = None,
+    evicts: int = 0,
 ) -> Subject:
-    """The policy with tokens past three times its capacity."""
-    tokens, sizes = draw_tokens(SPEC, 3 * capacity + 5), (1, 5, max(6, 2 * capacity + 1))
+    """The policy with three times the tokens of its capacity, or of its first eviction, and more.
+
+    evicts: the tokens until the first eviction, where a policy skips tokens before.
+    """
+    most = max(capacity, evicts)
+    tokens, sizes = draw_tokens(SPEC, 3 * most + 5), (1, 5, max(6, 2 * most + 1))
     return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens)
 
 

@@ -138,7 +138,7 @@ def logits_may_be_penalised_and_capped(subject: Subject) -> Checks:
             outs.append(np.asarray(partial.out)[0])
         wanted = dense(spec, take_sequences(tokens, [0]))[0]
         right = close(np.concatenate(outs).astype(np.float64), wanted, against_floats(subject))
-        what = "under ALiBi and a cap on logits it is not full attention; use `masked_bias` and cap"
+        what = "under ALiBi and a softcap it is not full attention; use `masked_bias` and `softcap`"
         yield f"in chunks of {size}, {what}", right
 
 

@@ -81,7 +81,7 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
             "axis, separated by spaces, the first of them B",
             len(letters) == array.ndim,
         )
-        yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[0] == "B"
+        yield f"leaf {name}: axes must begin with B, got {leaf.axes!r}", letters[:1] == ("B",)
         yield (
             f"leaf {name}: T and N are axes of queries, not of a state, got {leaf.axes!r}; write K "
             "for KV heads, and another letter for others",

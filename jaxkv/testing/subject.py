@@ -190,6 +190,22 @@ def find_capacity(subject: Subject) -> int:
     return max(64, policy.min_prompt or 0) if policy.grows else MAX_CAPACITY
 
 
+def find_eviction(subject: Subject) -> int:
+    """How many tokens it takes until one that was cached is evicted, or nothing changes any more.
+
+    More than the capacity where a policy skips tokens. At most 512.
+    """
+    tokens = take_sequences(draw_tokens(subject.spec, MAX_CAPACITY), [0])
+    state, before, last = subject.init(1), [set()] * subject.spec.kv_heads, 1
+    for count in range(1, MAX_CAPACITY + 1):
+        _, state = subject.step(state, cut(tokens, count - 1, count))
+        now = [set(head) for head in subject.cached(state)[0]]
+        if any(old - new for old, new in zip(before, now, strict=True)):
+            return count
+        before, last = now, last if now == before else count
+    return last
+
+
 def cut(tokens: Chunk, begin: int, end: int) -> Chunk:
     return Chunk(*(leaf[:, begin:end] for leaf in tokens))
 

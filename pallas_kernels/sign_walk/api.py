@@ -26,7 +26,8 @@ WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
 class Walk(NamedTuple):
     """signs [...,b] int8: +1, -1, or 0 where there is no step.
 
-    inner [...,b] float32: s/(2c) at each step; outside -1/2 .. 1/2 the sign was certain.
+    inner [...,b] float32: at each step, the sum of the Gram matrix times the signs so far; outside
+    -1/2 .. 1/2 the sign was certain.
     """
 
     signs: Array

@@ -29,3 +29,19 @@ def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encod
     monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)
     for one, other in zip(update(), whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_shorter_than_the_ring_is_the_same_in_chunks_and_in_single_tokens(rng):
+    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=rotary(8, 100.0))
+    settings = ring.RingSettings(sinks=2, window=6)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 40, n, 8)), jnp.float32) for n in (4, 2, 2))
+    tokens = Chunk(q, k, v, jnp.arange(40, dtype=jnp.uint32)[None], jnp.ones((1, 40), bool))
+    found = []
+    for size in (5, 1):
+        state, outs = ring.init(spec, 1, slots=16), []
+        for at in range(0, 40, size):
+            chunk = jax.tree.map(lambda a, at=at, size=size: a[:, at : at + size], tokens)
+            partial, state = ring.update(spec, state, chunk, settings)
+            outs.append(partial.out)
+        found.append(np.concatenate(outs, axis=1))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)

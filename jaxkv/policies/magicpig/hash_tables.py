@@ -46,7 +46,7 @@ def init(batch: int, kv_heads: int) -> Tables:
 
 
 def width(keys: int, bits: int) -> int:
-    """W: an eighth to a quarter of the mean bucket, so that half-empty blocks cost little."""
+    """W: at most a quarter of the mean bucket, so that half-empty blocks cost little; 1 to 16."""
     mean = max(1, keys >> bits)
     return max(1, min(_WIDEST, 1 << max(0, mean.bit_length() - 3)))
 

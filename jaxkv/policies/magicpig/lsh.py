@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.attention import batched_dot
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
@@ -81,10 +81,7 @@ class Hashing:
             raise UserError(f"min_tables must be 1 or 2, got {self.min_tables}; try min_tables=2")
         if not 0 <= self.u_floor < 1:
             raise UserError(f"u_floor must be from 0 to less than 1, got {self.u_floor}; try 1e-4")
-        if self.hash not in ("simhash", "crosspolytope"):
-            raise UserError(
-                f"hash must be simhash or crosspolytope, got {self.hash!r}; try hash=simhash"
-            )
+        check_choice("hash", self.hash, ("simhash", "crosspolytope"))
 
     @property
     def pieces(self) -> tuple[int, ...]:

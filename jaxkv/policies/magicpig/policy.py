@@ -15,7 +15,7 @@ from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, s
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
@@ -108,10 +108,7 @@ class MagicPIG(Policy):
         most = hash_tables.MAX_FOUND
         if not 1 <= self.budget <= most:
             raise UserError(f"budget must be from 1 to {most}, got {self.budget}; try budget=4096")
-        if self.memory not in ("device", "host"):
-            raise UserError(
-                f"memory must be device or host, got {self.memory!r}; try memory=device"
-            )
+        check_choice("memory", self.memory, ("device", "host"))
         if max(self.sinks, self.window) > rows.MAX_SLOTS:
             raise UserError(
                 f"sinks and window must be at most {rows.MAX_SLOTS}, got {self.sinks} and "

@@ -59,12 +59,12 @@ class TreePolicy(Policy):
     @property
     def size(self) -> TreeSize:
         """The levels of the tree and their slots."""
-        raise NotImplementedError
+        raise contract.missing(self, "size")
 
     @property
     def halving(self) -> Halving:
         """How a full level is halved."""
-        raise NotImplementedError
+        raise contract.missing(self, "halving")
 
     @property
     def leaves(self) -> TreeState:

@@ -14,7 +14,7 @@ from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving, halve, walk
 from jaxkv.policies.prompt_compression import base
@@ -74,8 +74,7 @@ class Balance(CompressionPolicy):
                 f"halves it, got block={self.block} and rounds={self.rounds}; try "
                 "block=256,rounds=2"
             )
-        if self.weights not in ("consistent", "published"):
-            raise UserError(f"weights must be consistent or published, got {self.weights!r}")
+        check_choice("weights", self.weights, ("consistent", "published"))
         if self.weights == "published" and self.mode != "walk":
             raise UserError(
                 f"weights=published belong to mode=walk, got mode={self.mode}; give mode=walk"

@@ -25,10 +25,10 @@ class PyramidKV(CompressionPolicy):
 
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
     start, cache: as in snapkv. The step from layer to layer is rounded down, as in the published
-    code, so the mean is up to 5 % above `capacity`. Here the budgets do not depend on the prompt.
-    In the published code they do: a prompt of fewer than `capacity` tokens stays whole, all layers
-    have the same budget up to twice as many tokens, and no layer has a budget above the length of
-    the prompt.
+    code, so the mean is above `capacity`, by less than half as many tokens as there are layers.
+    Here the budgets do not depend on the prompt. In the published code they do: a prompt of fewer
+    than `capacity` tokens stays whole, all layers have the same budget up to twice as many tokens,
+    and no layer has a budget above the length of the prompt.
     """
 
     capacity: int = 1024

@@ -13,7 +13,7 @@ from jaxkv.cache import rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.typing import Array, Float32
@@ -62,8 +62,7 @@ class SnapKV(CompressionPolicy):
             )
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"kernel must be 1, 3, 5, ..., got {self.kernel}; try kernel=7")
-        if self.pool not in ("max", "mean"):
-            raise UserError(f"pool must be max or mean, got {self.pool!r}")
+        check_choice("pool", self.pool, ("max", "mean"))
 
     @property
     def ends(self) -> ExactEnds:

@@ -92,7 +92,7 @@ class SparsePolicy(Policy):
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
         """The log weight of each selectable key, -inf where it is not selected."""
-        raise NotImplementedError
+        raise contract.missing(self, "select")
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
         finished = jnp.zeros((batch, 0, 0), jnp.int32)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.sparse_attention import base as shared  # `base` is a field here
 from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Bool, Float32, Int32
@@ -60,8 +60,7 @@ class VAttention(SparsePolicy):
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not 0 < value < 1:
                 raise UserError(f"{name} must be between 0 and 1, got {value}; try {name}=0.05")
-        if self.sides not in ("two", "one"):
-            raise UserError(f"sides must be two or one, got {self.sides!r}; try sides=two")
+        check_choice("sides", self.sides, ("two", "one"))
         super().__post_init__()
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
