@@ -132,7 +132,7 @@ def is_learned(sink: object) -> bool:
     return sink is not None and not (isinstance(sink, np.ndarray) and not sink.any())
 
 
-@cache  # one function per mesh, because each function is traced anew
+@cache  # one function per mesh, because each function is traced again
 def attend_on(mesh: Mesh) -> Callable:
     """`attend` with samples split over the mesh axis `data`."""
 

@@ -90,7 +90,7 @@ def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
     (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for an array of"),
     (CachesPadding(), 2, "padding"), (CachesInnerPadding(), 2, "padding"),
     (MixesSequences(), 3, "sequence 0"), (ShortWindow(), 4, "chunks of 1"),
-    (IgnoresSoftcap(), 4, "a cap on logits"), (IgnoresPenalty(), 4, "under ALiBi"),
+    (IgnoresSoftcap(), 4, "a softcap"), (IgnoresPenalty(), 4, "under ALiBi"),
     (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
     (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
     (TooFewBytes(), 10,

@@ -102,7 +102,7 @@ def test_bad_texts(data, run, tmp_path):
     refused(data(a_gz=b"text\n"), "a.gz must end with")
     whole = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
     for share in (0, 1, -0.5, 2):
-        refused(run(*whole, share), "valid-share must be between 0 and 1", f"got {share}")
+        refused(run(*whole, share), "--valid-share must be above 0 and below 1", f"got {share}")
     refused(data("--processes", 0, a_txt=b"text"), "--processes", "at least 1", "'0'")
     refused(data(a_txt=b"text \xe9"), "a.txt is not UTF-8 (byte 5)")
     assert not (tmp_path / "out").exists()

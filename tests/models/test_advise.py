@@ -142,7 +142,7 @@ def test_errors_need_several_blocks(llm):
     first, block = 17, (TOKENS - 17) // 8
     assert advise.first_counted(llm, POLICIES, TOKENS, block) == first
     with pytest.raises(
-        UserError, match=f"8 blocks .* got --block {block + 1}; give at most {block}"
+        UserError, match=f"8 blocks, .* got --block {block + 1}; give at most {block}"
     ):
         advise.first_counted(llm, POLICIES, TOKENS, block + 1)
 
@@ -284,7 +284,7 @@ def test_absolute_positions_are_told(llm, rng):
     results = advise.rank(llm, ids, readings, 41, None)
     told = advise_report.sentences(results)
     assert any(line.startswith("h2o:heavy=16,window=16 has the lowest loss") for line in told)
-    assert told[-2].startswith("Take window:window=32 (by its loss for endless text)")
+    assert told[-2].startswith("Take window:window=32 for endless text (by its loss)")
     alone = advise.rank(llm, ids, readings[:1], 41, None)
     told = advise_report.sentences(alone)
     assert told[-2].startswith("Take h2o:heavy=16,window=16")
