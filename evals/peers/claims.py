@@ -36,9 +36,12 @@ def differences(r: Results, name: str) -> list[dict[str, Any]]:
 
 def listed(r: Results, name: str) -> str:
     """The differences of a case, as text."""
-    ratios = [ratio for at in r["prompts"].values() for ratio in at["cases"].get(name, {})]
-    each = zip(ratios, differences(r, name), strict=True)
-    return f"{name}: " + ", ".join(f"{float(ratio):.1%} removed {shown(d)}" for ratio, d in each)
+    found = []
+    for length, at in r["prompts"].items():
+        rows = at["cases"].get(name, {}).items()
+        each = [f"{float(ratio):.1%} removed {shown(row['difference'])}" for ratio, row in rows]
+        found.append(f"of {int(length):,} tokens " * (len(r["prompts"]) > 1) + ", ".join(each))
+    return f"{name}: " + joined(found)
 
 
 def same(r: Results, name: str) -> bool:
@@ -68,8 +71,9 @@ def pyramidkv(r: Results) -> Finding:
         for row in at["cases"]["pyramidkv"].values()
     )
     text = joined(listed(r, name) for name in ("pyramidkv", BUDGETS))
-    shown_at = [f"{float(ratio):.1%}" for at in r["prompts"].values()
-                for ratio in at["cases"].get(BUDGETS, {})]  # fmt: skip
+    shown_at = dict.fromkeys(
+        f"{float(x):.1%}" for at in r["prompts"].values() for x in at["cases"].get(BUDGETS, {})
+    )
     return (
         f"{text}; mean tokens per layer with our budgets and with kvpress's: {cached}. kvpress "
         "caps the first layer at the prompt without the window, and where the last layer would get "
