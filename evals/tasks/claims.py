@@ -41,7 +41,7 @@ def rows(results: Results, policy: str, scored: bool) -> Iterator[ROW]:
     for task, length, found in report.cases(results):
         for ratio, by_policy in found["ratios"].items():
             if policy in by_policy and (found["scored"] or not scored):
-                name = f"{task}, {length} tokens, {float(ratio):.0%}"
+                name = f"{task}, {length} tokens, {100 * float(ratio):g}%"
                 yield name, found["full"], by_policy[policy], float(ratio)
 
 

@@ -66,7 +66,7 @@ def table(record: str) -> str:
             for name, row in rows.items():
                 right = score(row) if found["scored"] else gate(found)
                 lines.append(
-                    f"| {case} | {float(ratio):.0%} | `{name}` | {right} | {divergence(row)} "
+                    f"| {case} | {100 * float(ratio):g}% | `{name}` | {right} | {divergence(row)} "
                     f"| {show(row['state_bytes'])} |"
                 )
     return "\n".join(lines) + "\n"
