@@ -68,9 +68,9 @@ def finds_needles(r: Results) -> Finding:
                           for n, row in ({"full": found["full"]} | caches).items()}  # fmt: skip
                 every = listed({n: x["score"] for n, x in caches.items()}, "{:.0%}".format)
                 shown.append(
-                    f"{task}, {int(length):,} tokens, caches of {100 * float(ratio):g}%, by part of "
-                    f"the context, of which the first {evicted} are evicted: {listed(depths, str)}; "
-                    f"all: {every}"
+                    f"{task}, {int(length):,} tokens, caches of {100 * float(ratio):g}%, by part "
+                    f"of the context, of which the first {evicted} are evicted: "
+                    f"{listed(depths, str)}; all: {every}"
                 )
     text = f"{r['samples']} samples, right answers; {joined(shown)}"
     return (text, by_all(better)) if better else (text, UNSEEN)
