@@ -38,7 +38,7 @@ from jaxkv.models.data import DataFolder
 from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
-from jaxkv.models.recipes import FREE, FROM, Recipe, config_of
+from jaxkv.models.recipes import FROM, MAY_CHANGE, Recipe, config_of
 from jaxkv.models.run_folder import own, writing
 from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
@@ -85,7 +85,7 @@ def pretrain(
     data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
     valid = _valid(setting, tokens)
     writes = jax.process_index() == 0
-    recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in FREE}
+    recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
     if base is None:  # such runs have the defaults, and earlier versions lack the fields
         recorded = {name: value for name, value in recorded.items() if name not in FROM}
     run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}

@@ -77,7 +77,7 @@ class Recipe:
 
 FROM = ("train", "window")  # fields of runs that start from a model
 # Fields that may change when a run is resumed.
-FREE = ("remat", "log_every", "look_every", "save_every", "valid_samples")
+MAY_CHANGE = ("remat", "log_every", "look_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
     # A sink token at work in a minute on a laptop: one head that has nothing to do most of the

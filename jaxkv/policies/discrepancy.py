@@ -69,7 +69,7 @@ class Halved(NamedTuple):
 
 
 def halve(
-    how: Halving,
+    halving: Halving,
     scale: float,
     keys: Float[Array, "... S H"],
     values: Float[Array, "... S X"],
@@ -87,22 +87,22 @@ def halve(
     count = jnp.full(uniforms.shape[:-1], tokens, jnp.int32) if count is None else count
     place = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, uniforms.ndim - 1)
     valid = place < count[..., None]
-    if how.mode == "walk":
-        inner, signs = walk(how, scale, keys, values, uniforms, valid)
+    if halving.mode == "walk":
+        inner, signs = walk(halving, scale, keys, values, uniforms, valid)
         return Halved(_half(signs, uniforms, count), inner)
     first, valid = place[..., ::2], valid[..., ::2]
     thresholds = np.float32(0.5) - uniforms[..., ::2]
-    if how.mode == "coin":
+    if halving.mode == "coin":
         inner, stays = jnp.zeros_like(thresholds), thresholds > 0
     else:
         apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)  # noqa: E731
-        inner, signs = _walk(how, scale, apart(keys), apart(values), uniforms[..., ::2], valid)
+        inner, signs = _walk(halving, scale, apart(keys), apart(values), uniforms[..., ::2], valid)
         stays = signs > 0
     return Halved(first + jnp.where(stays, np.int32(0), np.int32(1)), inner)
 
 
 def walk(
-    how: Halving,
+    halving: Halving,
     scale: float,
     keys: Float[Array, "... S H"],
     values: Float[Array, "... S X"],
@@ -111,11 +111,11 @@ def walk(
 ) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
     """`Halved.inner` at each token, and its sign; 0 where there is no token."""
     alone = lambda a: a[..., None, :, :]  # noqa: E731
-    return _walk(how, scale, alone(keys), alone(values), uniforms, valid)
+    return _walk(halving, scale, alone(keys), alone(values), uniforms, valid)
 
 
 def _walk(
-    how: Halving, scale: float, keys: Array, values: Array, uniforms: Array, valid: Array
+    halving: Halving, scale: float, keys: Array, values: Array, uniforms: Array, valid: Array
 ) -> tuple[Array, Array]:
     """A walk over steps of P tokens; keys and values [...,P,b,*]."""
     keys, values = jax.lax.stop_gradient((keys, values))  # a choice has no gradient
@@ -125,30 +125,30 @@ def _walk(
     members = jnp.sum(valid, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
     total = jnp.sum(keys, axis=(-3, -2), keepdims=True)
     keys = keys - total / jnp.maximum(members, 1).astype(jnp.float32)
-    keys = jnp.where(real, keys * np.float32((how.temperature * abs(scale)) ** 0.5), 0)
+    keys = jnp.where(real, keys * np.float32((halving.temperature * abs(scale)) ** 0.5), 0)
     # No exponent exceeds that of the longest key with itself (Cauchy-Schwarz).
     shift = jnp.max(jnp.sum(keys * keys, axis=-1), axis=(-2, -1))
     longest = jnp.max(jnp.sum(values * values, axis=-1), axis=(-2, -1), keepdims=True)[..., None]
     values = values * jax.lax.rsqrt(jnp.maximum(longest, np.float32(1e-30)))
-    lengths = jnp.where(valid, _lengths(how, keys, values, shift), 0)
+    lengths = jnp.where(valid, _lengths(halving, keys, values, shift), 0)
     # Two equal tokens leave nothing to balance: with either sign the half is exact.
     gain = 1 / jnp.maximum(jnp.max(lengths, axis=-1), np.float32(1e-30))
     thresholds = np.float32(0.5) - uniforms
-    if how.c == 0:  # the sign of s decides; a coin where it is 0, as at the first step
+    if halving.c == 0:  # the sign of s decides; a coin where it is 0, as at the first step
         thresholds = jnp.sign(thresholds) * np.finfo(np.float32).tiny
     else:
-        gain = gain / np.float32(2 * how.c)
+        gain = gain / np.float32(2 * halving.c)
     thresholds = jnp.where(valid, thresholds, NO_STEP)
-    done = balance_walk(keys, values, thresholds, shift, gain, how.tau)
+    done = balance_walk(keys, values, thresholds, shift, gain, halving.tau)
     return done.inner, done.signs.astype(jnp.int32)
 
 
-def _lengths(how: Halving, keys: Array, values: Array, shift: Array) -> Float32[Array, "... W"]:
+def _lengths(halving: Halving, keys: Array, values: Array, shift: Array) -> Float32[Array, "... W"]:
     """The squared length of each step's vector."""
 
     def inner(p: int, q: int) -> Array:
         kernel = jnp.exp(jnp.sum(keys[..., p, :, :] * keys[..., q, :, :], -1) - shift[..., None])
-        return kernel * (jnp.sum(values[..., p, :, :] * values[..., q, :, :], -1) + how.tau)
+        return kernel * (jnp.sum(values[..., p, :, :] * values[..., q, :, :], -1) + halving.tau)
 
     if keys.shape[-3] == 1:
         return inner(0, 0)

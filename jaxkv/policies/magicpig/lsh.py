@@ -100,15 +100,15 @@ class Hashing:
         return -jnp.logaddexp(log_u, np.float32(math.log(self.u_floor))) if self.u_floor else -log_u
 
 
-def log_inclusion(cosine: Float32[Array, "..."], how: Hashing) -> Float32[Array, "..."]:
+def log_inclusion(cosine: Float32[Array, "..."], hashing: Hashing) -> Float32[Array, "..."]:
     """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1); for min_tables 1 without the last term.
 
     That is the regularised incomplete beta I_P(min_tables, L - min_tables + 1). Evaluated as
     written it cancels to zero in float32 for small P. Here log u is within 5e-5 in float32 for
     every cosine, and within 5e-4 for crosspolytope.
     """
-    tables, min_tables = how.tables, how.min_tables
-    log_p = _log_agreement(_agreement(cosine), how.pieces)  # of P
+    tables, min_tables = hashing.tables, hashing.min_tables
+    log_p = _log_agreement(_agreement(cosine), hashing.pieces)  # of P
     p, count = jnp.exp(log_p), np.float32(tables)
     # Where fewer than _RARE tables agree on average: the power series of I_P, leading term factored
     # out.
@@ -162,7 +162,7 @@ def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[
 
 def log_weights(
     k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"], of: Angles,
-    how: Hashing,
+    hashing: Hashing,
 ) -> Float32[Array, "B N M"]:  # fmt: skip
     """The log weights of these slots of k, a head at a time: all of them at once would be large."""
     kv_heads, size, head_dim = k.shape[1:]
@@ -175,7 +175,7 @@ def log_weights(
         found = host_memory.take(keys, at).astype(jnp.float32)
         dot = jnp.dot(found, q, precision="highest") - shift
         of = host_memory.take(norms, at) * length
-        return how(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
+        return hashing(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
 
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
     heads = jnp.arange(q.shape[0] * q.shape[1])
@@ -183,9 +183,11 @@ def log_weights(
     return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(slots.shape))
 
 
-def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[Array, "B K H R"]:
+def planes(
+    rng: UInt32[Array, "B K 2"], head_dim: int, hashing: Hashing
+) -> Float32[Array, "B K H R"]:
     """R directions, L times those of a table, normal in every coordinate (Box and Muller)."""
-    count = head_dim * how.tables * how.directions
+    count = head_dim * hashing.tables * hashing.directions
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
     radius = jnp.sqrt(-2 * jnp.log1p(-contract.uniforms(2 * number, rng)))
     angle = np.float32(2 * math.pi) * contract.uniforms(2 * number + 1, rng)
@@ -193,21 +195,23 @@ def planes(rng: UInt32[Array, "B K 2"], head_dim: int, how: Hashing) -> Float32[
 
 
 def codes(
-    x: Float[Array, "X S H"], planes: Float32[Array, "X H R"], how: Hashing
+    x: Float[Array, "X S H"], planes: Float32[Array, "X H R"], hashing: Hashing
 ) -> Int32[Array, "X L S"]:
     """In each table the K bits of every vector, the first hash in the lowest."""
     count = x.shape[1]
     if count <= _FEW:  # vectors first: a few of them are one pass over the planes
         products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,R]
-        products = products.reshape(-1, count, how.tables, how.directions).transpose(0, 2, 3, 1)
+        products = products.reshape(-1, count, hashing.tables, hashing.directions).transpose(
+            0, 2, 3, 1
+        )
     else:
         products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,R,S]
-        products = products.reshape(-1, how.tables, how.directions, count)
-    if how.hash == "simhash":
-        place = np.int32(1) << np.arange(how.bits, dtype=np.int32)[None, None, :, None]
+        products = products.reshape(-1, hashing.tables, hashing.directions, count)
+    if hashing.hash == "simhash":
+        place = np.int32(1) << np.arange(hashing.bits, dtype=np.int32)[None, None, :, None]
         return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)
     code, first, shift = jnp.zeros_like(products[:, :, 0], jnp.int32), 0, 0
-    for bits in how.pieces:
+    for bits in hashing.pieces:
         own = products[:, :, first : first + (1 << bits - 1)]
         nearest = jnp.argmax(jnp.abs(own), axis=2).astype(jnp.int32)
         side = jnp.take_along_axis(own, nearest[:, :, None], axis=2)[:, :, 0] > 0

@@ -79,10 +79,10 @@ class Balance(CompressionPolicy):
             raise UserError(
                 f"weights=published belong to mode=walk, got mode={self.mode}; give mode=walk"
             )
-        _ = self._how
+        _ = self._halving
 
     @property
-    def _how(self) -> Halving:
+    def _halving(self) -> Halving:
         return Halving(self.mode, self.temperature, self.c)
 
     @property
@@ -116,7 +116,7 @@ class Balance(CompressionPolicy):
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
         given = (
-            self._how,
+            self._halving,
             spec.scale,
             split(rows.dequantise(tokens.k)),
             split(rows.dequantise(tokens.v).astype(jnp.float32) * times[..., None]),
