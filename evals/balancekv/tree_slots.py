@@ -33,10 +33,10 @@ from jaxkv.evals.lib.paired_losses import (
 )
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.lib.state_sizes import sequence_bytes
+from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.reservoir import attention_error
-from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached, plain
+from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
 from jaxkv.policies.merge_reduce import occupancy
@@ -107,14 +107,13 @@ def cases(llm: Llm) -> dict[str, Case]:
     The uniform sample uses all its slots, as no tree does.
     """
     trees = {named(size): tree(size, SLOTS) for size in TREES}
-    most = max(sequence_bytes(llm, policy) for policy in trees.values())
-    window = next(w for w in range(1, 4_096) if sequence_bytes(llm, plain(w)) >= most)
+    window = streaming_window(llm, trees.values())
     tokens = SLOTS - FIRST.slots + round(used(FIRST))
-    found = {BASE: plain(window)} | trees
+    found = {BASE: streaming(window)} | trees
     for size in AT_EQUAL_TOKENS:
         empty = size.slots - round(used(size))
         found[f"{named(size)}, equal tokens"] = tree(size, tokens + empty)
-    found[FEWER] = plain(tokens - SINKS)
+    found[FEWER] = streaming(tokens - SINKS)
     ends = f"sinks={SINKS},window={SLOTS - SINKS - FIRST.slots}"
     found[FULL] = f"reservoir:{ends},sample={FIRST.slots}"
     return {name: Case(policy) for name, policy in found.items()}

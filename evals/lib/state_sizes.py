@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count
+
 import jax
 
 from jaxkv.contract import Policy, Spec, State
@@ -13,6 +16,16 @@ from jaxkv.state.batch import nbytes
 def sequence_bytes(llm: Llm, policy: str) -> int:
     """Bytes of one sequence in all layers, before its first token."""
     return state_bytes(llm.policies(policy), llm.spec, 1)
+
+
+def streaming_window(llm: Llm, policies: Iterable[str]) -> int:
+    """The smallest window of `streaming` with four sinks that takes the bytes of the largest."""
+    most = max(sequence_bytes(llm, policy) for policy in policies)
+    return next(w for w in count(1) if sequence_bytes(llm, streaming(w)) >= most)
+
+
+def streaming(window: int) -> str:
+    return f"streaming:sinks=4,window={window}"
 
 
 def prefilled_bytes(policy: Policy, spec: Spec, tokens: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, spread, standard_error
-from jaxkv.evals.lib.state_sizes import sequence_bytes
+from jaxkv.evals.lib.state_sizes import streaming, streaming_window
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.streaming.endless import read
@@ -78,9 +78,7 @@ def main() -> None:
 
 def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
     """The loss of each block of one text, by cache."""
-    most = max(sequence_bytes(llm, text) for text in CACHES.values())
-    window = next(w for w in range(1, 4 * SLOTS) if sequence_bytes(llm, streaming(w)) >= most)
-    caches = {"streaming": streaming(window), **CACHES}
+    caches = {"streaming": streaming(streaming_window(llm, CACHES.values())), **CACHES}
     found: dict[str, Any] = {
         "tokens": given.tokens, "block": given.block, "chunk": CHUNK, "caches": {}
     }  # fmt: skip
@@ -125,10 +123,6 @@ def over(blocks: list[float | None], base: list[float | None]) -> dict[str, floa
         return None
     share = np.array(blocks) / np.array(base) - 1
     return {"mean": share.mean(), "standard_error": standard_error(share)}
-
-
-def streaming(window: int) -> str:
-    return f"streaming:sinks=4,window={window}"
 
 
 def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:

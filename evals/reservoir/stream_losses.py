@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
 from jaxkv.evals.lib.record import Record
-from jaxkv.evals.lib.state_sizes import sequence_bytes
+from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
@@ -47,20 +47,15 @@ SKIP = 2 * BIN  # tokens until every cache evicts
 
 def cases(llm: Llm) -> dict[str, Case]:
     """All caches, at the bytes of the largest sampled one; `window` and `h2o` at its tokens."""
-    most = max(sequence_bytes(llm, policy) for policy in SAMPLED.values())
-    window = next(w for w in range(1, 4_096) if sequence_bytes(llm, plain(w)) >= most)
-    found = {BASE: Case(plain(window)), "window": Case(f"window:window={4 + window}")}
+    window = streaming_window(llm, SAMPLED.values())
+    found = {BASE: Case(streaming(window)), "window": Case(f"window:window={4 + window}")}
     found |= {name: Case(policy) for name, policy in SAMPLED.items()}
-    found[f"{BASE}, absolute"] = Case(f"{plain(window)},positions=absolute", tokens=BEGINNING)
+    found[f"{BASE}, absolute"] = Case(f"{streaming(window)},positions=absolute", tokens=BEGINNING)
     for name in ("reservoir", "stratified", "balance-stream"):
         for variant, fields in VARIANTS.items():
             found[f"{name}, {variant}"] = Case(f"{SAMPLED[name]},{fields}", tokens=BEGINNING)
     half = (4 + window) // 2
     return found | {"h2o": Case(f"h2o:heavy={half},window={half}", tokens=H2O)}
-
-
-def plain(window: int) -> str:
-    return f"streaming:sinks=4,window={window}"
 
 
 def main() -> None:

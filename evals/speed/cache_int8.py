@@ -101,12 +101,12 @@ def shares(llm: Llm, name: str) -> dict[str, float]:
     """Bytes of all layers in int8 over those in each dtype, after a prompt."""
     floats, int8 = forms(name).values()
     return {
-        dtype: state_bytes(llm, int8, dtype) / state_bytes(llm, floats, dtype)
+        dtype: bytes_after_prompt(llm, int8, dtype) / bytes_after_prompt(llm, floats, dtype)
         for dtype in ("float32", "bfloat16")
     }
 
 
-def state_bytes(llm: Llm, policy: str, dtype: str) -> int:
+def bytes_after_prompt(llm: Llm, policy: str, dtype: str) -> int:
     spec = replace(llm.spec, dtype=dtype)
     return sum(prefilled_bytes(one, spec, PROMPT) for one in llm.policies(policy))
 

@@ -20,7 +20,7 @@ def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):
     most = max(state_sizes.sequence_bytes(llm, policy) for policy in stream_losses.SAMPLED.values())
     window = parse_policy(cases["streaming"].policy).window
     assert most <= state_sizes.sequence_bytes(llm, cases["streaming"].policy)
-    assert most > state_sizes.sequence_bytes(llm, stream_losses.plain(window - 1))
+    assert most > state_sizes.sequence_bytes(llm, state_sizes.streaming(window - 1))
 
 
 def test_every_variant_differs_in_its_fields_alone(llm):
