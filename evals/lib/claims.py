@@ -41,7 +41,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
     "tree_slots": "balancekv.tree_slots",
     "peers": "peers.compare",
-    "llama_cpp": "peers.llama_cpp",
+    **{name: f"peers.{name}" for name in ("llama_cpp", "servers")},
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
     "sparse_135m": "magicpig.sparse_losses",
     "prefix_replay": "prefix_caching.replay",

@@ -33,9 +33,9 @@ def serve(worker: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def memory() -> dict[str, int]:
-    """Resident bytes of this process, now and at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def memory(process: int | str = "self") -> dict[str, int]:
+    """Resident bytes of a process, now and at most."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     kilobytes = {of: int(fields[of].split()[0]) for of in ("VmRSS", "VmHWM")}
     return {"resident": 1024 * kilobytes["VmRSS"], "peak": 1024 * kilobytes["VmHWM"]}

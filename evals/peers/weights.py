@@ -1,4 +1,4 @@
-"""The weights of a loaded model as a folder that transformers reads, in float32."""
+"""A loaded model as a folder that transformers reads, in float32."""
 
 from __future__ import annotations
 
@@ -34,3 +34,19 @@ def as_folder(llm: Llm, folder: Path) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described(llm.config, "float32", theta)))
     return folder
+
+
+def add_chat(llm: Llm, folder: Path) -> None:
+    """Add to a folder of `as_folder` what a server reads: tokenizer, chat template and settings.
+
+    The settings are greedy and name no EOS, so no token ends an answer of transformers' server.
+    """
+    named = dict(llm.chat.tokens)
+    llm.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    descriptions = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named,
+                                  "chat_template": llm.chat.template},
+        "generation_config.json": {"do_sample": False},
+    }  # fmt: skip
+    for name, fields in descriptions.items():
+        (folder / name).write_text(json.dumps(fields))
