@@ -21,7 +21,7 @@ from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-SIZES = RequestSizes(short=4, long=12, new=3, chat=3, stream=40)
+SIZES = RequestSizes(short=4, long=12, new=3, chat=3, stream=120)
 # A server that answers only /health.
 HEALTHY = """
 import http.server, sys
