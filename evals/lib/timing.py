@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,3 +107,15 @@ def generate_greedy(stream: Stream, tokens: int) -> None:
 def prompt(llm: Llm, tokens: int, seed: int = 0) -> list[int]:
     """Random tokens without the first ids, which are special in most vocabularies."""
     return np.random.default_rng(seed).integers(3, llm.config.vocab, tokens).tolist()
+
+
+def compile_timed(program: Any, *arguments: Any) -> tuple[list[float], Any]:
+    """Seconds to trace, lower and compile a jitted function, and the compiled program."""
+    times = [perf_counter()]
+    traced = program.trace(*arguments)
+    times.append(perf_counter())
+    lowered = traced.lower()
+    times.append(perf_counter())
+    compiled = lowered.compile()
+    times.append(perf_counter())
+    return np.diff(times).tolist(), compiled

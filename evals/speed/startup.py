@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, spread
-from jaxkv.evals.lib.timing import bar, ratio, time_rounds
+from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.models import smollm2
 from jaxkv.models.decoding import compiled_decode_block, prefill_programs
 from jaxkv.models.hf.names import shapes
@@ -159,14 +159,8 @@ def programs(llm: Llm) -> dict[str, list[float]]:
     found = {"decode": [0.0] * 3, "prefill": [0.0] * 3}
     jax.clear_caches()
     for name, program, *arguments in asked:
-        times = [perf_counter()]
-        traced = program.trace(*arguments)
-        times.append(perf_counter())
-        lowered = traced.lower()
-        times.append(perf_counter())
-        lowered.compile()
-        times.append(perf_counter())
-        found[name] = np.add(found[name], np.diff(times)).tolist()
+        seconds, _ = compile_timed(program, *arguments)
+        found[name] = np.add(found[name], seconds).tolist()
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import time
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.evals.lib.record import Record, spread
-from jaxkv.evals.lib.timing import ratio, time_rounds
+from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.training.mfu import stepping
 from jaxkv.models import memory_plan, training
 from jaxkv.models.pretrain import setting_for
@@ -65,16 +64,9 @@ def compiled(recipe: Recipe) -> dict[str, float]:
     setting = setting_for(recipe, VOCAB, (), 0)
     shape = (recipe.accumulate, recipe.rows // recipe.accumulate, recipe.context + 1)
     runs = jax.ShapeDtypeStruct(shape, np.int32)
-    times = [time.perf_counter()]
-    traced = training.update.trace(setting, training.shape(setting), runs, {})
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    memory = lowered.compile().memory_analysis()
-    times.append(time.perf_counter())
-    trace, lower, compile_ = np.diff(times).tolist()
-    return {"temporaries": memory.temp_size_in_bytes,
-            "trace": trace, "lower": lower, "compile": compile_}  # fmt: skip
+    seconds, program = compile_timed(training.update, setting, training.shape(setting), runs, {})
+    named = dict(zip(("trace", "lower", "compile"), seconds, strict=True))
+    return {"temporaries": program.memory_analysis().temp_size_in_bytes} | named
 
 
 def on_tpu(parts: int) -> dict[str, dict[str, int]]:
