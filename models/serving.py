@@ -84,6 +84,7 @@ def make_engine(
     seed: int = 0,
     step_seconds: float = 300.0,
     max_per_owner: int | None = None,
+    fixed_batch: bool = True,
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
@@ -95,5 +96,5 @@ def make_engine(
     return Engine(
         model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
         queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
-        max_per_owner=max_per_owner,
+        max_per_owner=max_per_owner, fixed_batch=fixed_batch,
     )  # fmt: skip

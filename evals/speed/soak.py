@@ -176,7 +176,7 @@ async def answers_alone(
 
 def start(policy: str, *words: str) -> SoakServer:
     command = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-               "--max-batch", "16", "--max-len", "1024", *words]  # fmt: skip
+               "--max-batch", "16", "--fixed-batch", "--max-len", "1024", *words]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     return SoakServer(process, port_of(process))
 

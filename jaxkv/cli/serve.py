@@ -120,6 +120,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="turn special tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
+    groups[ENGINE].add_argument(
+        "--fixed-batch", action="store_true",
+        help="compute --max-batch sequences in every step, however few run: no bit of an answer "
+        "then depends on the number of others, and a single client waits longer (default: the "
+        "batch grows with load)",
+    )  # fmt: skip
     # The engine's programs and prefix cache are compiled for one device.
     flags.add_model(parser, mesh=False)
 
@@ -293,7 +299,9 @@ def plan_of(args: argparse.Namespace, llm: Llm, has_keys: bool = False) -> Servi
     each = sizes(make_model(llm, args.policy), args.max_len, args.chunk, has_keys)
     # On a CPU, the host's prefixes take the memory of the device.
     host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
-    plan = plan_memory(each, args.memory, args.max_batch, args.prefix_memory, available(), host)
+    plan = plan_memory(
+        each, args.memory, args.max_batch, args.prefix_memory, available(), host, args.fixed_batch
+    )
     if not plan.prefixes:
         for name, _ in needing_prefixes(args):
             raise UserError(
@@ -319,7 +327,7 @@ def make(
             llm, args.policy, max_batch=plan.max_batch, max_len=args.max_len, chunk=args.chunk,
             max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
             queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
-            step_seconds=args.step_timeout,
+            step_seconds=args.step_timeout, fixed_batch=args.fixed_batch,
             max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
         )  # fmt: skip
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxkv.engine.engine_metrics import EngineMetrics
 from jaxkv.engine.handle import InFlightStep, RequestHandle, scored_token
-from jaxkv.engine.programs import StepOutput
 from jaxkv.engine.request import ScoredToken
+from jaxkv.engine.step_output import StepOutput
 
 LOG = logging.getLogger(__name__)
 

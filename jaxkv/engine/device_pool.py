@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxkv.engine import pool
 from jaxkv.engine.pool import Layout, Pool
-from jaxkv.engine.programs import PrefillState, Programs
+from jaxkv.engine.prefill import PrefillState
+from jaxkv.engine.programs import Programs
 from jaxkv.state import batch, memory
 
 

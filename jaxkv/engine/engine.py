@@ -23,17 +23,18 @@ from jaxkv.engine.handle import (
     ActivePrefill,
     InFlightStep,
     RequestHandle,
-    bias_row,
     check_request,
     padded_widths,
     policy_seed,
     resolve_max_len,
-    sequence_params,
 )
 from jaxkv.engine.model import Model
-from jaxkv.engine.programs import PrefillState, Programs, StepOutput, compilations
+from jaxkv.engine.prefill import PrefillState
+from jaxkv.engine.programs import Programs, batch_sizes, compilations
 from jaxkv.engine.queue import RequestQueue
 from jaxkv.engine.request import Listener, Overloaded, Request
+from jaxkv.engine.running import RunningBatch
+from jaxkv.engine.step_output import StepOutput
 from jaxkv.engine.step_watch import StepWatch
 from jaxkv.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
 from jaxkv.errors import check_int
@@ -57,7 +58,9 @@ class Engine:
     cache; None for none. seed: of the policies' random draws, which are equal for all requests of
     one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
     max_per_owner: sequences of one owner that run together; where it is given, the prompts of two
-    owners are prefilled in turn. None: no limit, and one prompt at a time.
+    owners are prefilled in turn. None: no limit, and one prompt at a time. fixed_batch: every step
+    computes max_batch sequences, however few run, so that no bit of an answer depends on their
+    number. Otherwise the batch grows with load: fewer sequences take less time and memory.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -75,6 +78,7 @@ class Engine:
         seed: int = 0,
         step_seconds: float = 300.0,
         max_per_owner: int | None = None,
+        fixed_batch: bool = True,
     ) -> None:
         check_int("chunk", chunk, maximum=MAX_CHUNK)
         budget = chunk if max_prefill_tokens is None else max_prefill_tokens
@@ -92,15 +96,15 @@ class Engine:
         self._max_prefill_tokens, self._seed = max(budget, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
         self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
-        self._programs = Programs(model, max_batch, max_len, widths, self._in_turn + 1)
-        self._batch = self._programs.empty_batch()
+        sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
+        self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1)
+        self._batch = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
         if prefix_cache is not None:
             self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
         self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
                       "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
-        self._running: list[RequestHandle | None] = [None] * max_batch
         self._prefills: deque[ActivePrefill] = deque()  # of different owners, who take turns
         self._in_flight: deque[InFlightStep] = deque()
         self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
@@ -129,7 +133,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests in prefill or decode."""
-        return sum(handle is not None for handle in self._running) + len(self._prefills)
+        return len(self._batch.running) + len(self._prefills)
 
     @property
     def waiting(self) -> int:
@@ -169,8 +173,8 @@ class Engine:
         store = self._store
         return {
             "running": self.running, "waiting": self.waiting,
-            "waiting_tokens": self._queue.tokens,
-            "cache_usage": sum(handle is not None for handle in self._running) / self.max_batch,
+            "waiting_tokens": self._queue.tokens, "batch_size": self._batch.size,
+            "cache_usage": len(self._batch.running) / self.max_batch,
             "compilations": self.compilations, **self._metrics.export(),
             **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
             **(prefix_metrics(Counts()) if store is None else store.metrics()),
@@ -232,7 +236,7 @@ class Engine:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._in_flight or self._prefills or any(self._running))
+        return bool(self._queue or self._in_flight or self.running)
 
     def step(self) -> bool:
         """Run one step; returns whether there was anything to do."""
@@ -251,6 +255,7 @@ class Engine:
 
     def _step(self) -> None:
         self._finish_cancelled()
+        self._batch.shrink(self._expected())
         old = len(self._in_flight)
         self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
         new = len(self._in_flight) > old
@@ -261,33 +266,22 @@ class Engine:
         """Finish all cancelled requests."""
         with self._changed:
             gone = self._queue.drop_cancelled()
-        for handle in [*gone, *self._running, *(prefill.handle for prefill in self._prefills)]:
-            if handle is not None and handle.cancelled and not handle.finished:
+        running = [*self._batch.running, *(prefill.handle for prefill in self._prefills)]
+        for handle in [*gone, *running]:
+            if handle.cancelled and not handle.finished:
                 self._finish(handle, "cancelled")
 
     def _dispatch_decode(self) -> int:
         """Dispatch one token of every running request that wants more; returns their number."""
-        handles = [
-            (index, handle) for index, handle in enumerate(self._running)
-            if handle is not None and handle.dispatched < handle.request.max_new_tokens
-        ]  # fmt: skip
-        if not handles:
+        step = self._batch.decode()
+        if step is None:
             return 0
-        for index, handle in handles:
-            if handle.dispatched == handle.request.min_new_tokens:
-                self._batch = self._programs.set_bias(
-                    self._batch, np.int32(index), bias_row(handle.request, self.vocab, may_end=True)
-                )
-        active = np.zeros(self.max_batch, bool)
-        active[[index for index, _ in handles]] = True
-        scored = any(handle.request.logprobs is not None for _, handle in handles)
-        self._batch, output = self._programs.decode(
-            self._programs.weights, self._batch, active, np.bool_(scored)
-        )
-        for _, handle in handles:
-            handle.dispatched += 1
-        self._in_flight.append(InFlightStep(output, handles))
-        return len(handles)
+        self._in_flight.append(step)
+        return len(step.handles)
+
+    def _expected(self, inserting: int = 0) -> int:
+        """Requests that will run together as soon as they can; the size of the batch follows."""
+        return max(1, min(self.running + self.waiting + inserting, self.max_batch))
 
     def _dispatch_prefill(self) -> int:
         """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
@@ -309,18 +303,16 @@ class Engine:
 
     def _start_prefill(self) -> None:
         """Start the next request of an owner who has none in prefill, if an entry is free."""
-        started = {prefill.handle.index: prefill.handle for prefill in self._prefills}
-        entries = [started.get(index, handle) for index, handle in enumerate(self._running)]
-        if len(started) == self._in_turn or None not in entries:
+        if len(self._prefills) == self._in_turn or self.running == self.max_batch:
             return
-        owners = Counter(handle.request.owner for handle in entries if handle is not None)
+        started = [prefill.handle.request.owner for prefill in self._prefills]
+        owners = Counter([*started, *(handle.request.owner for handle in self._batch.running)])
         blocked = [owner for owner, count in owners.items() if count >= self.max_per_owner]
-        blocked += [handle.request.owner for handle in started.values()]
+        blocked += started
         with self._changed:
             if (handle := self._queue.take(blocked)) is None:
                 return
         request = handle.request
-        handle.index = entries.index(None)
         handle.queue_seconds = time.monotonic() - handle.arrival
         seed = policy_seed(self._seed, request.salt)
         hit = None
@@ -359,12 +351,7 @@ class Engine:
             output = StepOutput(*(np.zeros(1, "i4"),) * 4, finite=np.ones(1, bool))
             self._in_flight.append(InFlightStep(output, [(0, handle)]))
             return
-        self._batch, output = self._programs.insert(
-            self._batch, np.int32(handle.index), state, sequence_params(request, self.vocab)
-        )
-        self._running[handle.index] = handle
-        handle.dispatched = 1
-        self._in_flight.append(InFlightStep(output, [(0, handle)]))
+        self._in_flight.append(self._batch.insert(handle, state, self._expected(inserting=1)))
 
     def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
         """Free a request's resources and report its outcome, once."""
@@ -374,8 +361,7 @@ class Engine:
         try:
             with self._changed:
                 self._unfinished.pop(handle, None)
-            if handle.index is not None and self._running[handle.index] is handle:
-                self._running[handle.index] = None
+            self._batch.remove(handle)
             for prefill in [each for each in self._prefills if each.handle is handle]:
                 self._prefills.remove(prefill)
                 self._release(prefill.hit)

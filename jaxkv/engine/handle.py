@@ -12,8 +12,10 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.defaults import GROWING_LEN
-from jaxkv.engine.programs import MAX_LOGPROBS, PrefillState, SequenceParams, StepOutput
+from jaxkv.engine.prefill import PrefillState
+from jaxkv.engine.programs import SequenceParams
 from jaxkv.engine.request import Listener, Outcome, Request, ScoredToken
+from jaxkv.engine.step_output import MAX_LOGPROBS, StepOutput
 from jaxkv.engine.store import PrefixHit
 from jaxkv.errors import UserError, check_int
 from jaxkv.sampling import Knobs, knobs_of_sequence

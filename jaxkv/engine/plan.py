@@ -10,7 +10,8 @@ from jaxkv.defaults import MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
 from jaxkv.engine import pool
 from jaxkv.engine.handle import resolve_max_len
 from jaxkv.engine.model import Model
-from jaxkv.engine.programs import PREFILLS, empty_batch, init_prefill
+from jaxkv.engine.prefill import init_prefill
+from jaxkv.engine.programs import PREFILLS, batch_sizes, empty_batch
 from jaxkv.errors import UserError
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
@@ -57,12 +58,14 @@ def plan_memory(
     prefixes: int | None = None,
     free: int | None = None,
     host_prefixes: int = 0,
+    fixed_batch: bool = True,
 ) -> ServingMemory:
     """Divide `given` bytes, or MEMORY_SHARE of the `free` ones: weights, sequences, then prefixes.
 
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
     take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
-    prefixes on the host, if its memory is that of the device.
+    prefixes on the host, if its memory is that of the device. fixed_batch: that of the engine; a
+    batch that grows is in memory in two sizes while it does.
     Raises UserError, with the bytes that are needed, if the parts do not fit, if more is given than
     is free, or if the prefixes' memory holds none.
     """
@@ -82,30 +85,36 @@ def plan_memory(
         chosen = PREFIX_MEMORY if prefixes is None else prefixes
         return ServingMemory(None, max_batch or MAX_BATCH, chosen)
     fixed = sizes.weights + sizes.prefills + (prefixes or 0) + host_prefixes
-    least = fixed + (max_batch or 1) * sizes.sequence
+
+    def sequences(batch: int) -> int:
+        return sizes.sequence * (batch if fixed_batch else sum(batch_sizes(batch)[-2:]))
+
+    least = fixed + sequences(max_batch or 1)
     if least > limit:
         what = "memory" if given is not None else f"{MEMORY_SHARE:.0%} of the free memory"
-        parts = _parts(sizes, max_batch, prefixes, host_prefixes)
+        batch = max_batch or 1
+        parts = _parts(sizes, batch, sequences(batch), prefixes, host_prefixes)
         raise UserError(
             f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
             f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes)}"
         )
-    batch = max_batch or min(MAX_BATCH, (limit - fixed) // sizes.sequence)
+    fitting = [n for n in range(1, MAX_BATCH + 1) if fixed + sequences(n) <= limit]
+    batch = max_batch or max(fitting)
     if prefixes is not None:
         return ServingMemory(limit, batch, prefixes)
-    left = limit - fixed - batch * sizes.sequence
+    left = limit - fixed - sequences(batch)
     left = left if given is not None else min(left, PREFIX_MEMORY)
     return ServingMemory(limit, batch, left if left >= sizes.prefix else 0)
 
 
 def _parts(
-    sizes: EngineBytes, batch: int | None, prefixes: int | None, host_prefixes: int
+    sizes: EngineBytes, batch: int, sequences: int, prefixes: int | None, host_prefixes: int
 ) -> list[str]:
-    """What memory must hold, each part with its bytes."""
-    show, count = memory.show, batch or 1
+    """What memory must hold, each part with its bytes. sequences: bytes of the decode batch."""
+    show = memory.show
     parts = [
         f"weights ({show(sizes.weights)})",
-        f"{count} sequence{'s' * (count > 1)} ({show(sizes.prefills + count * sizes.sequence)})",
+        f"{batch} sequence{'s' * (batch > 1)} ({show(sizes.prefills + sequences)})",
     ]
     parts += [f"prefixes ({show(prefixes)})"] if prefixes else []
     return parts + ([f"prefixes on the host ({show(host_prefixes)})"] if host_prefixes else [])

@@ -1,8 +1,10 @@
 """The programs of the engine. All are compiled at its creation, none while it serves.
 
-A prompt is prefilled alone and in fixed chunks, so that its state depends on nothing but its own
-tokens. The finished prefill is then inserted into the decode batch. The whole batch decodes
-together, also if few entries are active, so that no sequence affects the bits of another.
+A finished prefill is inserted into the decode batch. The whole batch decodes together, also if few
+entries are active, so that no sequence affects the bits of another. An engine may have batches of
+several sizes and use the smallest that holds the running sequences: one sequence then does not take
+the time of 16, but its last bits depend on the size, because a product of other shape adds up in
+another order.
 """
 
 from __future__ import annotations
@@ -22,21 +24,17 @@ import numpy as np
 
 from jaxkv.contract import Policy, State
 from jaxkv.engine.model import Model, forward
+from jaxkv.engine.prefill import PrefillState, begin_prefill, init_prefill
+from jaxkv.engine.resize import begin_moves
+from jaxkv.engine.step_output import StepOutput, score
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
 from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
-MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
+GROWTH = 4  # between two sizes of the decode batch
 PREFILLS = 2  # in memory at a time: one may begin before the last one is inserted
-
-
-class PrefillState(NamedTuple):
-    """The state of one prompt before the end of prefill. logits: of the next token."""
-
-    states: tuple[State, ...]
-    logits: Float32[Array, "1 V"]
 
 
 class DecodeBatch(NamedTuple):
@@ -64,62 +62,12 @@ class SequenceParams(NamedTuple):
     bias: Float32[Array, "1 V"]
 
 
-class StepOutput(NamedTuple):
-    """The output of a step for M sequences, or for M prompt tokens.
-
-    token, logprob: each token and its log probability. top, top_logprobs: the likeliest tokens and
-    theirs. finite: whether the logits were finite.
-    """
-
-    token: Int32[Array, " M"]
-    logprob: Float32[Array, " M"]
-    top: Int32[Array, "M 20"]
-    top_logprobs: Float32[Array, "M 20"]
-    finite: Bool[Array, " M"]
-
-
-def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> PrefillState:
-    """An empty state for up to max_len tokens. seed: of the policies' random draws."""
-    rng = jax.random.key(seed)
-
-    def state(layer: int, policy: Policy) -> State:
-        one = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
-        return one if max_len is None else policy.reserve(model.spec, one, max_len)
-
-    states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
-    return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
-
-
-def begin_chunk(
-    model: Model,
-    weights: Any,
-    tokens: Int32[Array, "1 T"],
-    start: UInt32[Array, ""],
-    count: Int32[Array, ""],
-) -> tuple[Array, UInt32[Array, "1 T"], Bool[Array, "1 T"]]:
-    """The input of the first layer, positions, and which tokens are valid: the first `count`."""
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return model.embed(weights, tokens), start + index.astype(jnp.uint32), index < count
-
-
-def end_chunk(
-    model: Model,
-    scored: bool,
-    weights: Any,
-    x: Array,
-    before: Float32[Array, "1 V"],
-    tokens: Int32[Array, "1 T"],
-    count: Int32[Array, ""],
-) -> tuple[Float32[Array, "1 V"], StepOutput | None]:
-    """The logits after a chunk; scored: also each token's scores. before: the logits before it.
-
-    Nothing predicts the first token of a prompt, so its scores are meaningless.
-    """
-    if not scored:
-        return model.head(weights, x, jnp.reshape(count - 1, (1, 1)))[:, 0], None
-    logits = model.head(weights, x, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-    last = jax.lax.dynamic_slice_in_dim(logits, count - 1, 1, axis=1)[:, 0]
-    return last, _score(jnp.concatenate([before, logits[0, :-1]]), tokens[0], True)
+def batch_sizes(max_batch: int) -> tuple[int, ...]:
+    """The sizes of a decode batch that grows up to max_batch sequences: 1, 4, 16 and so on."""
+    sizes = []
+    while GROWTH ** len(sizes) < max_batch:
+        sizes.append(GROWTH ** len(sizes))
+    return (*sizes, max_batch)
 
 
 def carry(batch: DecodeBatch) -> DecodeBatch:
@@ -254,23 +202,7 @@ def _sample(
         seen=batch.seen.at[entries, token].max(active),
         counts=batch.counts.at[entries, token].add(active.astype(jnp.int32)),
     )
-    return sampled, _score(logits, token, scored)
-
-
-def _score(
-    logits: Float32[Array, "M V"], token: Int32[Array, " M"], scored: Bool[Array, ""] | bool
-) -> StepOutput:
-    """The tokens with their log probabilities, which are computed only if `scored`."""
-
-    def compute() -> tuple[Array, Array, Array]:
-        logprobs = jax.nn.log_softmax(logits)
-        best, top = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
-        own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
-        return own, top.astype(jnp.int32), best
-
-    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(compute))
-    own, top, best = jax.lax.cond(scored, compute, lambda: nothing)
-    return StepOutput(token, own, top, best, jnp.isfinite(jnp.max(logits, axis=1)))
+    return sampled, score(logits, token, scored)
 
 
 @functools.cache
@@ -286,67 +218,58 @@ def compilations() -> Counter[str]:
     return counted
 
 
-class ChunkPrograms(NamedTuple):
-    """The programs of prefill for one width of chunk. layers: by policy. ends: by `scored`."""
+class BatchPrograms(NamedTuple):
+    """The programs of a decode batch of one size.
 
-    begin: Callable | Future
-    layers: dict[Policy, Callable | Future]
-    ends: dict[bool, Callable | Future]
+    moves: by the size of the result, `move` for each leaf. Leaves of equal shapes share one.
+    """
 
-    def result(self) -> ChunkPrograms:
+    empty: Callable | Future
+    decode: Callable | Future
+    insert: Callable | Future
+    set_bias: Callable | Future
+    moves: dict[int, list[Callable | Future]]
+
+    def result(self) -> BatchPrograms:
         """The programs, once they are compiled."""
-        layers = {policy: future.result() for policy, future in self.layers.items()}
-        ends = {scored: future.result() for scored, future in self.ends.items()}
-        return ChunkPrograms(self.begin.result(), layers, ends)
+        moves = {size: [one.result() for one in each] for size, each in self.moves.items()}
+        return BatchPrograms(*(future.result() for future in self[:-1]), moves)
 
 
 class Programs:
     """All programs of one engine, compiled for its shapes.
 
-    widths: to which a piece of a prompt is padded; the last is the chunk. prefill_shapes,
-    prefill_bytes: of a PrefillState. bytes: of `prefills` of them and of the decode batch.
-    num_compiled: the number of programs. Raises UserError if the batch does not fit into memory.
+    sizes: of the decode batch, in order. widths: of the chunks of a prompt. bytes: at most in
+    memory, of `prefills` prefills and of the decode batch, or of two while it grows.
+    num_compiled: the number of programs. Raises UserError if these bytes do not fit into memory.
     """
 
     def __init__(
-        self, model: Model, max_batch: int, max_len: int | None, widths: Sequence[int],
+        self, model: Model, sizes: Sequence[int], max_len: int | None, widths: Sequence[int],
         prefills: int = PREFILLS,
     ) -> None:  # fmt: skip
-        self.model, self.widths = model, tuple(widths)
-        self.weights = model.weights
-        zero = np.int32(0)
+        self.model, self.sizes, self.weights = model, tuple(sizes), model.weights
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
-        like = jax.eval_shape(lambda: empty_batch(model, max_batch, max_len))
-        batch = jax.eval_shape(carry, like)
-        params = SequenceParams(
-            np.zeros(1, "u4"), np.zeros(1, "u4"),
-            Knobs(*(np.zeros(1, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
-            np.zeros((1, model.vocab), bool), np.zeros((1, 2), "f4"),
-            np.zeros((1, model.vocab), "f4"),
-        )  # fmt: skip
+        batches = {
+            size: jax.eval_shape(partial(empty_batch, model, size, max_len)) for size in self.sizes
+        }
         self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
         self.num_compiled, self._lock = 0, threading.Lock()
-        self.bytes = nbytes(batch) + prefills * self.prefill_bytes
+        in_memory = sum(nbytes(batches[size]) for size in self.sizes[-2:])
+        self.bytes = in_memory + prefills * self.prefill_bytes
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
-        memory.check(self.bytes, f"{max_batch} sequences and {prefills} prefills{length}")
+        memory.check(self.bytes, f"{sum(sizes[-2:])} sequences and {prefills} prefills{length}")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             begin = partial(threads.submit, self.compile)
-            decoding = begin(
-                partial(decode, model, like), model.weights, batch, np.zeros(max_batch, bool),
-                np.bool_(False), donate=(1,),
-            )  # fmt: skip
-            chunks = {width: self._begin_prefill(begin, width) for width in self.widths}
-            inserting = begin(
-                partial(insert, model, max_len, like), batch, zero, state, params, donate=(0,)
-            )
-            biasing = begin(set_bias, batch, zero, params.bias, donate=(0,))
-            empty = begin(lambda: carry(empty_batch(model, max_batch, max_len)))
+            batch_programs = {
+                size: self._begin_batch(begin, size, batches, max_len) for size in self.sizes
+            }
+            chunks = {width: begin_prefill(model, begin, state, width) for width in widths}
             init = begin(partial(init_prefill, model, max_len), np.uint32(0))
-        self.decode, self.insert = decoding.result(), inserting.result()
-        self.set_bias = biasing.result()
-        self.empty_batch, self.init_prefill = empty.result(), init.result()
-        self._prefill = {width: programs.result() for width, programs in chunks.items()}
+        self.init_prefill = init.result()
+        self.of_size = {size: programs.result() for size, programs in batch_programs.items()}
+        self.chunks = {width: programs.result() for width, programs in chunks.items()}
 
     def compile(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Callable:
         """Compile a program for arguments of these shapes; donate: the arguments to donate."""
@@ -354,31 +277,80 @@ class Programs:
             self.num_compiled += 1
         return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
 
+    def size_for(self, sequences: int) -> int:
+        """The smallest size of the decode batch for so many sequences."""
+        return next(size for size in self.sizes if sequences <= size)
+
+    def empty_batch(self) -> DecodeBatch:
+        """A decode batch of the smallest size, without active sequences."""
+        return self.of_size[self.sizes[0]].empty()
+
+    def decode(
+        self, batch: DecodeBatch, active: Bool[np.ndarray, " B"], scored: bool
+    ) -> tuple[DecodeBatch, StepOutput]:
+        """`decode` of a batch, which is donated."""
+        programs = self.of_size[batch.token.shape[0]]
+        return programs.decode(self.weights, batch, active, np.bool_(scored))
+
+    def insert(
+        self, batch: DecodeBatch, index: int, state: PrefillState, params: SequenceParams
+    ) -> tuple[DecodeBatch, StepOutput]:
+        """`insert` into a batch, which is donated."""
+        return self.of_size[batch.token.shape[0]].insert(batch, np.int32(index), state, params)
+
+    def set_bias(
+        self, batch: DecodeBatch, index: int, bias: Float32[np.ndarray, "1 V"]
+    ) -> DecodeBatch:
+        """`set_bias` of a batch, which is donated."""
+        return self.of_size[batch.token.shape[0]].set_bias(batch, np.int32(index), bias)
+
+    def resize(self, batch: DecodeBatch, size: int, entries: Sequence[int]) -> DecodeBatch:
+        """A batch of another size that begins with these entries."""
+        old = batch.token.shape[0]
+        order = np.zeros(min(old, size), np.int32)
+        order[: len(entries)] = entries
+        leaves, count = jax.tree.leaves(batch), np.int32(len(entries))
+        moves = self.of_size[old].moves[size]
+        moved = [move(leaf, order, count) for move, leaf in zip(moves, leaves, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(batch), moved)
+
+    def _begin_batch(
+        self,
+        begin: Callable[..., Future],
+        size: int,
+        batches: dict[int, DecodeBatch],
+        max_len: int | None,
+    ) -> BatchPrograms:
+        """Begin to compile the programs of one size of the decode batch; batches: shapes."""
+        model, zero, like = self.model, np.int32(0), batches[size]
+        batch = jax.eval_shape(carry, like)
+        params = SequenceParams(
+            np.zeros(1, "u4"), np.zeros(1, "u4"),
+            Knobs(*(np.zeros(1, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
+            np.zeros((1, model.vocab), bool), np.zeros((1, 2), "f4"),
+            np.zeros((1, model.vocab), "f4"),
+        )  # fmt: skip
+        decoding = begin(
+            partial(decode, model, like), model.weights, batch, np.zeros(size, bool),
+            np.bool_(False), donate=(1,),
+        )  # fmt: skip
+        inserting = begin(
+            partial(insert, model, max_len, like), batch, zero, self.prefill_shapes, params,
+            donate=(0,),
+        )  # fmt: skip
+        moves = {
+            other: begin_moves(begin, like, into, batch, jax.eval_shape(carry, into))
+            for other, into in batches.items()
+            if other != size
+        }
+        return BatchPrograms(
+            begin(lambda: carry(empty_batch(model, size, max_len))), decoding, inserting,
+            begin(set_bias, batch, zero, params.bias, donate=(0,)), moves,
+        )  # fmt: skip
+
     def padded(self, count: int) -> int:
         """The width to which a chunk of `count` tokens is padded."""
-        return next(width for width in self.widths if count <= width)
-
-    def _begin_prefill(self, begin: Callable[..., Future], width: int) -> ChunkPrograms:
-        """Begin to compile the prefill of a chunk: once for all layers with one policy."""
-        model, state = self.model, self.prefill_shapes
-        tokens, one, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
-        start = partial(begin_chunk, model)
-        x, positions, valid = jax.eval_shape(start, model.weights, tokens, one, zero)
-        first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
-        layers = {
-            policy: begin(
-                partial(model.layer, policy), model.layer_weights(model.weights, number), x, one,
-                positions, valid, donate=(1, 2),
-            )
-            for number, policy, one in first.values()
-        }  # fmt: skip
-        ends = {
-            scored: begin(
-                partial(end_chunk, model, scored), model.weights, x, state.logits, tokens, zero
-            )
-            for scored in (False, True)
-        }
-        return ChunkPrograms(begin(start, model.weights, tokens, one, zero), layers, ends)
+        return next(width for width in self.chunks if count <= width)
 
     def prefill(
         self,
@@ -389,12 +361,5 @@ class Programs:
         count: int,
     ) -> tuple[PrefillState, StepOutput | None]:
         """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
-        programs, weights = self._prefill[tokens.shape[1]], self.weights
-        x, positions, valid = programs.begin(weights, tokens, np.uint32(start), np.int32(count))
-        states = []
-        for number, policy, one in self.model.layers(state.states):
-            of_layer = self.model.layer_weights(weights, number)
-            x, one = programs.layers[policy](of_layer, x, one, positions, valid)
-            states.append(one)
-        last, output = programs.ends[scored](weights, x, state.logits, tokens, np.int32(count))
-        return PrefillState(tuple(states), last), output
+        programs = self.chunks[tokens.shape[1]]
+        return programs.run(self.model, self.weights, scored, state, tokens, start, count)

@@ -23,7 +23,8 @@ from jaxkv.engine.engine_metrics import prefix_metrics
 from jaxkv.engine.host_tier import HostTier, transfer
 from jaxkv.engine.model import Model
 from jaxkv.engine.pool import SKIP
-from jaxkv.engine.programs import PrefillState, Programs
+from jaxkv.engine.prefill import PrefillState
+from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.policy_spec import format_policy

@@ -23,10 +23,11 @@ GAUGES = (
     ("num_requests_running", "running", "Requests in prefill or decode"),
     ("num_requests_waiting", "waiting", "Requests that wait in the queue"),
     ("num_tokens_waiting", "waiting_tokens", "Prompt tokens of waiting requests"),
-    ("kv_cache_usage_perc", "cache_usage", "Fraction of the decode batch in use, from 0 to 1"),
+    ("decode_batch_size", "batch_size", "Sequences that a step of the engine computes"),
+    ("kv_cache_usage_perc", "cache_usage", "Fraction of --max-batch in use, from 0 to 1"),
     ("gpu_cache_usage_perc", "cache_usage", "The same; routers read this older name"),
     ("memory_weights_bytes", "bytes_of_weights", "Bytes of the weights"),
-    ("memory_sequences_bytes", "bytes_of_sequences", "Bytes allocated for sequences"),
+    ("memory_sequences_bytes", "bytes_of_sequences", "Bytes that sequences take at most"),
     ("memory_prefixes_bytes", "bytes_of_prefixes", "Bytes allocated for the prefix cache"),
     # An entry of the prefix cache is a block or a snapshot.
     ("prefix_entries", "prefix_entries", "Blocks or snapshots that fit on the device"),

@@ -115,7 +115,8 @@ class FakeEngine:
 
     def metrics(self) -> dict:
         return {
-            "running": len(self.handles), "waiting": 0, "waiting_tokens": 0, "cache_usage": 0.25,
+            "running": len(self.handles), "waiting": 0, "waiting_tokens": 0, "batch_size": 4,
+            "cache_usage": 0.25,
             "bytes_of_weights": 30, "bytes_of_sequences": 20, "bytes_of_prefixes": 10,
             "prefix_entries": 8, "prefix_entries_stored": 3, "prefix_entries_in_use": 1,
             "prefix_queries": 100, "prefix_hits": 40, "evictions": 1,

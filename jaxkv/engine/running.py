@@ -1,0 +1,96 @@
+"""The decode batch and the requests in it. Its size follows their number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.engine.handle import InFlightStep, RequestHandle, bias_row, sequence_params
+from jaxkv.engine.prefill import PrefillState
+from jaxkv.engine.programs import Programs
+
+SHRINK_AFTER = 64  # steps for which a smaller batch would have sufficed
+
+
+class RunningBatch:
+    """The requests in decode, each in an entry of the batch; `handles` has None for a free entry.
+
+    A finished request's entry is free at once. Moving requests to a batch of another size copies
+    their states, so the batch shrinks only after SHRINK_AFTER steps, or when nothing runs.
+    """
+
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        self._programs, self._vocab = programs, vocab
+        self._batch = programs.empty_batch()
+        self.handles: list[RequestHandle | None] = [None] * self.size
+        self._steps_too_large = 0
+
+    @property
+    def size(self) -> int:
+        """Sequences that a step computes."""
+        return self._batch.token.shape[0]
+
+    @property
+    def running(self) -> list[RequestHandle]:
+        return [handle for handle in self.handles if handle is not None]
+
+    def insert(self, handle: RequestHandle, state: PrefillState, expected: int) -> InFlightStep:
+        """Insert a finished prefill and sample its first token.
+
+        expected: requests that will run, this one included, by which a batch that must grow grows.
+        """
+        if None not in self.handles or not any(self.handles):
+            self._resize(self._programs.size_for(expected))
+        handle.index = self.handles.index(None)
+        self._batch, output = self._programs.insert(
+            self._batch, handle.index, state, sequence_params(handle.request, self._vocab)
+        )
+        self.handles[handle.index] = handle
+        handle.dispatched = 1
+        return InFlightStep(output, [(0, handle)])
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Free the entry of a request, if it has one."""
+        if handle.index is not None and self.handles[handle.index] is handle:
+            self.handles[handle.index] = None
+
+    def decode(self) -> InFlightStep | None:
+        """Dispatch one token of every request that wants more; None if none does."""
+        handles = [
+            (handle.index, handle) for handle in self.running
+            if handle.dispatched < handle.request.max_new_tokens
+        ]  # fmt: skip
+        if not handles:
+            return None
+        for index, handle in handles:
+            if handle.dispatched == handle.request.min_new_tokens:
+                bias = bias_row(handle.request, self._vocab, may_end=True)
+                self._batch = self._programs.set_bias(self._batch, index, bias)
+        active = np.zeros(self.size, bool)
+        active[[index for index, _ in handles]] = True
+        scored = any(handle.request.logprobs is not None for _, handle in handles)
+        self._batch, output = self._programs.decode(self._batch, active, scored)
+        for _, handle in handles:
+            handle.dispatched += 1
+        return InFlightStep(output, handles)
+
+    def shrink(self, expected: int) -> None:
+        """Count a step, and shrink the batch if a smaller one has sufficed for some.
+
+        expected: requests that run or will run.
+        """
+        size = self._programs.size_for(expected)
+        self._steps_too_large = self._steps_too_large + 1 if size < self.size else 0
+        if self._steps_too_large == SHRINK_AFTER:
+            self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        """Move the requests to the first entries of a batch of this size."""
+        self._steps_too_large = 0
+        if size == self.size:
+            return
+        running = self.running
+        entries = [handle.index for handle in running]
+        self._batch = self._programs.resize(self._batch, size, entries)
+        for index, handle in enumerate(running):
+            handle.index = index
+        self.handles = [*running, *[None] * (size - len(running))]

@@ -1,0 +1,110 @@
+"""A decode batch that grows with load: moves between sizes change no answer and lose nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.engine import Engine, Request, running
+from jaxkv.engine.programs import batch_sizes
+from jaxkv.sampling import Sampling
+from tests.engine.plain import Recorder, ask, finish, plain, prompts
+from tests.seldom import seldom
+
+POLICIES = ["streaming:sinks=2,window=14", "full", seldom("reservoir:sinks=2,window=6,sample=8"),
+            seldom("snapkv:capacity=12,window=4")]  # fmt: skip
+
+
+def test_sizes():
+    assert [batch_sizes(n) for n in (1, 2, 4, 5, 16, 17)] == [
+        (1,), (1, 2), (1, 4), (1, 4, 5), (1, 4, 16), (1, 4, 16, 17)
+    ]  # fmt: skip
+
+
+def close(listener: Recorder, other: Recorder) -> None:
+    """Equal tokens, and log probabilities that differ by rounding alone."""
+    assert listener.tokens == other.tokens
+    assert listener.outcome.reason == other.outcome.reason
+    np.testing.assert_allclose(
+        [scored.logprob for scored in listener.scored],
+        [scored.logprob for scored in other.scored], atol=2e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_those_of_a_fixed_batch(policy, monkeypatch):
+    """Requests arrive one by one and in crowds, end at all times, and outlive their neighbours."""
+    monkeypatch.setattr(running, "SHRINK_AFTER", 3)
+    asked = [
+        Request(tokens, 4 + 13 * (number % 5), Sampling(temperature=0.8 * (number % 2)),
+                seed=number, logprobs=0, min_new_tokens=4 * (number % 3 == 2), eos=(7,))
+        for number, tokens in enumerate(prompts(14, 3))
+    ]  # fmt: skip
+    fixed = Engine(plain(policy), max_batch=6, max_len=160, chunk=16)
+    engine = Engine(plain(policy), max_batch=6, max_len=160, chunk=16, fixed_batch=False)
+    compiled, sizes, listeners = engine.compilations, [], []
+    waits = [0, 9, 0, 0, 3, 0, 0, 0, 25, 2, 2, 40, 0, 0]
+    for request, steps in zip(asked, waits, strict=True):
+        for _ in range(steps):
+            engine.step()
+            sizes.append(engine.metrics()["batch_size"])
+        engine.submit(request, listener := Recorder())
+        listeners.append(listener)
+    while engine.step():
+        sizes.append(engine.metrics()["batch_size"])
+    assert set(sizes) == {1, 4, 6} and sizes[-1] < 6
+    changes = [(a, b) for a, b in itertools.pairwise(sizes) if a != b]
+    assert any(a < b for a, b in changes) and any(a > b for a, b in changes)
+    assert engine.compilations == compiled
+    for listener, other in zip(listeners, ask(fixed, *asked), strict=True):
+        close(listener, other)
+
+
+def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
+    monkeypatch.setattr(running, "SHRINK_AFTER", 5)
+    engine = Engine(plain(), max_batch=16, chunk=16, fixed_batch=False)
+    held = []
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            engine.step()
+            held.append(sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batch._batch)))
+        return engine.metrics()["batch_size"]
+
+    long = Recorder()
+    engine.submit(Request((1, 2), 100), long)
+    assert steps(3) == 1
+    crowd = [Recorder() for _ in range(6)]
+    for number, listener in enumerate(crowd):
+        engine.submit(Request((1, 2), 9, seed=number), listener)
+    assert steps(3) == 16  # at once, because all of them wait
+    while any(not listener.outcomes for listener in crowd):
+        steps(1)
+    assert steps(1) == 16 and steps(4) == 1  # five steps later, and the long one has moved
+    finish(engine)
+    assert long.tokens == ask(engine, Request((1, 2), 100))[0].tokens and len(long.tokens) == 100
+    assert max(held) + min(held) * 4 < engine.bytes["sequences"] <= 2 * max(held)
+    assert min(held) * 16 == max(held)
+
+
+def test_a_cancelled_request_leaves_no_trace(monkeypatch):
+    """Also while it is in prefill, and when its neighbours have moved."""
+    monkeypatch.setattr(running, "SHRINK_AFTER", 2)
+    engine = Engine(plain(), max_batch=5, chunk=16, fixed_batch=False, max_per_owner=4)
+    first, *others = [Recorder() for _ in range(5)]
+    engine.submit(Request((1, 2, 3), 60), first)
+    handles = [
+        engine.submit(Request((number, *range(40)), 60, owner=str(number)), listener)
+        for number, listener in enumerate(others)
+    ]
+    for count, handle in enumerate(handles):
+        for _ in range(count + 2):
+            engine.step()
+        engine.cancel(handle)
+    finish(engine)
+    assert {listener.outcome.reason for listener in others} == {"cancelled"}
+    assert first.tokens == ask(engine, Request((1, 2, 3), 60))[0].tokens
+    assert engine.running == 0 and not any(engine._batch.handles)
