@@ -51,7 +51,11 @@ from jaxkv.evals.peers.weights import add_chat, as_folder
 from jaxkv.models import smollm2
 
 OURS = [sys.executable, "-m", "jaxkv.cli", "serve", "--dtype", "float32"]
-POLICIES = {"jaxkv, full": "full", "jaxkv, default policy": defaults.POLICY}
+CASES = {
+    "jaxkv, full": ["--policy", "full"],
+    "jaxkv, default policy": ["--policy", defaults.POLICY],
+    "jaxkv, fixed batch": ["--policy", defaults.POLICY, "--fixed-batch"],
+}
 THEIRS = ["-P", "-m", "transformers.cli.transformers", "serve"]
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--log-level", "error"]
 ABOUT = (
@@ -117,7 +121,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         found = measure(cases, requests.measurements(given.clients, sizes), given.rounds)
     named = dict(zip(("transformers", "torch"), json.loads(versions.stdout), strict=True))
     return {
-        "model": smollm2.NAME, "policies": POLICIES, "rounds": given.rounds,
+        "model": smollm2.NAME, "jaxkv": CASES, "rounds": given.rounds,
         "sizes": sizes._asdict(), "peer": named | {"cb_memory": given.cb_memory}, "cases": found,
     }  # fmt: skip
 
@@ -130,8 +134,7 @@ def commands(
     theirs, fields = [given.peer_python, *THEIRS, str(folder), *FLAGS], {"model": str(folder)}
     batching = ["--continuous-batching", "--cb-max-memory-percent", str(given.cb_memory)]
     return {
-        name: ([*OURS, "--model", smollm2.NAME, "--policy", policy], ours)
-        for name, policy in POLICIES.items()
+        name: ([*OURS, "--model", smollm2.NAME, *flags], ours) for name, flags in CASES.items()
     } | {
         "transformers, default": (theirs, fields),
         "transformers, continuous batching": ([*theirs, *batching], fields),
