@@ -60,7 +60,7 @@ class Engine:
     max_per_owner: sequences of one owner that run together; where it is given, the prompts of two
     owners are prefilled in turn. None: no limit, and one prompt at a time. fixed_batch: every step
     computes max_batch sequences, however few run, so that no bit of an answer depends on their
-    number. Otherwise the batch grows with load: fewer sequences take less time and memory.
+    number. Otherwise the batch grows with load, so that fewer sequences take less time.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """

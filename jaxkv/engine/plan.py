@@ -65,7 +65,7 @@ def plan_memory(
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
     take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
     prefixes on the host, if its memory is that of the device. fixed_batch: that of the engine; a
-    batch that grows is in memory in two sizes while it does.
+    batch that grows is in memory in all its sizes.
     Raises UserError, with the bytes that are needed, if the parts do not fit, if more is given than
     is free, or if the prefixes' memory holds none.
     """
@@ -87,7 +87,7 @@ def plan_memory(
     fixed = sizes.weights + sizes.prefills + (prefixes or 0) + host_prefixes
 
     def sequences(batch: int) -> int:
-        return sizes.sequence * (batch if fixed_batch else sum(batch_sizes(batch)[-2:]))
+        return sizes.sequence * (batch if fixed_batch else sum(batch_sizes(batch)))
 
     least = fixed + sequences(max_batch or 1)
     if least > limit:

@@ -64,10 +64,10 @@ class SequenceParams(NamedTuple):
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
     """The sizes of a decode batch that grows up to max_batch sequences: 1, 4, 16 and so on."""
-    sizes = []
-    while GROWTH ** len(sizes) < max_batch:
-        sizes.append(GROWTH ** len(sizes))
-    return (*sizes, max_batch)
+    sizes = [1]
+    while GROWTH**2 * sizes[-1] <= max_batch:
+        sizes.append(GROWTH * sizes[-1])
+    return (*sizes, max_batch) if max_batch > 1 else (1,)
 
 
 def carry(batch: DecodeBatch) -> DecodeBatch:
@@ -221,7 +221,7 @@ def compilations() -> Counter[str]:
 class BatchPrograms(NamedTuple):
     """The programs of a decode batch of one size.
 
-    moves: by the size of the result, `move` for each leaf. Leaves of equal shapes share one.
+    moves: by the size of another batch, `move` into each of its leaves.
     """
 
     empty: Callable | Future
@@ -239,8 +239,8 @@ class BatchPrograms(NamedTuple):
 class Programs:
     """All programs of one engine, compiled for its shapes.
 
-    sizes: of the decode batch, in order. widths: of the chunks of a prompt. bytes: at most in
-    memory, of `prefills` prefills and of the decode batch, or of two while it grows.
+    sizes: of the decode batches, in order. widths: of the chunks of a prompt. bytes: of `prefills`
+    prefills and of a decode batch of each size.
     num_compiled: the number of programs. Raises UserError if these bytes do not fit into memory.
     """
 
@@ -255,11 +255,10 @@ class Programs:
         }
         self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
         self.num_compiled, self._lock = 0, threading.Lock()
-        in_memory = sum(nbytes(batches[size]) for size in self.sizes[-2:])
-        self.bytes = in_memory + prefills * self.prefill_bytes
+        self.bytes = sum(map(nbytes, batches.values())) + prefills * self.prefill_bytes
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
-        memory.check(self.bytes, f"{sum(sizes[-2:])} sequences and {prefills} prefills{length}")
+        memory.check(self.bytes, f"{sum(sizes)} sequences and {prefills} prefills{length}")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             begin = partial(threads.submit, self.compile)
             batch_programs = {
@@ -281,9 +280,9 @@ class Programs:
         """The smallest size of the decode batch for so many sequences."""
         return next(size for size in self.sizes if sequences <= size)
 
-    def empty_batch(self) -> DecodeBatch:
-        """A decode batch of the smallest size, without active sequences."""
-        return self.of_size[self.sizes[0]].empty()
+    def empty_batches(self) -> dict[int, DecodeBatch]:
+        """A decode batch of each size, without active sequences."""
+        return {size: programs.empty() for size, programs in self.of_size.items()}
 
     def decode(
         self, batch: DecodeBatch, active: Bool[np.ndarray, " B"], scored: bool
@@ -304,15 +303,15 @@ class Programs:
         """`set_bias` of a batch, which is donated."""
         return self.of_size[batch.token.shape[0]].set_bias(batch, np.int32(index), bias)
 
-    def resize(self, batch: DecodeBatch, size: int, entries: Sequence[int]) -> DecodeBatch:
-        """A batch of another size that begins with these entries."""
-        old = batch.token.shape[0]
-        order = np.zeros(min(old, size), np.int32)
+    def move(self, batch: DecodeBatch, entries: Sequence[int], into: DecodeBatch) -> DecodeBatch:
+        """Copy entries of a batch to the beginning of another, which is donated."""
+        size, other = batch.token.shape[0], into.token.shape[0]
+        order = np.zeros(min(size, other), np.int32)
         order[: len(entries)] = entries
-        leaves, count = jax.tree.leaves(batch), np.int32(len(entries))
-        moves = self.of_size[old].moves[size]
-        moved = [move(leaf, order, count) for move, leaf in zip(moves, leaves, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(batch), moved)
+        count, leaves = np.int32(len(entries)), map(jax.tree.leaves, (batch, into))
+        each = zip(self.of_size[size].moves[other], *leaves, strict=True)
+        moved = [move(leaf, to, order, count) for move, leaf, to in each]
+        return jax.tree.unflatten(jax.tree.structure(into), moved)
 
     def _begin_batch(
         self,
@@ -339,7 +338,7 @@ class Programs:
             donate=(0,),
         )  # fmt: skip
         moves = {
-            other: begin_moves(begin, like, into, batch, jax.eval_shape(carry, into))
+            other: begin_moves(begin, batch, size, jax.eval_shape(carry, into), other)
             for other, into in batches.items()
             if other != size
         }

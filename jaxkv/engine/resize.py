@@ -12,47 +12,40 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.typing import Array, Int32
 
 
 def begin_moves(
-    begin: Callable[..., Future], old: Any, new: Any, carried: Any, result: Any
+    begin: Callable[..., Future], batch: Any, size: int, into: Any, other: int
 ) -> list[Future]:
     """Begin to compile `move` for each leaf of a batch.
 
-    begin: begins to compile a function for arguments. old, new: shapes of both batches. carried,
-    result: their shapes in the form that stays on the device.
+    begin: begins to compile a function for arguments. batch, into: shapes of both batches, as they
+    stay on the device. size, other: their sequences.
     """
-    keys = list(zip(*map(jax.tree.leaves, (old, new, result, carried)), strict=True))
-    count = min(leaf[0].shape[0] for leaf in (jax.tree.leaves(old), jax.tree.leaves(new)))
-    begun: dict[tuple, Future] = {}
-    for *shapes, leaf in keys:
-        if (*shapes, leaf) not in begun:
-            function = partial(move, *shapes)
-            begun[*shapes, leaf] = begin(function, leaf, np.zeros(count, "i4"), np.int32(0))
-    return [begun[key] for key in keys]
+    pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(into), strict=True))
+    function, order = partial(move, size, other), np.zeros(min(size, other), "i4")
+    begun = {
+        (leaf, to): begin(function, leaf, to, order, np.int32(0), donate=(1,))
+        for leaf, to in {*pairs}
+    }
+    return [begun[pair] for pair in pairs]
 
 
 def move(
-    old: jax.ShapeDtypeStruct,
-    new: jax.ShapeDtypeStruct,
-    result: jax.ShapeDtypeStruct,
-    leaf: Array,
-    order: Int32[Array, " C"],
+    size: int, other: int, leaf: Array, into: Array, order: Int32[Array, " C"],
     count: Int32[Array, ""],
-) -> Array:
-    """A leaf for a batch of another size, whose first `count` entries are those at `order`.
+) -> Array:  # fmt: skip
+    """Copy entries `order` of a leaf of `size` sequences to the first `count` ones of another leaf.
 
-    old, new: its shapes with B as first axis, before and after. result: the shape to return.
-    C: the size of the smaller batch.
+    C: the smaller size. Other entries of `into` do not change.
     """
-    leaf = leaf.reshape(old.shape)
+    # In two dimensions XLA:CPU updates the array in place.
+    rows = leaf.reshape(size, -1)
 
     def copy(number: Array, made: Array) -> Array:
-        return made.at[number].set(leaf[order[number]])
+        return made.at[number].set(rows[order[number]])
 
-    made = jax.lax.fori_loop(0, count, copy, jnp.zeros(new.shape, new.dtype))
-    return made.reshape(result.shape)
+    return jax.lax.fori_loop(0, count, copy, into.reshape(other, -1)).reshape(into.shape)

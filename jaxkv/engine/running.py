@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxkv.engine.handle import InFlightStep, RequestHandle, bias_row, sequence_params
 from jaxkv.engine.prefill import PrefillState
-from jaxkv.engine.programs import Programs
+from jaxkv.engine.programs import DecodeBatch, Programs
 
 SHRINK_AFTER = 64  # steps for which a smaller batch would have sufficed
 
@@ -14,20 +14,25 @@ SHRINK_AFTER = 64  # steps for which a smaller batch would have sufficed
 class RunningBatch:
     """The requests in decode, each in an entry of the batch; `handles` has None for a free entry.
 
-    A finished request's entry is free at once. Moving requests to a batch of another size copies
-    their states, so the batch shrinks only after SHRINK_AFTER steps, or when nothing runs.
+    size: sequences that a step computes. A finished request's entry is free at once. Moving
+    requests to a batch of another size copies their states, so the batch shrinks only after
+    SHRINK_AFTER steps, or when nothing runs.
     """
 
     def __init__(self, programs: Programs, vocab: int) -> None:
         self._programs, self._vocab = programs, vocab
-        self._batch = programs.empty_batch()
+        self._batches = programs.empty_batches()  # of all sizes, so that growing needs no memory
+        self.size = programs.sizes[0]
         self.handles: list[RequestHandle | None] = [None] * self.size
         self._steps_too_large = 0
 
     @property
-    def size(self) -> int:
-        """Sequences that a step computes."""
-        return self._batch.token.shape[0]
+    def _batch(self) -> DecodeBatch:
+        return self._batches[self.size]
+
+    @_batch.setter
+    def _batch(self, batch: DecodeBatch) -> None:
+        self._batches[self.size] = batch
 
     @property
     def running(self) -> list[RequestHandle]:
@@ -90,7 +95,8 @@ class RunningBatch:
             return
         running = self.running
         entries = [handle.index for handle in running]
-        self._batch = self._programs.resize(self._batch, size, entries)
+        old, new = self._batches[self.size], self._batches[size]
+        self._batches[size], self.size = self._programs.move(old, entries, new), size
         for index, handle in enumerate(running):
             handle.index = index
         self.handles = [*running, *[None] * (size - len(running))]

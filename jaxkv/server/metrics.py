@@ -27,7 +27,7 @@ GAUGES = (
     ("kv_cache_usage_perc", "cache_usage", "Fraction of --max-batch in use, from 0 to 1"),
     ("gpu_cache_usage_perc", "cache_usage", "The same; routers read this older name"),
     ("memory_weights_bytes", "bytes_of_weights", "Bytes of the weights"),
-    ("memory_sequences_bytes", "bytes_of_sequences", "Bytes that sequences take at most"),
+    ("memory_sequences_bytes", "bytes_of_sequences", "Bytes allocated for sequences"),
     ("memory_prefixes_bytes", "bytes_of_prefixes", "Bytes allocated for the prefix cache"),
     # An entry of the prefix cache is a block or a snapshot.
     ("prefix_entries", "prefix_entries", "Blocks or snapshots that fit on the device"),

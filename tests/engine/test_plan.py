@@ -59,17 +59,16 @@ def test_too_little_memory(given, max_batch, prefixes, free, words):
     [
         (1150, None, (1150, 1, 0)),
         (1349, None, (1349, 1, 199)),
-        (1350, None, (1350, 2, 0)),  # 1 and 2 are in memory while the batch grows
+        (1350, None, (1350, 2, 0)),  # batches of 1 and of 2
         (1550, None, (1550, 4, 0)),
-        (1949, None, (1949, 4, 399)),
-        (1950, None, (1950, 5, 0)),  # 4 and 5
-        (9999, 16, (9999, 16, 9999 - 1050 - 2000)),
+        (1649, None, (1649, 4, 99)),
+        (9999, 16, (9999, 16, 9999 - 1050 - 2100)),
     ],
 )
-def test_a_batch_that_grows_is_in_memory_twice(given, max_batch, expected):
+def test_a_batch_that_grows_is_in_memory_in_all_its_sizes(given, max_batch, expected):
     assert plan_memory(SIZES, given, max_batch, fixed_batch=False) == expected
-    with pytest.raises(UserError, match=r"16 sequences \(2.0 KiB\)"):
-        plan_memory(SIZES, 3049, 16, fixed_batch=False)
+    with pytest.raises(UserError, match=r"16 sequences \(2.1 KiB\)"):
+        plan_memory(SIZES, 3149, 16, fixed_batch=False)
 
 
 def test_prefixes_on_the_host_take_memory_of_a_cpu():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.engine import Engine, Request, running
+from jaxkv.engine.plan import sizes
 from jaxkv.engine.programs import batch_sizes
+from jaxkv.engine.resize import begin_moves
 from jaxkv.sampling import Sampling
 from tests.engine.plain import Recorder, ask, finish, plain, prompts
 from tests.seldom import seldom
@@ -19,8 +24,8 @@ POLICIES = ["streaming:sinks=2,window=14", "full", seldom("reservoir:sinks=2,win
 
 
 def test_sizes():
-    assert [batch_sizes(n) for n in (1, 2, 4, 5, 16, 17)] == [
-        (1,), (1, 2), (1, 4), (1, 4, 5), (1, 4, 16), (1, 4, 16, 17)
+    assert [batch_sizes(n) for n in (1, 2, 4, 15, 16, 17, 64)] == [
+        (1,), (1, 2), (1, 4), (1, 15), (1, 4, 16), (1, 4, 17), (1, 4, 16, 64)
     ]  # fmt: skip
 
 
@@ -43,20 +48,20 @@ def test_answers_are_those_of_a_fixed_batch(policy, monkeypatch):
                 seed=number, logprobs=0, min_new_tokens=4 * (number % 3 == 2), eos=(7,))
         for number, tokens in enumerate(prompts(14, 3))
     ]  # fmt: skip
-    fixed = Engine(plain(policy), max_batch=6, max_len=160, chunk=16)
-    engine = Engine(plain(policy), max_batch=6, max_len=160, chunk=16, fixed_batch=False)
-    compiled, sizes, listeners = engine.compilations, [], []
+    fixed = Engine(plain(policy), max_batch=16, max_len=160, chunk=16)
+    engine = Engine(plain(policy), max_batch=16, max_len=160, chunk=16, fixed_batch=False)
+    compiled, seen, listeners = engine.compilations, [], []
     waits = [0, 9, 0, 0, 3, 0, 0, 0, 25, 2, 2, 40, 0, 0]
     for request, steps in zip(asked, waits, strict=True):
         for _ in range(steps):
             engine.step()
-            sizes.append(engine.metrics()["batch_size"])
+            seen.append(engine.metrics()["batch_size"])
         engine.submit(request, listener := Recorder())
         listeners.append(listener)
     while engine.step():
-        sizes.append(engine.metrics()["batch_size"])
-    assert set(sizes) == {1, 4, 6} and sizes[-1] < 6
-    changes = [(a, b) for a, b in itertools.pairwise(sizes) if a != b]
+        seen.append(engine.metrics()["batch_size"])
+    assert set(seen) == {1, 4, 16} and seen[-1] < 16
+    changes = [(a, b) for a, b in itertools.pairwise(seen) if a != b]
     assert any(a < b for a, b in changes) and any(a > b for a, b in changes)
     assert engine.compilations == compiled
     for listener, other in zip(listeners, ask(fixed, *asked), strict=True):
@@ -64,14 +69,19 @@ def test_answers_are_those_of_a_fixed_batch(policy, monkeypatch):
 
 
 def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
+    """And its memory is that of all sizes, from the start on."""
     monkeypatch.setattr(running, "SHRINK_AFTER", 5)
+    plain()
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
     engine = Engine(plain(), max_batch=16, chunk=16, fixed_batch=False)
-    held = []
+    held = sum(array.nbytes for array in jax.live_arrays()) - before
+    sequence = sizes(plain(), None, 16).sequence
+    assert held == (1 + 4 + 16) * sequence < engine.bytes["sequences"]
 
     def steps(count: int) -> int:
         for _ in range(count):
             engine.step()
-            held.append(sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batch._batch)))
         return engine.metrics()["batch_size"]
 
     long = Recorder()
@@ -86,8 +96,38 @@ def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
     assert steps(1) == 16 and steps(4) == 1  # five steps later, and the long one has moved
     finish(engine)
     assert long.tokens == ask(engine, Request((1, 2), 100))[0].tokens and len(long.tokens) == 100
-    assert max(held) + min(held) * 4 < engine.bytes["sequences"] <= 2 * max(held)
-    assert min(held) * 16 == max(held)
+    batches = jax.tree.leaves(engine._batch._batches)
+    assert sum(leaf.nbytes for leaf in batches) == held
+
+
+@pytest.mark.parametrize("both", [(1, 4), (4, 1), (2, 3)])
+def test_a_move_copies_entries_in_place(both):
+    """It needs memory for one entry at most."""
+    old, new = (
+        {"a": jnp.arange(size * 4096, dtype=jnp.float32).reshape(size, 2, 4, 512) + size,
+         "b": jnp.arange(size)} for size in both
+    )  # fmt: skip
+    compiled = []
+
+    def begin(function, *shapes, donate):
+        program = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+        compiled.append(program)
+        done = Future()
+        done.set_result(program)
+        return done
+
+    shapes = jax.eval_shape(lambda: (old, new))
+    futures = begin_moves(begin, shapes[0], both[0], shapes[1], both[1])
+    wanted = {name: np.array(leaf) for name, leaf in new.items()}
+    order, count = np.arange(min(both))[::-1].astype("i4"), min(both) - (min(both) > 1)
+    for name, leaf in old.items():
+        wanted[name][:count] = np.asarray(leaf)[order[:count]]
+    for future, name in zip(futures, old, strict=True):
+        found = future.result()(old[name], new[name], order, np.int32(count))
+        np.testing.assert_array_equal(found, wanted[name])
+    assert all(
+        program.memory_analysis().temp_size_in_bytes <= 4 * 4096 + 999 for program in compiled
+    )
 
 
 def test_a_cancelled_request_leaves_no_trace(monkeypatch):
