@@ -67,7 +67,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError, check_choice, check_int
+from jaxkv.errors import UserError, check_choice, check_int, check_positive
 from jaxkv.old_contract import refuse_old_members
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
@@ -99,6 +99,9 @@ class Spec:
         check_int("head_dim", self.head_dim)
         if self.group is not None:
             check_int("group", self.group)
+        check_positive("scale", self.scale, "try head_dim**-0.5")
+        if self.softcap is not None:
+            check_positive("softcap", self.softcap, "give None for none")
         if not isinstance(self.dtype, str):  # a dtype, such as jnp.float32
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         check_choice("dtype", self.dtype, DTYPES)

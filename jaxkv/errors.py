@@ -5,8 +5,9 @@ Its message states the rule, the value received and the remedy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 
 
 class UserError(ValueError):
@@ -33,6 +34,12 @@ def check_int(name: str, value: object, minimum: int = 1, maximum: int | None = 
         raise UserError(f"{name} must be at least {minimum}, got {value}; give {minimum} or more")
     if maximum is not None and value > maximum:
         raise UserError(f"{name} must be at most {maximum}, got {value}; give {maximum} or less")
+
+
+def check_positive(name: str, value: object, remedy: str) -> None:
+    """Raise UserError unless value is a finite real number above 0."""
+    if not (isinstance(value, Real) and 0 < value < math.inf):
+        raise UserError(f"{name} must be a finite number above 0, got {value!r}; {remedy}")
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:

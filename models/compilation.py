@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -109,6 +110,8 @@ class Ahead:
         self.begun.add(key)
         shapes = jax.tree.unflatten(tree, leaves)
         future = _threads().submit(lambda: program.lower(*shapes).compile())
+        # One that is cancelled has not begun.
+        future.add_done_callback(lambda done: done.cancelled() and self.begun.discard(key))
         self._running.setdefault(name, []).append(future)
 
     def wait_all(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -119,6 +122,12 @@ class Ahead:
                 progress(done, len(futures))
         for name in list(self._running):
             self.wait(name)
+
+    def cancel(self) -> None:
+        """Drop all programs whose compilation has not begun; the others end by themselves."""
+        for future in itertools.chain.from_iterable(self._running.values()):
+            future.cancel()
+        self._running.clear()
 
     def wait(self, name: str) -> None:
         """Wait for all programs of this name; the clock counts the wait and not the threads."""

@@ -44,14 +44,13 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     policy or version.
     """
     path = _expanded(path)
+    incomplete = f"{path} is no complete session; name a file written by /save of this version"
     try:
         notes = batch.read_notes(path, IDENTITY)
     except UserError:
         if not os.path.isfile(path):
             raise UserError(f"no such file: {path}; name one written by /save") from None
-        raise UserError(
-            f"{path} is no complete session; name a file written by /save of this version"
-        ) from None
+        raise UserError(incomplete) from None
     for name, ours in _belongs_to(talk).items():
         theirs = notes.get(name)
         if theirs != ours:
@@ -61,7 +60,10 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
             )
     found = Conversation(talk.llm, talk.policy)
     stream = found.stream
-    loaded = batch.load(path, stream.decoding, IDENTITY, any_size=True)
+    try:
+        loaded = batch.load(path, stream.decoding, IDENTITY, any_size=True)
+    except UserError:  # a damaged file, because the notes fit
+        raise UserError(incomplete) from None
     # Without a mesh the arrays stay uncommitted, as those of a new stream: programs are shared.
     places = None if talk.llm.mesh is None else jax.tree.map(_place, stream.decoding)
     stream.decoding = batch.to_device(loaded, places)

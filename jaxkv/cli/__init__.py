@@ -60,6 +60,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> None:
+        if message.endswith("expected one argument"):
+            message += "; give one, as in --flag=-1 where it begins with -"
         raise UserError(f"{message}; see {self.prog} --help")
 
     def print_help(self, file: IO[str] | None = None) -> None:

@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"Each line of input is a message; a line that begins with / is a command: /help lists "
         f"them, // begins a message with /. {EXIT} or the end of input exits. Ctrl-C stops an "
-        "answer; at the prompt it exits."
+        "answer, or /policy while it compiles; at the prompt it exits."
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     flags.add_policy(parser)

@@ -115,7 +115,11 @@ def _policy(chat: ChatState, text: str) -> str:
     if not text:
         return f"{chat.written_policy}; {chat.memory}"
     talk = chat.fresh(text, chat.system)  # raises for an unknown policy
-    chat.warm_up(talk)
+    try:
+        chat.warm_up(talk)
+    except KeyboardInterrupt:
+        talk.stream.ahead.cancel()
+        return f"stopped; the conversation goes on under {chat.written_policy}"
     chat.talk, chat.policy = talk, text
     return (
         f"{chat.written_policy}; the conversation is empty, because a cache cannot be converted "

@@ -186,7 +186,7 @@ def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, 
             zlib.error, zipfile.BadZipFile):  # fmt: skip
         raise UserError(
             f"a snapshot must be a whole file written by jaxkv.state.batch.save: {path} is not; "
-            "save it again"
+            "give another, or an older copy of it"
         ) from None
 
 

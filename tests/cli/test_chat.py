@@ -174,6 +174,24 @@ def test_another_policy(chat):
     assert turns[1]["position"] == 12
 
 
+def test_ctrl_c_while_a_policy_compiles(chat, monkeypatch):
+    """The conversation goes on under the policy it had, and `/policy` can be given again."""
+    warm_up = models.Conversation.warm_up
+
+    def interrupted(talk, *given):
+        if talk.policy.startswith("window"):
+            monkeypatch.setattr(models.Conversation, "warm_up", warm_up)
+            raise KeyboardInterrupt
+        warm_up(talk, *given)
+
+    monkeypatch.setattr(models.Conversation, "warm_up", interrupted)
+    change = "/policy window:window=16"
+    turns, lines = chat("Hello", change, "And?", change, "Hello")
+    assert lines[0].startswith("jaxkv: stopped; the conversation goes on under streaming")
+    assert [turn["position"] for turn in turns] == [12, 23, 12]
+    assert lines[1].startswith("jaxkv: window:window=16")
+
+
 def test_save_and_load(chat, tmp_path):
     path = tmp_path / "a b"
     turns, lines = chat("Hello", f"/save {path}", "And?", f"/load {path}", "And?")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -245,6 +246,23 @@ def test_the_clock_counts_waiting_and_not_other_threads():
     counted = watch.seconds
     ahead.wait("one")
     assert watch.seconds == counted
+
+
+def test_cancelled_programs_are_compiled_later(monkeypatch):
+    """A program that has not begun is dropped, and may be asked for again."""
+    threads, go = ThreadPoolExecutor(1), threading.Event()
+    monkeypatch.setattr(compilation, "_threads", lambda: threads)
+    threads.submit(go.wait)
+    ahead, program, x = Ahead(), jax.jit(lambda x: x * 7), np.ones(3, np.float32)
+    ahead.compile("one", program, x)
+    (dropped,) = ahead._running["one"]
+    ahead.cancel()
+    assert dropped.cancelled() and not ahead._running
+    ahead.compile("one", program, x)
+    go.set()
+    ahead.wait_all()
+    assert any(key[0] is program for key in Ahead.begun)
+    threads.shutdown()
 
 
 def test_the_clock_counts_only_compile_time():

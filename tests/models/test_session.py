@@ -60,7 +60,15 @@ def test_another_policy_model_or_version(llm, saved, tmp_path, monkeypatch):
         session.load(saved, models.Conversation(llm, POLICY))
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-100], lambda raw: raw[:9], lambda raw: b"x"])
+def flipped(raw):
+    """One bit of an array."""
+    at = len(raw) // 2
+    return raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-100], lambda raw: raw[:9], lambda raw: b"x", flipped]
+)
 def test_an_incomplete_file(llm, saved, damage):
     saved.write_bytes(damage(saved.read_bytes()))
     with pytest.raises(UserError, match="is no complete session") as error:
