@@ -43,7 +43,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "peers": "peers.compare",
     **{name: f"peers.{name}" for name in ("llama_cpp", "servers")},
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
-    "sparse_135m": "magicpig.sparse_losses",
+    **dict.fromkeys(("sparse_135m", "sparse_135m_4096"), "magicpig.sparse_losses"),
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",

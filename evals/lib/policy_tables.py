@@ -92,6 +92,6 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
-TABLES |= {"llama_cpp": rates_table.table, "sparse_135m": sparse_report.table}
-TABLES |= {"workarounds": workarounds_table.table}
+TABLES |= {name: partial(sparse_report.table, name) for name in ("sparse_135m", "sparse_135m_4096")}
+TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

@@ -9,9 +9,9 @@ from jaxkv.evals.lib.record import read
 from jaxkv.state.memory import show
 
 
-def table() -> str:
-    """One row per share and method."""
-    return rows(read("sparse_135m")["results"]["perplexity"])
+def table(name: str) -> str:
+    """One row per share and method; name: of the record."""
+    return rows(read(name)["results"]["perplexity"])
 
 
 def rows(by_model: dict[str, Any]) -> str:

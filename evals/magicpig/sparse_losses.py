@@ -56,6 +56,7 @@ def main() -> None:
     ask = ask_for_texts("jaxkv.evals.magicpig.sparse_losses", __doc__)
     ask.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
     ask.add_argument("--scored", type=int, default=SCORED, help="tokens after the prompt")
+    ask.add_argument("--name", default="sparse_135m", help="name of the record")
     ask.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     ask.add_argument("--seeds", type=int, default=1, help="of methods that draw")
     given = ask.parse_args()
@@ -72,9 +73,7 @@ def main() -> None:
     read = first_tokens(ask, llm, given.texts, 2 * size)
     texts = [RecordedText(llm, ids[:size], given.prompt) for ids in read.values()]
     after = [RecordedText(llm, ids[size:], given.prompt) for ids in read.values()]
-    record = Record(
-        "sparse_135m", [*llm.files, *given.texts], list(range(given.seeds)), given.quick
-    )
+    record = Record(given.name, [*llm.files, *given.texts], list(range(given.seeds)), given.quick)
     found = MethodLosses(llm, texts, after[:ANGLES], given.seeds, record).all(given.shares)
     record.finish({"texts": [path.stem for path in given.texts], "perplexity": {llm.name: found}})
 
