@@ -38,8 +38,9 @@ def check_int(name: str, value: object, minimum: int = 1, maximum: int | None = 
 
 def check_positive(name: str, value: object, remedy: str) -> None:
     """Raise UserError unless value is a finite real number above 0."""
-    if not (isinstance(value, Real) and 0 < value < math.inf):
-        raise UserError(f"{name} must be a finite number above 0, got {value!r}; {remedy}")
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
+        raise UserError(f"{name} must be a finite Python number above 0, got {value!r}; {remedy}")
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -10,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -93,7 +95,8 @@ class Ahead:
     A call of such a program compiles nothing once `wait` has returned.
     """
 
-    begun: ClassVar[set] = set()  # by this process: a program with its shapes
+    # By this process: a program with its shapes, and its compilation until that ends.
+    begun: ClassVar[dict[tuple, Future | None]] = {}
 
     def __init__(self) -> None:
         self._running: dict[str, list[Future]] = {}
@@ -105,14 +108,19 @@ class Ahead:
         """
         leaves, tree = jax.tree.flatten(jax.tree.map(_shape, arguments))
         key = (program, tree, *leaves)
-        if key in self.begun:
-            return
-        self.begun.add(key)
-        shapes = jax.tree.unflatten(tree, leaves)
-        future = _threads().submit(lambda: program.lower(*shapes).compile())
-        # One that is cancelled has not begun.
-        future.add_done_callback(lambda done: done.cancelled() and self.begun.discard(key))
-        self._running.setdefault(name, []).append(future)
+        if key not in self.begun:
+            shapes = jax.tree.unflatten(tree, leaves)
+            begun = _threads().submit(lambda: program.lower(*shapes).compile())
+            self.begun[key] = begun
+            begun.add_done_callback(partial(self._end, key))
+        if (future := self.begun.get(key)) is not None:
+            self._running.setdefault(name, []).append(future)
+
+    def _end(self, key: tuple, done: Future) -> None:
+        if done.cancelled():
+            self.begun.pop(key, None)
+        else:
+            self.begun[key] = None
 
     def wait_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Wait for all programs; progress: called with (programs compiled, all programs)."""
@@ -133,7 +141,8 @@ class Ahead:
         """Wait for all programs of this name; the clock counts the wait and not the threads."""
         running, begun = self._running.pop(name, ()), time.perf_counter()
         for future in running:
-            future.exception()  # the call of the program raises it again
+            with contextlib.suppress(CancelledError):  # by another that shares it
+                future.exception()  # the call of the program raises it again
         if running:
             now = time.perf_counter()
             clock().add(now, now - begun)

@@ -9,9 +9,9 @@ of its own:
 All servers are loaded at once and take turns, measurement by measurement and round by round; only
 one gets requests at a time, on loopback. Every answer is greedy and streamed, and has a fixed
 number of tokens: `ignore_eos` at jaxkv, and transformers' folder names no EOS. Tokens are those of
-`usage`. The defaults of each server apply, but for the share of the machine's memory that
-transformers' continuous batching takes for its cache (`--cb-memory`; its default of 60 % would
-leave too little for the others).
+`usage`. The defaults of each server apply, but for `--fixed-batch` where it is named, and for the
+share of the machine's memory that transformers' continuous batching takes for its cache
+(`--cb-memory`; its default of 60 % would leave too little for the others).
 
 `tokens_per_second`: by the number of clients that ask at once. `first_text`: seconds of each turn
 of a chat whose requests contain the whole conversation. `gap`: seconds between two chunks of a

@@ -6,7 +6,7 @@ second request on the connection, and some send their bodies slowly. One key has
 clients of each other. The prefix memory is so small that prefixes are evicted. After half of the
 requests the server is started again with the same folder of prefixes. Memory and open files are
 those of the server's process, counted while it is idle; the other figures are those that the server
-reports.
+reports. The server has a fixed batch, because answers are compared bit by bit.
 """
 
 from __future__ import annotations

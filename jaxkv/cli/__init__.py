@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         if message.endswith("expected one argument"):
-            message += "; give one, as in --flag=-1 where it begins with -"
+            message += "; give one, or write --flag=-1 if it begins with -"
         raise UserError(f"{message}; see {self.prog} --help")
 
     def print_help(self, file: IO[str] | None = None) -> None:

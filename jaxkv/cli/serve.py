@@ -156,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
-        fingerprint = fingerprint_of(args, llm)  # before the engine counts compilations
+        # Before the engine counts compilations.
+        fingerprint = fingerprint_of(args, llm, plan.max_batch)
         engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
         from jaxkv.models.language import Language
 
@@ -340,11 +341,11 @@ def memory_of(engine: Engine, plan: ServingMemory) -> str:
     return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
 
 
-def fingerprint_of(args: argparse.Namespace, llm: Llm) -> str:
+def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:
     """The system_fingerprint of answers: a hash of what the answer to a request depends on."""
     settings = [
         llm.fingerprint(), llm.chat.template, str(llm.sampling), args.policy, args.max_len,
-        args.chunk, args.seed, flags.versions(),
+        args.chunk, args.seed, args.fixed_batch, max_batch, flags.versions(),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return f"fp_{digest[:10]}"

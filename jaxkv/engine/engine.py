@@ -1,4 +1,4 @@
-"""Continuous batching: requests share one decode batch and do not affect each other.
+"""Continuous batching: requests share one decode batch; no request reads what another asked.
 
 A step decodes one token of every running request, then prefills some tokens of a prompt.
 Outputs are delivered one step after dispatch, so that the device does not wait for the host. A
@@ -98,7 +98,7 @@ class Engine:
         self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
         self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1)
-        self._batch = RunningBatch(self._programs, model.vocab)
+        self._running = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
         if prefix_cache is not None:
             self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
@@ -133,7 +133,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests in prefill or decode."""
-        return len(self._batch.running) + len(self._prefills)
+        return len(self._running.running) + len(self._prefills)
 
     @property
     def waiting(self) -> int:
@@ -173,8 +173,8 @@ class Engine:
         store = self._store
         return {
             "running": self.running, "waiting": self.waiting,
-            "waiting_tokens": self._queue.tokens, "batch_size": self._batch.size,
-            "cache_usage": len(self._batch.running) / self.max_batch,
+            "waiting_tokens": self._queue.tokens, "batch_size": self._running.size,
+            "cache_usage": len(self._running.running) / self.max_batch,
             "compilations": self.compilations, **self._metrics.export(),
             **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
             **(prefix_metrics(Counts()) if store is None else store.metrics()),
@@ -255,7 +255,7 @@ class Engine:
 
     def _step(self) -> None:
         self._finish_cancelled()
-        self._batch.shrink(self._expected())
+        self._running.shrink(joining=len(self._prefills))
         old = len(self._in_flight)
         self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
         new = len(self._in_flight) > old
@@ -266,22 +266,18 @@ class Engine:
         """Finish all cancelled requests."""
         with self._changed:
             gone = self._queue.drop_cancelled()
-        running = [*self._batch.running, *(prefill.handle for prefill in self._prefills)]
+        running = [*self._running.running, *(prefill.handle for prefill in self._prefills)]
         for handle in [*gone, *running]:
             if handle.cancelled and not handle.finished:
                 self._finish(handle, "cancelled")
 
     def _dispatch_decode(self) -> int:
         """Dispatch one token of every running request that wants more; returns their number."""
-        step = self._batch.decode()
+        step = self._running.decode()
         if step is None:
             return 0
         self._in_flight.append(step)
         return len(step.handles)
-
-    def _expected(self, inserting: int = 0) -> int:
-        """Requests that will run together as soon as they can; the size of the batch follows."""
-        return max(1, min(self.running + self.waiting + inserting, self.max_batch))
 
     def _dispatch_prefill(self) -> int:
         """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
@@ -306,7 +302,7 @@ class Engine:
         if len(self._prefills) == self._in_turn or self.running == self.max_batch:
             return
         started = [prefill.handle.request.owner for prefill in self._prefills]
-        owners = Counter([*started, *(handle.request.owner for handle in self._batch.running)])
+        owners = Counter([*started, *(handle.request.owner for handle in self._running.running)])
         blocked = [owner for owner, count in owners.items() if count >= self.max_per_owner]
         blocked += started
         with self._changed:
@@ -351,7 +347,7 @@ class Engine:
             output = StepOutput(*(np.zeros(1, "i4"),) * 4, finite=np.ones(1, bool))
             self._in_flight.append(InFlightStep(output, [(0, handle)]))
             return
-        self._in_flight.append(self._batch.insert(handle, state, self._expected(inserting=1)))
+        self._in_flight.append(self._running.insert(handle, state))
 
     def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
         """Free a request's resources and report its outcome, once."""
@@ -361,7 +357,7 @@ class Engine:
         try:
             with self._changed:
                 self._unfinished.pop(handle, None)
-            self._batch.remove(handle)
+            self._running.remove(handle)
             for prefill in [each for each in self._prefills if each.handle is handle]:
                 self._prefills.remove(prefill)
                 self._release(prefill.hit)

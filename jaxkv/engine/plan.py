@@ -93,10 +93,11 @@ def plan_memory(
     if least > limit:
         what = "memory" if given is not None else f"{MEMORY_SHARE:.0%} of the free memory"
         batch = max_batch or 1
-        parts = _parts(sizes, batch, sequences(batch), prefixes, host_prefixes)
+        each = " and ".join(map(str, (batch,) if fixed_batch else batch_sizes(batch)))
+        parts = _parts(sizes, each, sequences(batch), prefixes, host_prefixes)
         raise UserError(
             f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
-            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes)}"
+            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes, fixed_batch)}"
         )
     fitting = [n for n in range(1, MAX_BATCH + 1) if fixed + sequences(n) <= limit]
     batch = max_batch or max(fitting)
@@ -108,20 +109,21 @@ def plan_memory(
 
 
 def _parts(
-    sizes: EngineBytes, batch: int, sequences: int, prefixes: int | None, host_prefixes: int
+    sizes: EngineBytes, batches: str, sequences: int, prefixes: int | None, host_prefixes: int
 ) -> list[str]:
-    """What memory must hold, each part with its bytes. sequences: bytes of the decode batch."""
+    """What memory must hold, each part with its bytes. sequences: bytes of the decode batches."""
     show = memory.show
     parts = [
         f"weights ({show(sizes.weights)})",
-        f"{batch} sequence{'s' * (batch > 1)} ({show(sizes.prefills + sequences)})",
+        f"{batches} sequence{'s' * (batches != '1')} ({show(sizes.prefills + sequences)})",
     ]
     parts += [f"prefixes ({show(prefixes)})"] if prefixes else []
     return parts + ([f"prefixes on the host ({show(host_prefixes)})"] if host_prefixes else [])
 
 
-def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int) -> str:
+def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fixed_batch: bool) -> str:
     """The given parts that may be smaller."""
     names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
     smaller = [f"a smaller --{name}" for name, given in names.items() if given]
+    smaller += ["--fixed-batch"] if not fixed_batch and batch not in (None, 1) else []
     return " or ".join(smaller) or "a smaller policy"

@@ -63,9 +63,9 @@ class SequenceParams(NamedTuple):
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
-    """The sizes of a decode batch that grows up to max_batch sequences: 1, 4, 16 and so on."""
+    """The sizes of a batch that grows: 1, 4, 16 and so on to half of max_batch, and max_batch."""
     sizes = [1]
-    while GROWTH**2 * sizes[-1] <= max_batch:
+    while 2 * GROWTH * sizes[-1] <= max_batch:
         sizes.append(GROWTH * sizes[-1])
     return (*sizes, max_batch) if max_batch > 1 else (1,)
 

@@ -8,15 +8,15 @@ from jaxkv.engine.handle import InFlightStep, RequestHandle, bias_row, sequence_
 from jaxkv.engine.prefill import PrefillState
 from jaxkv.engine.programs import DecodeBatch, Programs
 
-SHRINK_AFTER = 64  # steps for which a smaller batch would have sufficed
+SHRINK_AFTER = 64  # steps that need fewer entries, before the batch shrinks
 
 
 class RunningBatch:
     """The requests in decode, each in an entry of the batch; `handles` has None for a free entry.
 
     size: sequences that a step computes. A finished request's entry is free at once. Moving
-    requests to a batch of another size copies their states, so the batch shrinks only after
-    SHRINK_AFTER steps, or when nothing runs.
+    requests to a batch of another size copies their states. So the batch shrinks only after
+    SHRINK_AFTER steps, or when a request arrives and no other runs.
     """
 
     def __init__(self, programs: Programs, vocab: int) -> None:
@@ -24,7 +24,7 @@ class RunningBatch:
         self._batches = programs.empty_batches()  # of all sizes, so that growing needs no memory
         self.size = programs.sizes[0]
         self.handles: list[RequestHandle | None] = [None] * self.size
-        self._steps_too_large = 0
+        self._needed: list[int] = []  # sizes that the last steps needed, all smaller
 
     @property
     def _batch(self) -> DecodeBatch:
@@ -38,13 +38,10 @@ class RunningBatch:
     def running(self) -> list[RequestHandle]:
         return [handle for handle in self.handles if handle is not None]
 
-    def insert(self, handle: RequestHandle, state: PrefillState, expected: int) -> InFlightStep:
-        """Insert a finished prefill and sample its first token.
-
-        expected: requests that will run, this one included, by which a batch that must grow grows.
-        """
+    def insert(self, handle: RequestHandle, state: PrefillState) -> InFlightStep:
+        """Insert a finished prefill and sample its first token."""
         if None not in self.handles or not any(self.handles):
-            self._resize(self._programs.size_for(expected))
+            self._resize(self._programs.size_for(len(self.running) + 1))
         handle.index = self.handles.index(None)
         self._batch, output = self._programs.insert(
             self._batch, handle.index, state, sequence_params(handle.request, self._vocab)
@@ -55,8 +52,9 @@ class RunningBatch:
 
     def remove(self, handle: RequestHandle) -> None:
         """Free the entry of a request, if it has one."""
-        if handle.index is not None and self.handles[handle.index] is handle:
-            self.handles[handle.index] = None
+        for index, each in enumerate(self.handles):
+            if each is handle:
+                self.handles[index] = None
 
     def decode(self) -> InFlightStep | None:
         """Dispatch one token of every request that wants more; None if none does."""
@@ -78,25 +76,28 @@ class RunningBatch:
             handle.dispatched += 1
         return InFlightStep(output, handles)
 
-    def shrink(self, expected: int) -> None:
-        """Count a step, and shrink the batch if a smaller one has sufficed for some.
+    def shrink(self, joining: int) -> None:
+        """Count a step; after SHRINK_AFTER steps that needed less, take the largest size needed.
 
-        expected: requests that run or will run.
+        joining: requests in prefill.
         """
-        size = self._programs.size_for(expected)
-        self._steps_too_large = self._steps_too_large + 1 if size < self.size else 0
-        if self._steps_too_large == SHRINK_AFTER:
-            self._resize(size)
+        needed = self._programs.size_for(max(1, len(self.running) + joining))
+        if needed == self.size:
+            self._needed.clear()
+            return
+        self._needed.append(needed)
+        if len(self._needed) == SHRINK_AFTER:
+            self._resize(max(self._needed))
 
     def _resize(self, size: int) -> None:
         """Move the requests to the first entries of a batch of this size."""
-        self._steps_too_large = 0
+        self._needed.clear()
         if size == self.size:
             return
         running = self.running
         entries = [handle.index for handle in running]
         old, new = self._batches[self.size], self._batches[size]
         self._batches[size], self.size = self._programs.move(old, entries, new), size
+        self.handles = [*running, *[None] * (size - len(running))]
         for index, handle in enumerate(running):
             handle.index = index
-        self.handles = [*running, *[None] * (size - len(running))]

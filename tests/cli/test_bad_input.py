@@ -29,7 +29,7 @@ def refused(ran, *words: str) -> None:
 FLAGS = {
     "unknown policy": ("--policy windw", "unknown policy", "'windw'", "did you mean 'window'"),
     "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
-    "value like a flag": ("--max-new-tokens -5x", "expected one argument", "as in --flag=-1"),
+    "value like a flag": ("--max-new-tokens -5x", "expected one argument", "write --flag=-1"),
     "field without value": ("--policy window:window", "field=value", "'window'"),
     "field not a number": ("--policy window:window=x", "whole number", "'x'"),
     "window below 1": ("--policy window:window=0", "at least 1", "got 0", "1 or more"),

@@ -77,7 +77,8 @@ def test_too_little_memory_says_how_much_is_needed(run, words, expected):
 
 
 @pytest.mark.parametrize(
-    "words", [(), seldom(("--memory", "48MiB")), seldom(("--prefix-memory", "0"))]
+    "words",
+    [(), ("--fixed-batch",), seldom(("--memory", "48MiB")), seldom(("--prefix-memory", "0"))],
 )
 def test_memory_at_the_start_is_that_of_the_plan(words):
     """Within 10 %, for the default model, in the arrays that JAX has on the device."""
@@ -92,6 +93,7 @@ def test_memory_at_the_start_is_that_of_the_plan(words):
     load()
     engine = serve.make(args, llm, plan, serve.prefixes_of(args), has_keys)
     assert engine.max_per_owner == plan.max_batch - has_keys
+    assert (len(engine._programs.sizes) == 1) == args.fixed_batch
     planned = sum(engine.bytes.values())
     held = sum(array.nbytes for array in jax.live_arrays()) - before
     assert 0.9 * planned < held <= planned
@@ -148,6 +150,9 @@ def test_the_system_fingerprint(model):
         replace(llm, tokenizer=replace(llm.tokenizer, front=(5, 0), sinks=(5,))),
         replace(llm, chat=replace(llm.chat, template="{{ messages }}")),
     ]
-    assert len({serve.fingerprint_of(args, one) for one in (llm, *others)}) == 4
+    found = {serve.fingerprint_of(args, one, 16) for one in (llm, *others)}
+    found |= {serve.fingerprint_of(args, llm, 8)}  # bits depend on the batch
+    fixed = parser.parse_args(["--fixed-batch"])
+    assert len(found | {serve.fingerprint_of(fixed, llm, 16)}) == 6
     moved = replace(llm, path=llm.path / "elsewhere")
-    assert serve.fingerprint_of(args, moved) == serve.fingerprint_of(args, llm)
+    assert serve.fingerprint_of(args, moved, 16) == serve.fingerprint_of(args, llm, 16)

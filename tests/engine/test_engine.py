@@ -102,7 +102,7 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
 def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
     policy = "streaming:sinks=2,window=14,cache=int8"
     engine = Engine(plain(policy), max_batch=4, chunk=16, max_prefill_tokens=32)
-    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._batch._batch))
+    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._running._batch))
     asked = requests(6, 4, logprobs=2)
     alone = [outcome_of(*ask(engine, request)) for request in asked]
     assert [outcome_of(listener) for listener in ask(engine, *asked)] == alone
@@ -197,7 +197,7 @@ def test_cancelling_at_any_step():
 def test_a_decode_step_copies_no_cache(max_batch):
     """Otherwise one sequence takes longer than several."""
     engine = Engine(plain("full"), max_batch=max_batch, max_len=4096, chunk=16)
-    cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._batch._batch.states))
+    cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._running._batch.states))
     decode = engine._programs.of_size[max_batch].decode
     assert decode.memory_analysis().temp_size_in_bytes < cache
 

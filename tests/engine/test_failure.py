@@ -35,7 +35,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
         def __setitem__(self, index, value):
             fail()
 
-    while not engine._batch.running:
+    while not engine._running.running:
         engine.step()
     assert engine.step() and engine._prefills  # one decodes, one is in prefill
     monkeypatch.setattr(engine._programs, "prefill", fail)
@@ -43,7 +43,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
     if second == "release":
         monkeypatch.setattr(engine._store, "release", fail)
     else:
-        engine._batch.handles = Broken(engine._batch.handles)
+        engine._running.handles = Broken(engine._running.handles)
     with pytest.raises(RuntimeError, match="the device is gone"):
         finish(engine)
     assert {listener.outcome.reason for listener in listeners} == {"error"}

@@ -62,7 +62,7 @@ def cold(engine: Engine, request: Request) -> Recorder:
 
 def first_entry(engine: Engine) -> list[np.ndarray]:
     """All arrays of the first batch entry: caches, PRNG state and sampled tokens."""
-    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._batch._batch)]
+    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._running._batch)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import Engine, Request, running
+from jaxkv.engine import Engine, PrefixConfig, Request, running
 from jaxkv.engine.plan import sizes
 from jaxkv.engine.programs import batch_sizes
 from jaxkv.engine.resize import begin_moves
@@ -25,7 +25,7 @@ POLICIES = ["streaming:sinks=2,window=14", "full", seldom("reservoir:sinks=2,win
 
 def test_sizes():
     assert [batch_sizes(n) for n in (1, 2, 4, 15, 16, 17, 64)] == [
-        (1,), (1, 2), (1, 4), (1, 15), (1, 4, 16), (1, 4, 17), (1, 4, 16, 64)
+        (1,), (1, 2), (1, 4), (1, 4, 15), (1, 4, 16), (1, 4, 17), (1, 4, 16, 64)
     ]  # fmt: skip
 
 
@@ -41,15 +41,20 @@ def close(listener: Recorder, other: Recorder) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_are_those_of_a_fixed_batch(policy, monkeypatch):
-    """Requests arrive one by one and in crowds, end at all times, and outlive their neighbours."""
+    """Requests arrive one by one and in crowds, end at all times, and outlive their neighbours.
+
+    Some score their prompt, some generate nothing, and prompts share prefixes.
+    """
     monkeypatch.setattr(running, "SHRINK_AFTER", 3)
     asked = [
-        Request(tokens, 4 + 13 * (number % 5), Sampling(temperature=0.8 * (number % 2)),
-                seed=number, logprobs=0, min_new_tokens=4 * (number % 3 == 2), eos=(7,))
-        for number, tokens in enumerate(prompts(14, 3))
+        Request(tokens, 0 if number == 6 else 4 + 13 * (number % 5),
+                Sampling(temperature=0.8 * (number % 2)), seed=number, logprobs=0, eos=(7,),
+                min_new_tokens=4 * (number % 3 == 2), echo=number in (6, 9))
+        for number, tokens in enumerate([*prompts(13, 3), prompts(13, 3)[0]])
     ]  # fmt: skip
     fixed = Engine(plain(policy), max_batch=16, max_len=160, chunk=16)
-    engine = Engine(plain(policy), max_batch=16, max_len=160, chunk=16, fixed_batch=False)
+    engine = Engine(plain(policy), max_batch=16, max_len=160, chunk=16, fixed_batch=False,
+                    prefix_cache=PrefixConfig(memory=2**20))  # fmt: skip
     compiled, seen, listeners = engine.compilations, [], []
     waits = [0, 9, 0, 0, 3, 0, 0, 0, 25, 2, 2, 40, 0, 0]
     for request, steps in zip(asked, waits, strict=True):
@@ -90,17 +95,18 @@ def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
     crowd = [Recorder() for _ in range(6)]
     for number, listener in enumerate(crowd):
         engine.submit(Request((1, 2), 9, seed=number), listener)
-    assert steps(3) == 16  # at once, because all of them wait
+    assert steps(8) == 16
     while any(not listener.outcomes for listener in crowd):
         steps(1)
-    assert steps(1) == 16 and steps(4) == 1  # five steps later, and the long one has moved
+    # Within five steps, four requests ran together; then the long one alone, which has moved.
+    assert steps(1) == 16 and steps(4) == 4 and steps(5) == 1
     finish(engine)
     assert long.tokens == ask(engine, Request((1, 2), 100))[0].tokens and len(long.tokens) == 100
-    batches = jax.tree.leaves(engine._batch._batches)
+    batches = jax.tree.leaves(engine._running._batches)
     assert sum(leaf.nbytes for leaf in batches) == held
 
 
-@pytest.mark.parametrize("both", [(1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("both", [(1, 4), (4, 1), (4, 8), (8, 4)])
 def test_a_move_copies_entries_in_place(both):
     """It needs memory for one entry at most."""
     old, new = (
@@ -135,16 +141,19 @@ def test_a_cancelled_request_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(running, "SHRINK_AFTER", 2)
     engine = Engine(plain(), max_batch=5, chunk=16, fixed_batch=False, max_per_owner=4)
     first, *others = [Recorder() for _ in range(5)]
-    engine.submit(Request((1, 2, 3), 60), first)
     handles = [
         engine.submit(Request((number, *range(40)), 60, owner=str(number)), listener)
         for number, listener in enumerate(others)
     ]
+    engine.submit(Request((1, 2, 3), 60, owner="first"), first)
+    while len(engine._running.running) < 5:  # `first` is the last of them
+        engine.step()
     for count, handle in enumerate(handles):
+        engine.cancel(handle)
         for _ in range(count + 2):
             engine.step()
-        engine.cancel(handle)
+    assert engine.metrics()["batch_size"] == 1 and not first.outcomes  # it has moved
     finish(engine)
     assert {listener.outcome.reason for listener in others} == {"cancelled"}
     assert first.tokens == ask(engine, Request((1, 2, 3), 60))[0].tokens
-    assert engine.running == 0 and not any(engine._batch.handles)
+    assert engine.running == 0 and not any(engine._running.handles)
