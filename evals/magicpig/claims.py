@@ -60,6 +60,7 @@ SMALL = f"{DEFAULT}, {STORIES}"
 
 
 @claim("sparse_135m", LITTLE, FEW)
+@claim("sparse_135m_4096", LITTLE, FEW)
 @claim("sparse", LITTLE, FEW, model=SMALL)
 def little_is_lost(r: Results) -> Finding:
     """At each share; the smallest share decides."""
@@ -78,6 +79,7 @@ def little_is_lost(r: Results) -> Finding:
 
 
 @claim("sparse_135m", LESS, BY_QUEST)
+@claim("sparse_135m_4096", LESS, BY_QUEST)
 @claim("sparse", LESS, BY_QUEST, model=SMALL)
 def less_than_others(r: Results) -> Finding:
     lines = {
