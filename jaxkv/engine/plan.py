@@ -95,9 +95,10 @@ def plan_memory(
         batch = max_batch or 1
         each = " and ".join(map(str, (batch,) if fixed_batch else batch_sizes(batch)))
         parts = _parts(sizes, each, sequences(batch), prefixes, host_prefixes)
+        fits_fixed = not fixed_batch and fixed + batch * sizes.sequence <= limit
         raise UserError(
             f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
-            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes, fixed_batch)}"
+            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes, fits_fixed)}"
         )
     fitting = [n for n in range(1, MAX_BATCH + 1) if fixed + sequences(n) <= limit]
     batch = max_batch or max(fitting)
@@ -121,9 +122,8 @@ def _parts(
     return parts + ([f"prefixes on the host ({show(host_prefixes)})"] if host_prefixes else [])
 
 
-def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fixed_batch: bool) -> str:
-    """The given parts that may be smaller."""
+def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fits_fixed: bool) -> str:
+    """The given parts that may be smaller. fits_fixed: whether a fixed batch would fit."""
     names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
     smaller = [f"a smaller --{name}" for name, given in names.items() if given]
-    smaller += ["--fixed-batch"] if not fixed_batch and batch not in (None, 1) else []
-    return " or ".join(smaller) or "a smaller policy"
+    return " or ".join((["--fixed-batch"] if fits_fixed else []) + smaller) or "a smaller policy"

@@ -69,6 +69,8 @@ def test_a_batch_that_grows_is_in_memory_in_all_its_sizes(given, max_batch, expe
     assert plan_memory(SIZES, given, max_batch, fixed_batch=False) == expected
     with pytest.raises(UserError, match=r"1 and 4 and 16 sequences \(2.1 KiB\).* or --fixed-batch"):
         plan_memory(SIZES, 3149, 16, fixed_batch=False)
+    with pytest.raises(UserError, match=r"MiB or a smaller --max-batch$"):
+        plan_memory(SIZES, 2649, 16, fixed_batch=False)
 
 
 def test_prefixes_on_the_host_take_memory_of_a_cpu():
