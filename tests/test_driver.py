@@ -175,8 +175,7 @@ def test_an_array_is_no_policy_of_an_older_contract():
     ("kv_heads", 0, "kv_heads must be at least 1, got 0"),
     ("head_dim", -1, "head_dim must be at least 1, got -1"),
     ("group", 0, "group must be at least 1, got 0"),
-    ("scale", "a", "scale must be a finite Python number above 0, got 'a'; try head_dim"),
-    ("scale", float("nan"), "scale must be a finite Python number above 0, got nan"),
+    ("scale", float("nan"), "scale must be a finite Python number above 0, got nan; try head_dim"),
     ("softcap", -1.0, "softcap must be a finite Python number above 0, got -1.0; give None"),
     ("dtype", "float33", "dtype must be one of float32, bfloat16, float16, got 'float33'"),
 ])  # fmt: skip
