@@ -26,9 +26,8 @@ from jaxkv.typing import Float32
 class RequestHandle:
     """One submitted request.
 
-    index: its batch entry. dispatched, generated: new tokens requested from the device, and
-    delivered to the listener. cached, computed: prompt tokens. queue_seconds,
-    first_token_seconds: since its arrival.
+    dispatched, generated: new tokens requested from the device, and delivered to the listener.
+    cached, computed: prompt tokens. queue_seconds, first_token_seconds: since its arrival.
     """
 
     request: Request
@@ -36,7 +35,6 @@ class RequestHandle:
     arrival: float
     cancelled: bool = False
     finished: bool = False
-    index: int | None = None
     dispatched: int = 0
     generated: int = 0
     cached: int = 0

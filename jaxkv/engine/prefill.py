@@ -88,7 +88,6 @@ class ChunkPrograms(NamedTuple):
     def run(
         self,
         model: Model,
-        weights: Any,
         scored: bool,
         state: PrefillState,
         tokens: Int32[np.ndarray, "1 T"],
@@ -96,6 +95,7 @@ class ChunkPrograms(NamedTuple):
         count: int,
     ) -> tuple[PrefillState, StepOutput | None]:
         """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
+        weights = model.weights
         x, positions, valid = self.begin(weights, tokens, np.uint32(start), np.int32(count))
         states = []
         for number, policy, one in model.layers(state.states):

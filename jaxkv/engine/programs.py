@@ -248,7 +248,7 @@ class Programs:
         self, model: Model, sizes: Sequence[int], max_len: int | None, widths: Sequence[int],
         prefills: int = PREFILLS,
     ) -> None:  # fmt: skip
-        self.model, self.sizes, self.weights = model, tuple(sizes), model.weights
+        self.model, self.sizes = model, tuple(sizes)
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
         batches = {
             size: jax.eval_shape(partial(empty_batch, model, size, max_len)) for size in self.sizes
@@ -289,7 +289,7 @@ class Programs:
     ) -> tuple[DecodeBatch, StepOutput]:
         """`decode` of a batch, which is donated."""
         programs = self.of_size[batch.token.shape[0]]
-        return programs.decode(self.weights, batch, active, np.bool_(scored))
+        return programs.decode(self.model.weights, batch, active, np.bool_(scored))
 
     def insert(
         self, batch: DecodeBatch, index: int, state: PrefillState, params: SequenceParams
@@ -361,4 +361,4 @@ class Programs:
     ) -> tuple[PrefillState, StepOutput | None]:
         """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
         programs = self.chunks[tokens.shape[1]]
-        return programs.run(self.model, self.weights, scored, state, tokens, start, count)
+        return programs.run(self.model, scored, state, tokens, start, count)

@@ -42,11 +42,11 @@ class RunningBatch:
         """Insert a finished prefill and sample its first token."""
         if None not in self.handles or not any(self.handles):
             self._resize(self._programs.size_for(len(self.running) + 1))
-        handle.index = self.handles.index(None)
+        index = self.handles.index(None)
         self._batch, output = self._programs.insert(
-            self._batch, handle.index, state, sequence_params(handle.request, self._vocab)
+            self._batch, index, state, sequence_params(handle.request, self._vocab)
         )
-        self.handles[handle.index] = handle
+        self.handles[index] = handle
         handle.dispatched = 1
         return InFlightStep(output, [(0, handle)])
 
@@ -59,8 +59,8 @@ class RunningBatch:
     def decode(self) -> InFlightStep | None:
         """Dispatch one token of every request that wants more; None if none does."""
         handles = [
-            (handle.index, handle) for handle in self.running
-            if handle.dispatched < handle.request.max_new_tokens
+            (index, handle) for index, handle in enumerate(self.handles)
+            if handle is not None and handle.dispatched < handle.request.max_new_tokens
         ]  # fmt: skip
         if not handles:
             return None
@@ -94,10 +94,8 @@ class RunningBatch:
         self._needed.clear()
         if size == self.size:
             return
-        running = self.running
-        entries = [handle.index for handle in running]
+        entries = [index for index, handle in enumerate(self.handles) if handle is not None]
         old, new = self._batches[self.size], self._batches[size]
         self._batches[size], self.size = self._programs.move(old, entries, new), size
-        self.handles = [*running, *[None] * (size - len(running))]
-        for index, handle in enumerate(running):
-            handle.index = index
+        self.handles = [self.handles[index] for index in entries]
+        self.handles += [None] * (size - len(entries))
