@@ -40,6 +40,23 @@ class LongestFirst(LoadScopeScheduling):
         self.workqueue.move_to_end(longest, last=False)
         super()._assign_work_unit(node)
 
+    def remove_node(self, node) -> str | None:
+        """The test in which this process crashed; another process continues after that test.
+
+        pytest-xdist 3.8 would give the crashed test again, and finished groups, at which a
+        process waits forever.
+        """
+        groups = self.assigned_work.pop(node)
+        left = [test for tests in groups.values() for test, done in tests.items() if not done]
+        if not left:
+            return None
+        crashed, *left = left
+        for test in left:
+            self.workqueue.setdefault(group_of(test), {})[test] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return crashed
+
     def _time_of(self, group: str) -> float:
         return sum(self.seconds.get(test, 1.0) for test in self.workqueue[group])
 

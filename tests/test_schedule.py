@@ -1,6 +1,10 @@
 """The order of tests in several processes."""
 
+import shutil
+import subprocess
+import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -30,6 +34,30 @@ def test_the_longest_group_begins_first(monkeypatch):
     for _ in groups:
         queue._assign_work_unit(None)
     assert begun == ["c", "b", "a"]
+
+
+def test_a_run_continues_after_a_process_crashed(tmp_path):
+    """The test that crashed fails, the others of its file and of other files run once."""
+    copy = shutil.copy(schedule.__file__, tmp_path / "schedule.py")
+    (tmp_path / "conftest.py").write_text(f"""
+def pytest_xdist_make_scheduler(config, log):
+    from {Path(copy).stem} import LongestFirst
+    made = LongestFirst(config, log)
+    made.seconds = dict()
+    return made
+""")
+    for file in range(6):
+        crash = "os.abort()" if file == 2 else "pass"
+        (tmp_path / f"test_{file}.py").write_text(
+            f"import os\n\ndef test_a(): pass\ndef test_b(): {crash}\ndef test_c(): pass\n"
+        )
+    flags = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-n", "2", "--dist=loadscope"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *flags, tmp_path],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "1 failed, 17 passed" in run.stdout, run.stdout
+    assert "crashed while running 'test_2.py::test_b'" in run.stdout
 
 
 def test_durations_of_several_runs_are_kept(tmp_path):
