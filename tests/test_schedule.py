@@ -1,5 +1,6 @@
 """The order of tests in several processes."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,10 +52,11 @@ def pytest_xdist_make_scheduler(config, log):
         (tmp_path / f"test_{file}.py").write_text(
             f"import os\n\ndef test_a(): pass\ndef test_b(): {crash}\ndef test_c(): pass\n"
         )
-    flags = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-n", "2", "--dist=loadscope"]
+    flags = ["-p", "xdist", "-p", "no:cacheprovider", "-n", "2", "--dist=loadscope"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *flags, tmp_path],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        cwd=tmp_path, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
+        text=True, timeout=100,
     )  # fmt: skip
     assert "1 failed, 17 passed" in run.stdout, run.stdout
     assert "crashed while running 'test_2.py::test_b'" in run.stdout
