@@ -128,15 +128,16 @@ def through_the_engine(r: Results) -> Finding:
 @claim("soak", "When clients disconnect, nothing leaks and no answer changes", "not claimed")
 def soaked(r: Results) -> Finding:
     shown = []
-    for policy, found in r["policies"].items():
-        lives = [[rest["resident"] for rest in life["rests"]] for life in found["lives"]]
-        growth = max(sizes[-1] / sizes[min(2, len(sizes) - 1)] for sizes in lives)
-        ratios = [ratio for life in found["lives"] for ratio in life["unfairness"]]
-        shown.append(
-            f"{policy.split(':')[0]}: {found['requests']:,} requests of 4 API keys, "
-            f"{found['left']:,} clients disconnected, one restart; {found['wrong']} answers "
-            f"differ; resident memory at the end {growth:.3f} times that after 2,000 requests; the "
-            f"keys, of which one has three times the clients of each other, get answers within a "
-            f"factor of {max(ratios):.2f}"
-        )
+    for policy, batches in r["policies"].items():
+        for batch, found in batches.items():
+            lives = [[rest["resident"] for rest in life["rests"]] for life in found["lives"]]
+            growth = max(sizes[-1] / sizes[min(2, len(sizes) - 1)] for sizes in lives)
+            ratios = [ratio for life in found["lives"] for ratio in life["unfairness"]]
+            shown.append(
+                f"{policy.split(':')[0]}, {batch} batch: {found['requests']:,} requests of 4 API "
+                f"keys, {found['left']:,} clients disconnected, one restart; {found['wrong']} "
+                f"answers differ; resident memory at the end {growth:.3f} times that after 2,000 "
+                f"requests; the keys, of which one has three times the clients of each other, get "
+                f"answers within a factor of {max(ratios):.2f}"
+            )
     return joined(shown), by_all([line["met"] for line in r["bars"]])

@@ -69,7 +69,7 @@ def soak(*met):
     rests = [{"resident": size} for size in (10, 20, 21)]
     lives = [{"rests": rests, "unfairness": [1.1]}]
     found = {"requests": 10, "left": 3, "wrong": 0, "lives": lives}
-    return {"policies": {"full": found}, "bars": [{"met": one} for one in met]}
+    return {"policies": {"full": {"growing": found}}, "bars": [{"met": one} for one in met]}
 
 
 LINE = [8 * n for n in range(1, 11)]
