@@ -17,13 +17,19 @@ class Progress:
 
     Elsewhere it prints a line every five seconds, and only if the total is known. steady: units
     take about equal times, so a rate and the time left are shown; else the count and the time.
+    logged: elsewhere it also prints a line at the beginning.
     """
 
     def __init__(
-        self, label: str, total: int | None = None, unit: str = "tokens", steady: bool = True
+        self,
+        label: str,
+        total: int | None = None,
+        unit: str = "tokens",
+        steady: bool = True,
+        logged: bool = False,
     ):
         self._label, self._total, self._unit, self.done = label, total, unit, 0
-        self._steady = steady
+        self._steady, self._logged = steady, logged
         self._begun = self._printed = time.monotonic()
         self._first: tuple[float, int] | None = None
         self._terminal = sys.stderr.isatty()
@@ -33,6 +39,8 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._terminal:
             self._thread.start()
+        elif self._logged:
+            print(f"{self._label} ...", file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -321,7 +321,7 @@ def make(
     """The engine, compiled and ready. has_keys: no API key can take every batch entry."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
-    with Progress("compiling"):
+    with Progress("jaxkv: compiling", logged=True):  # for a log, because it takes up to minutes
         from jaxkv.models.serving import make_engine
 
         return make_engine(

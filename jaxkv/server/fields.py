@@ -242,6 +242,7 @@ SHARED = {
     "cache_salt": Field(salt),
     "min_tokens": Field(whole(0, WHOLE), 0),
     "stop_token_ids": Field(token_ids, ()),
+    "response_format": Field(response_format),
     # These are for the provider's records and bills; jaxkv has none.
     "user": Field(text),
     "metadata": Field(mapping),
@@ -270,7 +271,6 @@ FIELDS: dict[str, dict[str, Field]] = {
         "max_completion_tokens": Field(whole(1, WHOLE)),
         "logprobs": Field(flag, False),
         "top_logprobs": Field(whole(0, LIKELIEST)),
-        "response_format": Field(response_format),
         "store": Field(only(False)),
         "chat_template_kwargs": Field(variables),
         "add_generation_prompt": Field(flag),

@@ -1,11 +1,20 @@
-"""The Prometheus metrics of /metrics. Their names are vLLM's with another prefix."""
+"""The Prometheus metrics of /metrics. Their names are vLLM's with another prefix.
+
+Besides these, the metrics of the process have the names that all clients of Prometheus give them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -73,6 +82,7 @@ class Metrics:
         self._engine_metrics, self._registry = engine_metrics, CollectorRegistry()
         self._prefix = prefix
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, files and CPU seconds, where it can
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts")
         self._sources = self._counter(
             "prompt_tokens_by_source", "Tokens of prompts, computed or taken from a cache", "source"

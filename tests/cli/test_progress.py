@@ -23,6 +23,13 @@ def test_programs_have_no_rate_because_their_times_differ():
     assert progress._line() == "compiling: 3 of 13 programs, 7 s"
 
 
+def test_a_logged_line_is_printed_at_the_beginning(capsys):
+    for logged in (False, True):
+        with Progress("compiling", logged=logged):
+            pass
+        assert capsys.readouterr().err == "compiling ...\n" * logged
+
+
 def test_each_phase_has_a_rate_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(module, "REPEAT", -1.0)
     with show_phases("bytes") as at:

@@ -50,6 +50,7 @@ def started(model, *more, program=("-m", "jaxkv.cli")):
     command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stderr.readline() == "jaxkv: compiling ...\n"
             line = process.stderr.readline()
             pattern = (
                 rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "

@@ -306,6 +306,7 @@ def test_fields_that_ask_for_nothing_are_accepted(served):
         "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "key",
         "safety_identifier": "me", "unheard_of": None, "no_stop_trim": False,
         "skip_special_tokens": True, "return_hidden_states": False,
+        "response_format": {"type": "text"},
     }  # fmt: skip
     assert served.complete("|x", **harmless).json["choices"][0]["text"] == "x"
     chat = {
@@ -313,7 +314,7 @@ def test_fields_that_ask_for_nothing_are_accepted(served):
         "include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True,
     }  # fmt: skip
     messages = [{"role": "user", "content": "|x", "name": "Ann"}]
-    reply = served.chat("", messages=messages, response_format={"type": "text"}, **harmless, **chat)
+    reply = served.chat("", messages=messages, **harmless, **chat)
     assert reply.json["choices"][0]["message"]["content"] == "x"
 
 

@@ -45,6 +45,9 @@ BODIES = {
 COMPLETIONS = {
     "unknown": ({"tempreature": 1}, "tempreature", "unknown or unsupported field 'tempreature'"),
     "field of chats": ({"messages": []}, "messages", "unknown or unsupported"),
+    "format": (
+        {"response_format": {"type": "json_object"}}, "response_format", "does not constrain tokens"
+    ),
     "no prompt": ({"prompt": None}, "prompt", "missing"),
     "a number for a prompt": ({"prompt": 5}, "prompt", "a text, a list of token ids"),
     "no prompts": ({"prompt": []}, "prompt", "got []"),

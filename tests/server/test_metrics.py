@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,7 +21,8 @@ def metrics():
         answer = served.ask("GET", "/metrics")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(answer.raw.decode()))
-    assert all(family.name.startswith("jaxkv:") and family.documentation for family in families)
+    assert all(family.name.startswith(("jaxkv:", "process_")) for family in families)
+    assert all(family.documentation for family in families)
     return {
         (sample.name.removeprefix("jaxkv:"), *sorted(sample.labels.values())): sample.value
         for family in families
@@ -52,6 +55,11 @@ def test_metrics_of_the_engine(metrics):
     assert [metrics[f"prefix_disk_{name}",] for name in gauges] == [12, 2, 3000]
     counters = ("hits", "writes", "evictions", "failures", "lost")
     assert [metrics[f"prefix_disk_{name}_total",] for name in counters] == [7, 13, 1, 4, 8]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the files of /proc")
+def test_metrics_of_the_process(metrics):
+    assert metrics["process_resident_memory_bytes",] > 50e6 and metrics["process_open_fds",] > 3
 
 
 def test_finished_answers_are_counted(metrics):
@@ -93,4 +101,4 @@ def test_routers_read_the_names_of_vllm():
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc",
         "vllm:kv_cache_usage_perc",
     }  # fmt: skip
-    assert all(name.startswith("vllm:") for name in named)
+    assert all(name.startswith(("vllm:", "process_")) for name in named)
