@@ -253,4 +253,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: a suggestion, and the known words."""
     known = list(known)
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return (f"; did you mean {near[0]!r}?" if near else "") + f" (there are {', '.join(known)})"
+    listed = ", ".join(known)
+    return f"; did you mean {near[0]!r}? (there are {listed})" if near else f"; there are {listed}"

@@ -82,7 +82,7 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], tokens: int) -> list[str
     if needs[name] > budget:
         raise UserError(
             f"--budget must be at least {memory.show(needs[name])} ({needs[name]} bytes) for "
-            f"{name}, got {memory.show(budget)} ({budget} bytes) per sequence; raise it, or name "
+            f"{name}, got {budget} bytes per sequence; raise it, or name "
             "other policies with --policy"
         )
     return list(
