@@ -91,15 +91,16 @@ def collect_seldom():
 
 
 def check_memory_maps() -> Iterator[None]:
-    """One step a test: clears compiled programs in time, counting memory maps as seldom as it may.
+    """Clears compiled programs before the process has too many memory maps; take one step a test.
 
-    A test adds up to 6,300 maps, and 20 tests in a row added 21,000. Counting 30,000 takes 50 ms.
+    A test adds up to 6,300 maps, and 20 tests in a row added 21,000. Counting 30,000 maps takes
+    50 ms, so the count decides how many tests may run before the next one.
     """
     from jaxkv.evals.lib import memory_maps
 
     while True:
         memory_maps.release(30_000)
-        for _ in range(max(1, (45_000 - memory_maps.held()) // 3_000)):
+        for _ in range(max(1, (45_000 - memory_maps.count()) // 3_000)):
             yield
 
 

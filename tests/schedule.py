@@ -54,7 +54,8 @@ class LongestFirst(LoadScopeScheduling):
         for test in left:
             self.workqueue.setdefault(group_of(test), {})[test] = False
         for other in self.nodes:
-            self._reschedule(other)
+            if other in self.registered_collections:  # not another's successor that still collects
+                self._reschedule(other)
         return crashed
 
     def _time_of(self, group: str) -> float:

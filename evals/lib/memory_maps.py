@@ -12,14 +12,14 @@ MAPS = Path("/proc/self/maps")
 MOST = 50_000  # one more part may take thousands
 
 
-def held() -> int:
+def count() -> int:
     """The memory maps of this process; 0 where that is not known."""
     return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
 
 
 def release(most: int = MOST) -> bool:
     """Clear compiled programs if the process has more memory maps; returns whether it did."""
-    if held() <= most:
+    if count() <= most:
         return False
     import jax
 

@@ -43,7 +43,7 @@ FLAGS = (
     (SERVER, "port", flags.whole(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
      "and prints it"),
     (SERVER, "served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
-     "answers state the first (default: the Hub id or the name of the model folder)"),
+     "answers state the first (default: the Hub id, or the name of the model folder or file)"),
     (SERVER, "chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
      "model's own"),
     (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
@@ -244,8 +244,8 @@ def check_name(name: str) -> str:
 
 
 def name_of(args: argparse.Namespace, llm: Llm) -> str:
-    """The default model name: a Hub id unchanged, or the name of the folder."""
-    if args.model is None or Path(args.model).is_dir():
+    """The default model name: a Hub id unchanged, or the name of the folder or file."""
+    if args.model is None or Path(args.model).exists():
         return llm.path.resolve().name
     return args.model
 

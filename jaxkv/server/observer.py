@@ -19,6 +19,7 @@ VALID = re.compile(r"[!-~]{1,200}")
 LEFT = 499  # the status that proxies count when a client leaves before the response begins
 HANDLERS = {
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/v1/completions/render", "/v1/chat/completions/render"),
     *("/health", "/metrics", "/version"),
 }
 

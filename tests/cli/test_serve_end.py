@@ -73,7 +73,7 @@ def test_sigterm_while_loading_and_compiling(model, seconds):
         time.sleep(seconds)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (-signal.SIGTERM, "")
+    assert process.returncode == -signal.SIGTERM and err in ("", "jaxkv: compiling ...\n")
 
 
 def in_container() -> list[str]:

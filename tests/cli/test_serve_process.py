@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -233,11 +234,14 @@ def test_min_tokens_and_stop_token_ids(client, model):
 def test_sighup_reads_the_keys_again(process, client):
     running, url = process
     keys = Path(running.args[running.args.index("--api-key-file") + 1])
+    read_prompt = partial(client.completions.create, model="tiny", prompt=[7] * 40, max_tokens=1)
+    assert read_prompt().usage.prompt_tokens == 40
     keys.write_text("secret team\nnew team\n")
     running.send_signal(signal.SIGHUP)
     assert running.stderr.readline() == "jaxkv: read the keys again: API keys 2, admin 1\n"
     with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as other:
         assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
+    assert read_prompt().usage.prompt_tokens_details.cached_tokens >= 16  # prefixes stay
 
 
 @pytest.mark.slow
