@@ -21,6 +21,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text("utf-
 OTHERS = {
     *("--no-cache-dir", "--time", "--total-queued-requests-metric"),
     *("--kv-cache-usage-percentage-metric", "--lora-info-metric", "--cache-info-metric"),
+    *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
     *("--mesh", "--api-key", "--gpu-memory-utilization", "--worker-urls"),
 }
 
