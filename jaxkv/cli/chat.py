@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 
 from jaxkv.cli import flags
-from jaxkv.cli.chat_commands import EXIT, ChatState, obey, tell
+from jaxkv.cli.chat_commands import EXIT, ChatState, load_session, obey, save_session, tell
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress
@@ -24,6 +25,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "answer, or /policy while it compiles; at the prompt it exits."
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--session", metavar="FILE",
+        help="continue the conversation in this file, if it exists, and save it there after each "
+        "line",
+    )  # fmt: skip
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=512)
@@ -41,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
     chat = ChatState(args, llm, sampling)
     chat.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
-    chat.warm_up(chat.talk)
+    begun = chat.talk
+    if args.session is not None:
+        begin_session(chat)
+    chat.warm_up(begun)
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):
@@ -57,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
                     if not sys.stdin.isatty():
                         raise
                     tell(f"error: {error}; or begin an empty conversation with /reset")
+            if args.session is not None:
+                keep(chat)
     except KeyboardInterrupt:
         code = INTERRUPTED
         _end_line(silent=args.json)
@@ -66,6 +77,25 @@ def run(args: argparse.Namespace) -> int:
         settings |= {"sampling": vars(sampling), "versions": flags.versions()}
         print_json(result | settings)
     return code
+
+
+def begin_session(chat: ChatState) -> None:
+    """Continue the conversation in the file of --session, or begin the file.
+
+    Raises UserError before the first message for a file that cannot be read or written.
+    """
+    if os.path.exists(os.path.expanduser(chat.args.session)):
+        tell(load_session(chat, chat.args.session))
+    else:
+        save_session(chat, chat.args.session)
+
+
+def keep(chat: ChatState) -> None:
+    """Write the conversation to the file of --session; the chat goes on if that fails."""
+    try:
+        save_session(chat, chat.args.session)
+    except UserError as error:
+        tell(f"error: {error}")
 
 
 def lines(silent: bool) -> Iterator[str]:

@@ -127,14 +127,14 @@ def _policy(chat: ChatState, text: str) -> str:
     )
 
 
-def _save(chat: ChatState, path: str) -> str:
+def save_session(chat: ChatState, path: str) -> str:
     from jaxkv.models import session as files
 
     files.save(path, chat.talk)
     return f"saved {path}, position {chat.talk.position}"
 
 
-def _load(chat: ChatState, path: str) -> str:
+def load_session(chat: ChatState, path: str) -> str:
     from jaxkv.models import session as files
 
     chat.talk = files.load(path, chat.talk)
@@ -150,6 +150,6 @@ COMMANDS = {
     "/reset": ("", "begin an empty conversation", _reset),
     "/system": ("[TEXT]", "show the system message, or begin a conversation with another", _system),
     "/policy": ("[POLICY]", "show the policy, or begin a conversation under another", _policy),
-    "/save": ("FILE", "save the conversation with its cache", _save),
-    "/load": ("FILE", "continue a saved conversation", _load),
+    "/save": ("FILE", "save the conversation with its cache", save_session),
+    "/load": ("FILE", "continue a saved conversation", load_session),
 }

@@ -199,6 +199,37 @@ def test_save_and_load(chat, tmp_path):
     assert "saved" in lines[0] and "1 message, position 12" in lines[1]
 
 
+def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
+    """Two chats with one file answer as one chat does, and the file holds the last line."""
+
+    def turns(text: str, *words: str):
+        stdin(text.encode())
+        ran = run("chat", "--model", model, "--max-new-tokens", 9, "--json", *words)
+        return [(turn["tokens"], turn["position"]) for turn in ran.json["turns"]], ran.err
+
+    session = ("--session", str(tmp_path / "talk"))
+    whole, _ = turns("Hello\nAnd?\n")
+    begun, told = turns("Hello\n", *session)
+    assert begun == whole[:1] and "loaded" not in told
+    resumed, told = turns("And?\n", *session)
+    assert resumed == whole[1:] and "1 message, position 16" in told
+    turns("/reset\n", *session)
+    assert "0 messages, position 0" in turns("", *session)[1]
+
+
+@pytest.mark.parametrize("name, words", [
+    ("absent/talk", "absent"),
+    ("text", "no complete session"),
+    ("~nobody at all/talk", "nobody at all"),
+])  # fmt: skip
+def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path, name, words):
+    (tmp_path / "text").write_text("x")
+    stdin(b"Hello\n")
+    path = name if name.startswith("~") else str(tmp_path / name)
+    ran = run("chat", "--model", model, "--session", path)
+    assert (ran.code, ran.out) == (2, "") and words in ran.err
+
+
 def test_a_message_that_begins_with_a_slash(chat):
     turns, lines = chat("//help", "see http://example.org")
     assert [turn["user"] for turn in turns] == ["/help", "see http://example.org"] and not lines
