@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.lib import memory_maps, parts, record
+from tests.conftest import check_memory_maps
 
 
 @pytest.fixture
@@ -45,3 +46,16 @@ def test_programs_are_released_before_the_memory_maps_run_out(tmp_path, monkeypa
     for lines in (memory_maps.MOST, memory_maps.MOST + 1):
         (tmp_path / "maps").write_bytes(b"line\n" * lines)
         assert memory_maps.release() == (lines > memory_maps.MOST) == bool(cleared)
+
+
+@pytest.mark.parametrize("maps, tests", [(0, 15), (30_000, 5), (44_999, 1), (60_000, 1)])
+def test_more_memory_maps_are_counted_after_fewer_tests(monkeypatch, maps, tests):
+    counted = []
+    monkeypatch.setattr(memory_maps, "count", lambda: counted.append(1) or maps)
+    monkeypatch.setattr(memory_maps, "release", lambda most: most < maps)
+    checks = check_memory_maps()
+    for _ in range(tests):
+        next(checks)
+    assert len(counted) == 1
+    next(checks)
+    assert len(counted) == 2
