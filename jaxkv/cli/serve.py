@@ -134,8 +134,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
     server.raise_descriptor_limit()
-    if args.log == "json":
-        server.log_json()
+    {"text": server.log_text, "json": server.log_json}[args.log]()
     keys, prefixes = read_keys(args), prefixes_of(args)
     names = names_of(args)
     template = read_template(args)

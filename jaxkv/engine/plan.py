@@ -96,9 +96,11 @@ def plan_memory(
         each = " and ".join(map(str, (batch,) if fixed_batch else batch_sizes(batch)))
         parts = _parts(sizes, each, sequences(batch), prefixes, host_prefixes)
         fits_fixed = not fixed_batch and fixed + batch * sizes.sequence <= limit
+        enough = -(-least // 2**20)  # MiB
+        more = f"--memory {enough}MiB or " if free is None or enough * 2**20 <= free else ""
         raise UserError(
-            f"{what} must hold {', '.join(parts)}, got {show(limit)}; give --memory "
-            f"{-(-least // 2**20)}MiB or {_remedy(max_batch, prefixes, host_prefixes, fits_fixed)}"
+            f"{what} must hold {', '.join(parts)}, got {show(limit)}; give {more}"
+            f"{_remedy(max_batch, prefixes, host_prefixes, fits_fixed)}"
         )
     fitting = [n for n in range(1, MAX_BATCH + 1) if fixed + sequences(n) <= limit]
     batch = max_batch or max(fitting)
@@ -126,4 +128,5 @@ def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fits_fi
     """The given parts that may be smaller. fits_fixed: whether a fixed batch would fit."""
     names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
     smaller = [f"a smaller --{name}" for name, given in names.items() if given]
-    return " or ".join((["--fixed-batch"] if fits_fixed else []) + smaller) or "a smaller policy"
+    least = "a smaller policy (under growing caches, also a smaller --max-len)"
+    return " or ".join((["--fixed-batch"] if fits_fixed else []) + smaller) or least

@@ -180,7 +180,14 @@ class Server(uvicorn.Server):
         self._drain, self._lost = drain, lost
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if sig != signal.SIGTERM or not self._drain.begin():
+        """The first signal begins to drain or ends the server; one more ends the answers.
+
+        uvicorn's own second Ctrl-C waits for open connections, from Python 3.12 on.
+        """
+        if self.should_exit:
+            for task in self.server_state.tasks:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        elif sig != signal.SIGTERM or not self._drain.begin():
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:

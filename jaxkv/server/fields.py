@@ -133,6 +133,11 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def top_k(name: str, value: Any) -> int:
+    """0 is all tokens; clients of vLLM send -1 for that."""
+    return 0 if type(value) is int and value == -1 else whole(0, WHOLE)(name, value)
+
+
 def response_format(name: str, value: Any) -> None:
     if value != {"type": "text"}:
         message = f"{name} must be of type text, got {shown(value)}; jaxkv does not constrain"
@@ -227,7 +232,7 @@ SHARED = {
     # Where these five are absent, the settings of the model apply.
     "temperature": Field(number(0.0, 2.0)),
     "top_p": Field(number(0.0, 1.0, above=True)),
-    "top_k": Field(whole(0, WHOLE)),
+    "top_k": Field(top_k),
     "min_p": Field(number(0.0, 1.0)),
     "repetition_penalty": Field(number(0.01, 100.0)),
     "presence_penalty": Field(number(-2.0, 2.0), 0.0),

@@ -1,4 +1,4 @@
-"""The log as lines of JSON: one for each request, and one for each warning and error."""
+"""The log: one line for each warning and error, or JSON, also for each request."""
 
 from __future__ import annotations
 
@@ -27,9 +27,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+def log_text() -> None:
+    """Log warnings and errors of this process on standard error."""
+    _log_with(logging.Formatter("jaxkv: %(message)s"))
+
+
 def log_json() -> None:
     """Log every request, warning and error of this process as JSON on standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
-    logging.getLogger().addHandler(handler)
+    _log_with(JsonFormatter())
     logging.getLogger("jaxkv.server").setLevel(logging.INFO)
+
+
+def _log_with(formatter: logging.Formatter) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.getLogger().addHandler(handler)

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from jaxkv import models
+from jaxkv.server.listen import GRACE
 from tests.server.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +248,7 @@ def test_sighup_reads_the_keys_again(process, client):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 def test_ctrl_c(process, client):
-    """A second Ctrl-C does not wait for running answers. Last, because it ends the process."""
+    """A second Ctrl-C gives running answers an error. Last, because it ends the process."""
     running, _ = process
     with client.completions.create(
         model="tiny", prompt="x", max_tokens=10**6, stream=True, extra_body={"ignore_eos": True}
@@ -257,14 +258,20 @@ def test_ctrl_c(process, client):
         with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.5)
         running.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        with pytest.raises(openai.APIError, match="stopping"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - begun < GRACE - 0.5
         assert running.wait(20) == 130
     assert running.stderr.read() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
-def test_sigterm(model):
-    """Answers that do not end within some seconds get an error."""
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm(model, signals):
+    """Answers that do not end within some seconds, or at once, get an error."""
     tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB", "--prefix-order", "lfu")
     with (
         started(model, *tiers) as (running, url),
@@ -275,9 +282,13 @@ def test_sigterm(model):
         ) as stream,
     ):  # fmt: skip
         next(iter(stream))
-        running.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        for _ in range(signals):
+            running.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # the system may join two signals
         with pytest.raises(openai.APIError, match="stopping"):
             for _ in stream:
                 pass
+        assert (time.monotonic() - begun < GRACE - 0.5) == (signals == 2)
         assert running.wait(20) == 0
         assert running.stderr.read() == ""

@@ -82,6 +82,8 @@ def test_every_setting_reaches_the_engine(served):
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1
     }  # fmt: skip
     assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
+    served.complete("|x", top_k=-1)  # as vLLM's clients say "all tokens"
+    assert served.engine.requests[-1].sampling.top_k == 0
     assert request.bias == ((65, -100), (66, 2.5))
     assert (request.seed, request.eos, request.salt) == (3, (), "pepper")
 

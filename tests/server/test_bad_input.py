@@ -67,7 +67,7 @@ COMPLETIONS = {
     "temperature above 2": ({"temperature": HUGE}, "temperature", "from 0 to 2"),
     "top_p of 0": ({"top_p": 0}, "top_p", "above 0"),
     "top_p above 1": ({"top_p": 1.1}, "top_p", "at most 1"),
-    "top_k": ({"top_k": -1}, "top_k", "whole number"),
+    "top_k": ({"top_k": -2}, "top_k", "whole number"),
     "min_p": ({"min_p": 2}, "min_p", "from 0 to 1"),
     "repetition": ({"repetition_penalty": 1e-38}, "repetition_penalty", "from 0.01 to 100"),
     "presence": ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
