@@ -55,9 +55,8 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
             continue
         if len(words) > 1 + salts or not words[0].isascii():
             rule = "an ASCII key and at most one salt" if salts else "one ASCII key"
-            raise UserError(
-                f"{where}, line {number}: must be {rule}, got {len(words)} words; correct the line"
-            )
+            got = f"{len(words)} words" if len(words) > 1 + salts else "another character"
+            raise UserError(f"{where}, line {number}: must be {rule}, got {got}; correct the line")
         digest = hashlib.sha256(words[0].encode()).digest()
         if digest in tenants:
             raise UserError(f"{where}, line {number}: the key is a duplicate; remove it")

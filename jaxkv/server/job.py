@@ -112,7 +112,8 @@ def parse_job(
         else min(config.max_answers, config.max_per_key)
     )
     if count * n > most:  # before tokenizing
-        message = f"a request may ask for {most} answers, got {count} prompts, n={n}"
+        got = f"{count * n} (prompts: {count}, n: {n})"
+        message = f"a request may ask for {most} answers, got {got}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
         prompts = _prompts(values, format, engine, language, config)
