@@ -3,7 +3,7 @@
 #
 # # Write your own policy
 #
-# A cache policy is one small class. This notebook defines a new policy in about ten lines. It checks
+# A cache policy is one small class. This notebook defines a new policy and checks
 # the laws that every policy must satisfy, compares the policy with others on a real model, and finds
 # what it lacks: attention sinks. A second class adds them. A model in plain JAX uses both. The third
 # cell lists the devices on which this notebook has run and its run time on each.

@@ -69,7 +69,7 @@ runtime.shrink(compare.draw(results, context, "mean of 100 tokens per point", dp
 #
 # Two policies differ by chance too. The next cell takes the bounded cache with the lowest loss, and
 # prints how much more the others lose, with two standard errors over blocks of the text. If an
-# interval contains 0, take either policy, for example the faster one.
+# interval contains 0, neither is better by more than noise, and the faster one would do as well.
 
 # %%
 import numpy as np

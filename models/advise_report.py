@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv import defaults
 from jaxkv.models import palette, pictures
 from jaxkv.models.advise import FULL, REPEAT
 from jaxkv.state import memory
 
 Row = Mapping[str, Any]
 DASH = "-"
+DEFAULT = defaults.POLICY.partition(":")[0]
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -105,8 +107,9 @@ def _choices(level: Sequence[Row], options: str) -> list[str]:
 
 
 def _choice(level: Sequence[Row]) -> tuple[Row, str]:
-    """The fastest policy, and why; of policies whose times overlap, the one with the lowest loss.
+    """The fastest policy, and why; of policies whose times overlap, the default or the lowest loss.
 
+    Neither losses nor times tell these apart, so another run should not recommend another one.
     Without times, and where a difference has no error, it is the one with the lowest loss.
     """
     times = [row["milliseconds_per_token"] for row in level]
@@ -119,7 +122,10 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     ]
     if len(equal) == 1:
         return equal[0], "the fastest of these"
-    return equal[0], f"the lowest loss of the {len(equal)} fastest, whose times overlap"
+    default = [row for row in equal if row["policy"].partition(":")[0] == DEFAULT]
+    chosen = default[0] if default else equal[0]
+    reason = "the default" if default else "the lowest loss"
+    return chosen, f"{reason} of the {len(equal)} fastest, whose times overlap"
 
 
 def _most(difference: Mapping[str, Any]) -> float:
@@ -154,10 +160,12 @@ def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
     looks = palette.styles([row["policy"] for row in rows])
     figure, (left, right) = pictures.begin(9.5, 3.4 + 0.22 * len(rows), columns=2)
     key = "over_full" if base == FULL else "over_best"
+    found = [at for at, one in enumerate(rows[0]["recall"] if rows else ()) if one["count"]]
     for number, (row, look) in enumerate(zip(rows, looks, strict=True)):
         _point(left, row[key], -number, look["color"])
-        centres = [_label(one, results["near"]) for one in row["recall"]]
-        values = [(at, one) for at, one in enumerate(row["recall"]) if one["two_errors"]]
+        bins = [row["recall"][at] for at in found]
+        centres = [_label(one, results["near"]) for one in bins]
+        values = [(at, one) for at, one in enumerate(bins) if one["two_errors"]]
         shift = 0.06 * (number - (len(rows) - 1) / 2)
         right.errorbar(
             [at + shift for at, _ in values], [one["mean"] for _, one in values],
@@ -184,6 +192,8 @@ def _label_axes(left: Any, right: Any, rows: Sequence[Row], base: str | None) ->
     left.set_yticks([-number for number in range(len(rows))],
                     [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
     left.axvline(0, color=pictures.INK, lw=0.8)
+    left.locator_params(axis="x", nbins=5)
+    left.margins(x=0.1)
     left.grid(False)
     left.grid(axis="x", color=pictures.RULE, lw=0.6)
     left.set(xlabel=f"loss over {name} (nats)", ylabel="rank")

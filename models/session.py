@@ -44,7 +44,9 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     policy or version.
     """
     path = _expanded(path)
-    incomplete = f"{path} is no complete session; name a file written by /save of this version"
+    incomplete = (
+        f"{path} is no complete session; name a file that /save or --session of this version wrote"
+    )
     try:
         notes = batch.read_notes(path, IDENTITY)
     except UserError:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and measured:
         caption = (
             f"{about['model']} on {about['text']}: {len(tokens):,} tokens, "
-            f"caches of {show(budget)} per sequence"
+            f"caches of at most {show(budget)} per sequence"
         )
         picture = advise_report.draw(results, caption)
         write_report(out, FILES, report, picture)

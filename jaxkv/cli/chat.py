@@ -84,10 +84,16 @@ def begin_session(chat: ChatState) -> None:
 
     Raises UserError before the first message for a file that cannot be read or written.
     """
-    if os.path.exists(os.path.expanduser(chat.args.session)):
-        tell(load_session(chat, chat.args.session))
+    path, asked = chat.args.session, chat.args.system
+    if os.path.exists(os.path.expanduser(path)):
+        tell(load_session(chat, path))
+        if asked is not None and asked != chat.system:
+            raise UserError(
+                f"a session continues with its own system message: {path} has "
+                f"{chat.system or 'none'!r:.60}, --system is {asked!r:.60}; leave --system out"
+            )
     else:
-        save_session(chat, chat.args.session)
+        save_session(chat, path)
 
 
 def keep(chat: ChatState) -> None:

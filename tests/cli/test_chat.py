@@ -233,3 +233,12 @@ def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path
 def test_a_message_that_begins_with_a_slash(chat):
     turns, lines = chat("//help", "see http://example.org")
     assert [turn["user"] for turn in turns] == ["/help", "see http://example.org"] and not lines
+
+
+def test_a_session_keeps_its_system_message(run, model, stdin, tmp_path):
+    path = str(tmp_path / "talk")
+    for system, code in (("Be brief.", 0), ("Be brief.", 0), ("Be long.", 2)):
+        stdin(b"")
+        ran = run("chat", "--model", model, "--session", path, "--system", system)
+        assert ran.code == code
+    assert "has 'Be brief.', --system is 'Be long.'; leave --system out" in ran.err
