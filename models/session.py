@@ -51,7 +51,8 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
         notes = batch.read_notes(path, IDENTITY)
     except UserError:
         if not os.path.isfile(path):
-            raise UserError(f"no such file: {path}; name one written by /save") from None
+            what = "this is a folder" if os.path.isdir(path) else "no such file"
+            raise UserError(f"{what}: {path}; name a file that /save wrote") from None
         raise UserError(incomplete) from None
     for name, ours in _belongs_to(talk).items():
         theirs = notes.get(name)

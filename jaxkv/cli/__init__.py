@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def program() -> int:
-    """The entry point of `jaxkv`. A further Ctrl-C at the end does not change the exit code."""
+    """The entry point of `jaxkv`. A further signal at the end does not change the exit code."""
     code = main()
     ignore_interrupts()
     return code

@@ -42,6 +42,19 @@ def on_interrupt(
 
 
 @contextlib.contextmanager
+def disregard(number: signal.Signals) -> Iterator[None]:
+    """Inside, a signal does nothing, unless `on_interrupt` handles it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
 def send_again(seconds: float = 0.1) -> Iterator[None]:
     """Inside, a Ctrl-C that did not end the block after some seconds is sent once more.
 
@@ -94,8 +107,9 @@ def leave() -> None:
 
 
 def ignore_interrupts() -> None:
-    """Ignore Ctrl-C while Python exits, so that it does not change the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore Ctrl-C and SIGTERM while Python exits, so that they do not change the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def stop() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from jaxkv import defaults
 from jaxkv.cli import flags
 from jaxkv.cli.files import read_text
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.interrupts import INTERRUPTED, disregard, on_interrupt
 from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
@@ -166,15 +166,13 @@ def run(args: argparse.Namespace) -> int:
         drain = server.Drain(args.drain)
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
-        print(
-            f"jaxkv: serving {language.name} on {server.url(listener)} "
-            f"(policy {args.policy}, at most {plan.max_batch} sequences; "
-            f"{memory_of(engine, plan)})",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        ready = (
+            f"jaxkv: serving {language.name} on {server.url(listener)} (policy {args.policy}, at "
+            f"most {plan.max_batch} sequences; {memory_of(engine, plan)})"
+        )
         lost = partial(is_lost, engine, drain)
         code, ended = run_until_stopped(
-            engine, server.make_server(app, config, drain, lost), listener
+            engine, server.make_server(app, config, drain, lost), listener, ready
         )
     if not ended:  # Python would wait for the device, which does not answer
         sys.stderr.flush()
@@ -187,8 +185,13 @@ def is_lost(engine: Engine, drain: Drain) -> bool:
     return bool(engine.failure) or (drain.begun and not engine.healthy)
 
 
-def run_until_stopped(engine: Engine, server: Server, listener: socket.socket) -> tuple[int, bool]:
-    """Serve until a signal or a failure; returns the exit code, and whether the engine stopped."""
+def run_until_stopped(
+    engine: Engine, server: Server, listener: socket.socket, ready: str
+) -> tuple[int, bool]:
+    """Serve until a signal or a failure; returns the exit code, and whether the engine stopped.
+
+    ready: a line that is printed once signals end the server as they should.
+    """
     pressed = threading.Event()
 
     def leave() -> None:
@@ -199,12 +202,14 @@ def run_until_stopped(engine: Engine, server: Server, listener: socket.socket) -
         leave()
 
     engine.start()
-    try:
-        # uvicorn handles both signals itself, and raises them again when it has stopped.
-        with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
-            server.run(sockets=[listener])
-    finally:
-        failed, ended = bool(engine.failure), engine.stop(STOP)
+    with disregard(signal.SIGTERM):  # a second one, while the engine stops
+        try:
+            # uvicorn handles both signals itself, and raises them again when it has stopped.
+            with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
+                print(ready, file=sys.stderr, flush=True)
+                server.run(sockets=[listener])
+        finally:
+            failed, ended = bool(engine.failure), engine.stop(STOP)
     return FAILED if failed else INTERRUPTED if pressed.is_set() else 0, ended
 
 

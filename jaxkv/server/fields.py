@@ -135,7 +135,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def top_k(name: str, value: Any) -> int:
     """0 is all tokens; clients of vLLM send -1 for that."""
-    return 0 if type(value) is int and value == -1 else whole(0, WHOLE)(name, value)
+    found = whole(-1, WHOLE)(name, value)
+    return 0 if found == -1 else found
 
 
 def response_format(name: str, value: Any) -> None:

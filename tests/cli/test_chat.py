@@ -220,6 +220,7 @@ def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
 @pytest.mark.parametrize("name, words", [
     ("absent/talk", "absent"),
     ("text", "no complete session"),
+    ("", "this is a folder"),
     ("~nobody at all/talk", "nobody at all"),
 ])  # fmt: skip
 def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path, name, words):
