@@ -94,13 +94,17 @@ def check_memory_maps() -> Iterator[None]:
     """Clears compiled programs before the process has too many memory maps; take one step a test.
 
     A test adds up to 6,300 maps, and 20 tests in a row added 21,000. Counting 30,000 maps takes
-    50 ms, so the count decides how many tests may run before the next one.
+    50 ms, so the count decides how many tests may run before the next one. Maps that stay belong to
+    programs in use: to clear those again would only compile them again.
     """
     from jaxkv.evals.lib import memory_maps
 
+    most = 40_000
     while True:
-        memory_maps.release(30_000)
-        for _ in range(max(1, (45_000 - memory_maps.count()) // 3_000)):
+        memory_maps.release(most)
+        held = memory_maps.count()
+        most = min(max(40_000, held + 5_000), 47_000)
+        for _ in range(max(1, (50_000 - held) // 3_000)):
             yield
 
 

@@ -134,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
         from jaxkv import server
     server.raise_descriptor_limit()
-    {"text": server.log_text, "json": server.log_json}[args.log]()
     keys, prefixes = read_keys(args), prefixes_of(args)
     names = names_of(args)
     template = read_template(args)
@@ -142,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--per-key limits each API key; give --api-key-file")
     # Bind before minutes of loading, so that a port in use is reported at once.
     listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
-    with listener, reload_at_hangup(args, keys):
+    with listener, reload_at_hangup(args, keys), server.log_as(args.log):
         if not (keys.tenants or is_loopback(listener)):
             warnings.warn(
                 "the server accepts requests from other machines without an API key; give "

@@ -6,7 +6,7 @@ from jaxkv.server.connections import raise_descriptor_limit
 from jaxkv.server.drain import Drain
 from jaxkv.server.job import ServerConfig
 from jaxkv.server.listen import begin_listening, bind, make_server, url
-from jaxkv.server.logs import log_json, log_text
+from jaxkv.server.logs import log_as
 
 __all__ = [
     "ApiKeys",
@@ -15,8 +15,7 @@ __all__ = [
     "application",
     "begin_listening",
     "bind",
-    "log_json",
-    "log_text",
+    "log_as",
     "make_server",
     "parse_api_keys",
     "raise_descriptor_limit",

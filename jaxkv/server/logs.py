@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
@@ -27,18 +29,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
-def log_text() -> None:
-    """Log warnings and errors of this process on standard error."""
-    _log_with(logging.Formatter("jaxkv: %(message)s"))
+@contextlib.contextmanager
+def log_as(form: str) -> Iterator[None]:
+    """Inside, this process logs to standard error: "text" is a line for each warning and error.
 
-
-def log_json() -> None:
-    """Log every request, warning and error of this process as JSON on standard error."""
-    _log_with(JsonFormatter())
-    logging.getLogger("jaxkv.server").setLevel(logging.INFO)
-
-
-def _log_with(formatter: logging.Formatter) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
+    "json" is one object for each warning, error and request.
+    """
+    handler, requests = logging.StreamHandler(), logging.getLogger("jaxkv.server")
+    as_json, before = form == "json", requests.level
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("jaxkv: %(message)s"))
     logging.getLogger().addHandler(handler)
+    requests.setLevel(logging.INFO if as_json else before)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        requests.setLevel(before)

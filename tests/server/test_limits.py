@@ -147,8 +147,8 @@ def test_the_key_with_most_bodies_loses_one():
 
 def test_too_many_answers():
     with serving(FakeEngine(), max_answers=8) as served:
-        refused(served.complete(["x"] * 9), 400, ["8 answers", "9 prompts"])
-        refused(served.complete(["x"] * 3, n=3), 400, ["n=3"])
+        refused(served.complete(["x"] * 9), 400, ["8 answers", "got 9 (prompts: 9, n: 1)"])
+        refused(served.complete(["x"] * 3, n=3), 400, ["got 9 (prompts: 3, n: 3)"])
         assert served.complete(["|x"] * 4, n=2).status == 200
 
 
