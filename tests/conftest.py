@@ -103,8 +103,8 @@ def check_memory_maps() -> Iterator[None]:
     while True:
         memory_maps.release(most)
         held = memory_maps.count()
-        most = min(max(40_000, held + 5_000), 47_000)
-        for _ in range(max(1, (50_000 - held) // 3_000)):
+        most = min(max(40_000, held + 4_000), 56_000)
+        for _ in range(max(1, (55_000 - held) // 3_000)):
             yield
 
 
