@@ -28,7 +28,8 @@ def shared_programs(monkeypatch):
     monkeypatch.setattr(store, "DevicePool", pool_of)
 
 
-compiled = functools.cache(Programs)
+# Those of a dozen engines have about 17,000 memory maps, of 65,530 that a process may have.
+compiled = functools.lru_cache(maxsize=12)(Programs)
 
 
 def programs_of(*settings) -> Programs:
@@ -38,7 +39,7 @@ def programs_of(*settings) -> Programs:
     return programs
 
 
-@functools.cache
+@functools.lru_cache(maxsize=12)
 def compiled_pool(layout, programs, *settings) -> tuple[DevicePool, int]:
     before = programs.num_compiled
     pool = DevicePool(layout, programs, *settings)
