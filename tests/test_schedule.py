@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -39,10 +38,10 @@ def test_the_longest_group_begins_first(monkeypatch):
 
 def test_a_run_continues_after_a_process_crashed(tmp_path):
     """The test that crashed fails, the others of its file and of other files run once."""
-    copy = shutil.copy(schedule.__file__, tmp_path / "schedule.py")
-    (tmp_path / "conftest.py").write_text(f"""
+    shutil.copy(schedule.__file__, tmp_path / "schedule.py")
+    (tmp_path / "conftest.py").write_text("""
 def pytest_xdist_make_scheduler(config, log):
-    from {Path(copy).stem} import LongestFirst
+    from schedule import LongestFirst
     made = LongestFirst(config, log)
     made.seconds = dict()
     return made
