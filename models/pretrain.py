@@ -83,7 +83,7 @@ def pretrain(
     )
     board = tensorboard_writer() if tensorboard else None
     data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
-    valid = _valid(setting, tokens)
+    valid = validation(setting, tokens)
     writes = jax.process_index() == 0
     recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
     if base is None:  # such runs have the defaults, and earlier versions lack the fields
@@ -228,7 +228,7 @@ def setting_for(
     return TrainingSetting(recipe, config, front, training.dtype_of(recipe), mesh)
 
 
-def _valid(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]:
+def validation(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]:
     """The validation samples, in parts of the training size; fewer if the split is small."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate

@@ -1,0 +1,148 @@
+"""Training of a published model with jaxkv and with a plain PyTorch loop, in one process.
+
+Both start from the same float32 weights, read the same batches and follow one recipe: AdamW that
+decays matrices alone, clipping by the global norm, and a learning rate per step. Their losses must
+then agree, and this is checked. Steps alternate. PyTorch's loop is that of its documentation:
+logits, cross_entropy, backward, clip_grad_norm_, and AdamW's step. The extra `parity` installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
+from jaxkv.evals.peers.weights import as_folder
+from jaxkv.models import training
+from jaxkv.models.continued import Base, open_base
+from jaxkv.models.llm import Llm
+from jaxkv.models.recipes import Recipe, recipe_from
+from jaxkv.models.training import TrainingSetting
+from jaxkv.typing import Int32
+
+ASKED = 0.9  # of PyTorch's tokens per second
+CLOSE = 2e-3  # nats: the largest difference of two losses of one step
+PAUSE = 0.3  # seconds before a step, in which the threads of the other side go to sleep
+Step = Callable[[np.ndarray], float]  # trains on a batch and returns its loss
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.peers.training", description=__doc__)
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
+    ask.add_argument("--rows", type=int, default=4, help="samples a step")
+    ask.add_argument("--context", type=int, default=512, help="tokens of a sample")
+    ask.add_argument("--rounds", type=int, default=7)
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    llm = models.load(given.model, "float32")
+    record = Record("training_peers", llm.files, [0], quick=given.quick)
+    record.finish(measure(llm, given.rows, given.context, given.rounds))
+
+
+def measure(llm: Llm, rows: int, context: int, rounds: int) -> dict[str, Any]:
+    """Losses and times of both sides. Raises SystemExit where their losses differ."""
+    base = open_base(llm.path)
+    settings = [f"rows={rows}", f"context={context}", f"steps={rounds + 1}", "dtype=float32"]
+    recipe = recipe_from(base.config, settings)
+    batches = samples(base, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = torch_step(as_folder(llm, Path(folder)), recipe)
+    losses: dict[str, list[float]] = {"jaxkv": [], "PyTorch": []}
+    steps = {"jaxkv": jaxkv_step(base, recipe), "PyTorch": theirs}
+    variants = {name: stepping(steps[name], batches, losses[name]) for name in steps}
+    seconds = time_rounds(variants, rounds, f"{rows} x {context} tokens a step")
+    difference = float(np.abs(np.subtract(*losses.values())).max())
+    if difference > CLOSE:
+        raise SystemExit(
+            f"losses of a step must agree within {CLOSE} nats, got {difference:.4f}; the sides do "
+            "not train the same model"
+        )
+    tokens, over = rows * context, ratio(seconds["PyTorch"], seconds["jaxkv"])
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "tokens_per_second": {name: rate(tokens, taken) for name, taken in seconds.items()},
+        "speed_over_torch": over,
+        "losses": losses,
+        "largest_difference": difference,
+        "bars": [bar("training of SmolLM2-135M over a PyTorch loop", over, ">=", ASKED)],
+    }
+
+
+def samples(base: Base, recipe: Recipe) -> Int32[np.ndarray, "S B X"]:
+    """A batch per step, cut from the passage at random."""
+    ids = np.array(base.tokenizer.encode(PASSAGE.read_text("utf-8")), np.int32)
+    length = recipe.context + 1
+    starts = np.random.default_rng(recipe.seed).integers(
+        0, len(ids) - length, (recipe.steps, recipe.rows)
+    )
+    return ids[starts[..., None] + np.arange(length)]
+
+
+def stepping(step: Step, batches: Sequence[np.ndarray], losses: list[float]) -> Variant:
+    """A variant that trains on the next batch and stores its loss."""
+
+    def run() -> float:
+        sleep(PAUSE)
+        begun = perf_counter()
+        losses.append(step(batches[len(losses)]))
+        return perf_counter() - begun
+
+    return run
+
+
+def jaxkv_step(base: Base, recipe: Recipe) -> Step:
+    """The step of `jaxkv pretrain --from`."""
+    setting = TrainingSetting(recipe, base.config, (), recipe.dtype)
+    weights, frozen = base.weights(setting, base.config.eos[0])
+    held = [training.begin(setting, weights)]
+
+    def step(batch: np.ndarray) -> float:
+        held[0], found = training.update(setting, held[0], setting.split(batch), frozen)
+        return float(jax.block_until_ready((held[0], found))[1].loss)
+
+    return step
+
+
+def torch_step(folder: Path, recipe: Recipe) -> Step:
+    """The step of a plain PyTorch loop on transformers' model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train()
+    weights = list(model.parameters())
+    groups = [
+        {"params": [w for w in weights if w.ndim > 1], "weight_decay": recipe.weight_decay},
+        {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2))
+    rates = iter([float(training.rate(recipe)(step)) for step in range(recipe.steps)])
+
+    def step(batch: np.ndarray) -> float:
+        tokens, lr = torch.from_numpy(batch).long(), next(rates)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.zero_grad()
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+        adam.step()
+        return loss.item()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A rehearsal of a long run on this machine: killed, resumed, exported, loaded and streamed.
+
+The command line trains the architecture of a preset for a few steps of a few samples. The process
+is killed between two checkpoints, and the same command resumes it. The steps that the killed
+process had logged after its last checkpoint must come out again with the same loss. The exported
+model is then loaded: it must have the validation loss that the run logged, and it reads several
+contexts of text in a bounded cache. The memory of the process is compared with `--plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record
+from jaxkv.evals.peers.llama_cpp_rates import memory
+from jaxkv.models import data, memory_plan
+from jaxkv.models.data import DataFolder
+from jaxkv.models.pretrain import setting_of, validation
+from jaxkv.models.recipes import Recipe, read_recipe
+from jaxkv.models.score import gather
+
+CLOSE = 1e-4  # nats: the loss of the exported model against the logged one
+WITHIN = 0.1  # of the plan: the memory that a step adds to the process
+CONTEXTS = 3  # that the exported model reads in one stream
+SINKS = 4  # first tokens in the cache of that stream
+PAUSE = 0.02  # seconds between two looks at the memory of the run
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.training.rehearsal", description=__doc__
+    )
+    ask.add_argument("--preset", default="160m")
+    ask.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
+    ask.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
+                     help="a field of the recipe, such as rows or steps")  # fmt: skip
+    ask.add_argument("--kill", type=int, default=10, help="kill the run after this step")
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    every = ["log_every=1", *given.settings]
+    recipe, tokens = read_recipe(given.preset, every), data.read(given.data)
+    if not 0 < given.kill < recipe.steps:
+        ask.error(f"--kill must be from 1 to {recipe.steps - 1}, got {given.kill}; give another")
+    record = Record("rehearsal", [given.data / "manifest.json"], [recipe.seed], quick=given.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--preset={given.preset}", f"--data={given.data}", f"--out={folder}/run"]
+        words += [word for setting in every for word in ("--set", setting)]
+        record.finish(rehearse(recipe, tokens, words, Path(folder) / "run", given.kill))
+
+
+def rehearse(
+    recipe: Recipe, tokens: DataFolder, words: list[str], out: Path, kill: int
+) -> dict[str, Any]:
+    """The run in two processes, and what the exported model does."""
+    command = [sys.executable, "-m", "jaxkv", "pretrain", *words]
+    imports, killed = memory_of_imports(tokens), watch(command, out, kill)
+    before = read_log(out)
+    # A checkpoint that the kill interrupted has another name.
+    last = max((int(one.name) for one in (out / "last").glob("*") if one.name.isdigit()), default=0)
+    resumed = watch(command, out)
+    after = read_log(out)
+    if [line["step"] for line in after] != list(range(1, recipe.steps + 1)):
+        raise SystemExit(f"the log must have each of {recipe.steps} steps once, got {len(after)}")
+    again = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=False)]
+    again = again[last:]  # the resumed process computed these
+    plan = memory_plan.plan(setting_of(recipe, tokens))
+    held = resumed["step"] - imports
+    read = read_exported(recipe, tokens, out / "hf")
+    differs = abs(read["valid_loss"] - after[-1]["valid_loss"])
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "weights": plan.trained // 4,
+        "killed": {"after": before[-1]["step"], "checkpoint": last, "steps_again": len(again)},
+        "memory": {"plan": plan._asdict(), "imports": imports, "processes": [killed, resumed]},
+        "log": [{name: line[name] for name in ("step", "loss", "grad_norm", "tokens_per_second")}
+                for line in after],
+        "tokens_per_second": float(np.median([line["tokens_per_second"] for line in after])),
+        "valid_loss": after[-1]["valid_loss"],
+        "exported": read,
+        "bars": [
+            row("steps that have another loss after the kill", again.count(False), 0),
+            row("exported model, nats from the logged validation loss", differs, CLOSE),
+            row("memory of a step over its plan, minus 1", abs(held / plan.total - 1), WITHIN),
+        ],
+    }  # fmt: skip
+
+
+def row(name: str, value: float, most: float) -> dict[str, Any]:
+    return {"bar": name, "value": value, "ask": f"at most {most:g}", "met": bool(value <= most)}
+
+
+def watch(command: list[str], out: Path, kill: int | None = None) -> dict[str, int]:
+    """Run a training command to its end, or kill it once it has logged step `kill`.
+
+    Returns resident bytes: step, the most while steps ran; peak, the most in all. Raises SystemExit
+    where the command fails.
+    """
+    begun, found = len(read_log(out)), {"step": 0, "peak": 0}
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        lines = read_log(out)
+        with contextlib.suppress(OSError, KeyError):  # it is ending
+            now = memory(process.pid)
+            found["peak"] = now["peak"]
+            # From the first logged step on, and before the evaluation at the end of the run.
+            if begun < len(lines) and "valid_loss" not in lines[-1]:
+                found["step"] = max(found["step"], now["resident"])
+        if kill is not None and lines and lines[-1]["step"] >= kill:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return found
+        time.sleep(PAUSE)
+    if process.returncode or kill is not None:
+        raise SystemExit(f"the run ended with {process.returncode}, as above; nothing is written")
+    return found
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    """The steps that a run has logged."""
+    log = out / "log.jsonl"
+    text = log.read_text("utf-8") if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def memory_of_imports(tokens: DataFolder) -> int:
+    """Resident bytes of a process that has loaded the program and the data, without a model."""
+    script = (
+        "import sys; from pathlib import Path; from jaxkv.models import data, pretrain; "
+        "from jaxkv.evals.peers.llama_cpp_rates import memory; import jax; jax.devices(); "
+        "held = data.read(Path(sys.argv[1])); print(memory()['resident'])"
+    )
+    command = [sys.executable, "-c", script, str(tokens.folder)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def read_exported(recipe: Recipe, tokens: DataFolder, folder: Path) -> dict[str, Any]:
+    """The exported model: its validation loss, and the loss of several contexts in one stream."""
+    llm, setting = models.load(folder, "float32"), setting_of(recipe, tokens)
+    front = list(setting.front)
+
+    def losses(run: np.ndarray, policy: str) -> np.ndarray:
+        found, *_ = gather(models.losses(llm, [*front, *run[len(front) :]], policy))
+        return found
+
+    each = [losses(run, "full") for part in validation(setting, tokens) for run in part]
+    long = data.batch(tokens, "valid", 0, 0, 1, CONTEXTS * recipe.context)[0]
+    cached = recipe.context // 2
+    policy = f"streaming:sinks={SINKS},window={cached - SINKS}"
+    streamed = np.array_split(losses(long, policy), CONTEXTS)
+    return {
+        "valid_loss": float(np.mean(each)),
+        "policy": policy,
+        "loss_by_context": [float(part.mean()) for part in streamed],
+    }
+
+
+if __name__ == "__main__":
+    main()

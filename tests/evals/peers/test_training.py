@@ -1,0 +1,34 @@
+"""Training beside a PyTorch loop, on a small random model."""
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.peers import training
+from tests.tiny import write_tiny
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parity,
+    pytest.mark.usefixtures("optax_promotes_dtypes"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("training") / "model"), "float32")
+
+
+def test_both_sides_have_the_same_losses(llm):
+    """With decay, clipping and a learning rate that changes, over several steps."""
+    found = training.measure(llm, rows=2, context=24, rounds=4)
+    ours, theirs = found["losses"].values()
+    assert len(ours) == 5 and len(set(ours)) == 5
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert found["speed_over_torch"]["n"] == 4
+
+
+def test_sides_that_differ_are_an_error(llm, monkeypatch):
+    monkeypatch.setattr(training, "CLOSE", -1.0)
+    with pytest.raises(SystemExit, match="do not train the same model"):
+        training.measure(llm, rows=2, context=24, rounds=1)
