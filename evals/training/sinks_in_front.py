@@ -1,16 +1,18 @@
 """Sinks in front of a model that exists: StreamingLLM's Table 3 without a model trained for it.
 
 The same stretches of text are read under caches of equal size: by the model as it is (plain), with
-a token that begins every stream (constant), and with what `jaxkv pretrain --from` made of the
-model; --variants zero adds a zero sink that nobody trained. Each stretch begins elsewhere in its
-text, so the first token, on which the plain model leans, differs. Losses are kept under out/, so
-that an interrupted run continues, and several processes can measure a few cache sizes each.
+a token that begins every stream (constant), and with what `jaxkv pretrain --from` or
+`distilled_logits` made of the model; --variants zero adds a zero sink that nobody trained. Each
+stretch begins elsewhere in its text, so the first token, on which the plain model leans, differs.
+Losses are kept under out/, so that an interrupted run continues, and several processes can measure
+a few cache sizes each.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.lib.text import ask_for_texts
+from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
 from jaxkv.models.data import sha256_of
 from jaxkv.models.llm import Llm
@@ -35,7 +38,8 @@ LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache wi
 def main() -> None:
     ask = ask_for_texts("jaxkv.evals.training.sinks_in_front", __doc__)
     ask.add_argument("--variants", nargs="*", default=[], metavar="NAME=RUN",
-                     help="folders of `jaxkv pretrain --from MODEL`; zero: untrained")  # fmt: skip
+                     help="folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
+                     "zero: untrained")  # fmt: skip
     ask.add_argument("--windows", type=int, nargs="+", default=[256, 1024], help="cache sizes")
     ask.add_argument("--sinks", type=int, nargs="+", default=list(SINKS), help="numbers of sinks")
     ask.add_argument("--starts", type=int, default=3, help="stretches of each text")
@@ -115,7 +119,12 @@ def hash_of(run: str | None) -> str:
 
 def described(run: Path) -> dict[str, Any]:
     """The recipe of a run, its losses by step, and the bytes of its file of sinks."""
-    log, looks, file = logged(run), evaluations(run), run / FILE
+    file = run / FILE
+    if (run / DISTILLED).exists():
+        return json.loads((run / DISTILLED).read_text("utf-8")) | {
+            "file_bytes": file.stat().st_size
+        }
+    log, looks = logged(run), evaluations(run)
     return {
         "recipe": settings(run)["recipe"],
         "device": looks[-1]["device"],

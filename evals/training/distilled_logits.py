@@ -1,0 +1,110 @@
+"""Sink logits distilled from the model with its first token: one number per head and layer.
+
+In a window without the first token, the attention that a head gives to that token goes to others. A
+sink logit takes it without a token. Here the logits are trained, and nothing else: the model that
+sees the last `--window` tokens shall predict what it predicts with all tokens of the sample, in
+KL(all || window). `jaxkv pretrain --train sinks --set sinks=logit` trains them on the text instead.
+
+    python -m jaxkv.evals.training.distilled_logits --texts BOOKS --out out/distilled
+    python -m jaxkv.evals.training.sinks_in_front --variants distilled=out/distilled --texts OTHERS
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxkv import models
+from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.models import sinks, uncached
+from jaxkv.models.config import Config
+from jaxkv.models.decoder import Weights
+from jaxkv.models.divergence import divergence
+from jaxkv.models.published import open_published
+from jaxkv.typing import Array, Float32, Int32
+
+LOG = "distilled.json"  # beside the file of sinks
+LAST_RATE = 0.1  # the final learning rate, as a share of the first
+EVERY = 5  # steps between two lines
+
+
+def main() -> None:
+    ask = ask_for_texts("jaxkv.evals.training.distilled_logits", __doc__)
+    ask.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")
+    ask.add_argument("--window", type=int, default=256, help="tokens that a query sees")
+    ask.add_argument("--context", type=int, default=512, help="tokens of a sample")
+    ask.add_argument("--rows", type=int, default=1, help="samples a step")
+    ask.add_argument("--steps", type=int, default=100)
+    ask.add_argument("--lr", type=float, default=0.1)
+    ask.add_argument("--seed", type=int, default=0, help="the order of the samples")
+    given = ask.parse_args()
+    if given.window >= given.context:
+        ask.error(f"--context must be longer than --window {given.window}, got {given.context}")
+    llm = models.load(given.model, "float32")
+    needed = -(-given.steps * given.rows // len(given.texts))  # samples of each text
+    texts = first_tokens(ask, llm, given.texts, needed * given.context)
+    samples = np.concatenate([np.reshape(ids, (needed, -1)) for ids in texts.values()])
+    samples = np.random.default_rng(given.seed).permutation(samples)[: given.steps * given.rows]
+    batches = samples.reshape(given.steps, given.rows, -1).astype(np.int32)
+    logits, losses, seconds = distil(llm.config, llm.weights, batches, given.window, given.lr)
+    given.out.mkdir(parents=True, exist_ok=True)
+    named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
+    fingerprint = open_published(llm.path).fingerprint()
+    print(sinks.write(given.out / sinks.FILE, named, len(logits), fingerprint))
+    options = {k: v for k, v in vars(given).items() if type(v) in (int, float)}
+    about = options | {"texts": list(texts), "divergence": losses, "seconds": seconds}
+    (given.out / LOG).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def distil(
+    config: Config, weights: Weights, batches: Int32[np.ndarray, "S B T"], window: int, lr: float
+) -> tuple[Float32[np.ndarray, "L N"], list[float], float]:
+    """The logits after a step per batch, the divergence before each step, and the seconds."""
+    adam = optax.adam(optax.cosine_decay_schedule(lr, len(batches), LAST_RATE))
+    logits = jnp.zeros((config.layers, config.heads), jnp.float32)
+    moments, losses, begun = adam.init(logits), [], perf_counter()
+    for number, batch in enumerate(batches):
+        loss, gradient = jax.value_and_grad(_divergence)(
+            logits, config, window, weights, jnp.asarray(batch)
+        )
+        updates, moments = adam.update(gradient, moments)
+        logits = logits + updates
+        losses.append(float(loss))
+        if number % EVERY == EVERY - 1:
+            rate = (perf_counter() - begun) / (number + 1)
+            left = rate * (len(batches) - number - 1)
+            mean = np.mean(losses[-EVERY:])
+            print(f"step {number + 1} of {len(batches)}: KL {mean:.4f}, {left:.0f} s left",
+                  flush=True)  # fmt: skip
+    return np.asarray(logits), losses, perf_counter() - begun
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _divergence(
+    logits: Float32[Array, "L N"],
+    config: Config,
+    window: int,
+    weights: Weights,
+    ids: Int32[Array, "B T"],
+) -> Float32[Array, ""]:
+    """KL(all || window with logits) of the tokens that do not see the first one, in nats."""
+    decoder, hidden, _ = uncached.forward(config, weights, ids)
+    full = jax.lax.stop_gradient(decoder.logits(hidden[:, :, window:]))
+    limited: dict[str, Any] = {"windows": (window,) * config.layers, "sink_logit": "learned"}
+    student = dataclasses.replace(config, **limited)
+    named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
+    decoder, hidden, _ = uncached.forward(student, {**weights, **named}, ids)
+    return jnp.mean(divergence(full, decoder.logits(hidden[:, :, window:]))[0])
+
+
+if __name__ == "__main__":
+    main()
