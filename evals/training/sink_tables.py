@@ -180,9 +180,10 @@ def samples(llm: Llm, texts: dict, length: int) -> Int32[np.ndarray, "B T"]:
     return runs
 
 
-def first_token(llm: Llm, texts: dict, skip: int = 64) -> Float32[np.ndarray, "L N"]:
-    """Mean attention on the first token, of queries from `skip` on of samples of full length."""
-    runs = samples(llm, texts, llm.config.context)
+def first_token(llm: Llm, texts: dict) -> Float32[np.ndarray, "L N"]:
+    """Mean attention on the first token of samples of full length, without their first queries."""
+    context = llm.config.context
+    runs, skip = samples(llm, texts, context), min(64, context // 2)
     mass = partial(uncached.mass_on_first, llm.config, llm.weights)
     return np.mean([mass(runs[a : a + 4], skip) for a in range(0, SAMPLES, 4)], axis=0)
 

@@ -108,11 +108,11 @@ def test_losses_are_paired_by_prediction():
 
 def test_the_first_token_is_the_sink(llm):
     ids = np.array(llm.tokenizer.encode(TEXT * 30, bos=False))
-    mass = sink_tables.first_token(llm, {"text": ids}, skip=16)
+    mass = sink_tables.first_token(llm, {"text": ids})
     runs = sink_tables.samples(llm, {"text": ids}, llm.config.context)
     assert runs.shape == (sink_tables.SAMPLES, 48) and set(runs[:, 0]) == {llm.tokenizer.front[0]}
     seen = sink_tables.maps(llm.config, llm.weights, runs)
-    wanted = [np.asarray(layer)[:, 16:, 0].mean(1) for layer in seen]
+    wanted = [np.asarray(layer)[:, 24:, 0].mean(1) for layer in seen]
     np.testing.assert_allclose(mass, wanted, rtol=1e-5)
     assert sink_tables.draw(llm, {"text": ids}, "token").startswith(b"\x89PNG")
 
