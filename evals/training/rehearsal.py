@@ -4,7 +4,8 @@ The command line trains the architecture of a preset for a few steps of a few sa
 is killed between two checkpoints, and the same command resumes it. The steps that the killed
 process had logged after its last checkpoint must come out again with the same loss. The exported
 model is then loaded: it must have the validation loss that the run logged, and it reads several
-contexts of text in a bounded cache. The memory of the process is compared with `--plan`.
+contexts of text in a bounded cache. The memory of the process before its first checkpoint, less
+that of a process that has compiled the step, is compared with `--plan`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,15 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.peers.llama_cpp_rates import memory
-from jaxkv.models import data, memory_plan
+from jaxkv.models import compilation, data, memory_plan
 from jaxkv.models.data import DataFolder
+from jaxkv.models.memory_plan import TrainingMemory
 from jaxkv.models.pretrain import setting_of, validation
 from jaxkv.models.recipes import Recipe, read_recipe
 from jaxkv.models.score import gather
 
 CLOSE = 1e-4  # nats: the loss of the exported model against the logged one
-WITHIN = 0.1  # of the plan: the memory that a step adds to the process
+WITHIN = 0.1  # of the plan: what weights and a step add to a process that has compiled the step
 CONTEXTS = 3  # that the exported model reads in one stream
 SINKS = 4  # first tokens in the cache of that stream
 PAUSE = 0.02  # seconds between two looks at the memory of the run
@@ -66,25 +71,26 @@ def rehearse(
 ) -> dict[str, Any]:
     """The run in two processes, and what the exported model does."""
     command = [sys.executable, "-m", "jaxkv", "pretrain", *words]
-    imports, killed = memory_of_imports(tokens), watch(command, out, kill)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        plan, program = process.submit(compile_step, recipe, tokens.folder).result()
+    killed = watch(command, out, recipe.save_every, kill)
     before = read_log(out)
     # A checkpoint that the kill interrupted has another name.
     last = max((int(one.name) for one in (out / "last").glob("*") if one.name.isdigit()), default=0)
-    resumed = watch(command, out)
+    resumed = watch(command, out, recipe.save_every)
     after = read_log(out)
     if [line["step"] for line in after] != list(range(1, recipe.steps + 1)):
         raise SystemExit(f"the log must have each of {recipe.steps} steps once, got {len(after)}")
     again = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=False)]
     again = again[last:]  # the resumed process computed these
-    plan = memory_plan.plan(setting_of(recipe, tokens))
-    held = resumed["step"] - imports
+    held = killed["step"] - program
     read = read_exported(recipe, tokens, out / "hf")
     differs = abs(read["valid_loss"] - after[-1]["valid_loss"])
     return {
         "recipe": dataclasses.asdict(recipe),
         "weights": plan.trained // 4,
         "killed": {"after": before[-1]["step"], "checkpoint": last, "steps_again": len(again)},
-        "memory": {"plan": plan._asdict(), "imports": imports, "processes": [killed, resumed]},
+        "memory": {"plan": plan._asdict(), "program": program, "processes": [killed, resumed]},
         "log": [{name: line[name] for name in ("step", "loss", "grad_norm", "tokens_per_second")}
                 for line in after],
         "tokens_per_second": float(np.median([line["tokens_per_second"] for line in after])),
@@ -102,21 +108,22 @@ def row(name: str, value: float, most: float) -> dict[str, Any]:
     return {"bar": name, "value": value, "ask": f"at most {most:g}", "met": bool(value <= most)}
 
 
-def watch(command: list[str], out: Path, kill: int | None = None) -> dict[str, int]:
+def watch(
+    command: list[str], out: Path, save_every: int, kill: int | None = None
+) -> dict[str, int]:
     """Run a training command to its end, or kill it once it has logged step `kill`.
 
-    Returns resident bytes: step, the most while steps ran; peak, the most in all. Raises SystemExit
-    where the command fails.
+    Returns resident bytes: step, the most while steps ran before the first checkpoint; peak, the
+    most in all. Raises SystemExit where the command fails.
     """
     begun, found = len(read_log(out)), {"step": 0, "peak": 0}
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=os.environ | {compilation.VARIABLE: "off"})
     while process.poll() is None:
         lines = read_log(out)
         with contextlib.suppress(OSError, KeyError):  # it is ending
             now = memory(process.pid)
             found["peak"] = now["peak"]
-            # From the first logged step on, and before the evaluation at the end of the run.
-            if begun < len(lines) and "valid_loss" not in lines[-1]:
+            if 0 < len(lines) - begun < save_every:
                 found["step"] = max(found["step"], now["resident"])
         if kill is not None and lines and lines[-1]["step"] >= kill:
             process.send_signal(signal.SIGKILL)
@@ -135,15 +142,10 @@ def read_log(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def memory_of_imports(tokens: DataFolder) -> int:
-    """Resident bytes of a process that has loaded the program and the data, without a model."""
-    script = (
-        "import sys; from pathlib import Path; from jaxkv.models import data, pretrain; "
-        "from jaxkv.evals.peers.llama_cpp_rates import memory; import jax; jax.devices(); "
-        "held = data.read(Path(sys.argv[1])); print(memory()['resident'])"
-    )
-    command = [sys.executable, "-c", script, str(tokens.folder)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def compile_step(recipe: Recipe, data_folder: Path) -> tuple[TrainingMemory, int]:
+    """The plan of a step, and the resident bytes of this process once it has compiled the step."""
+    plan = memory_plan.plan(setting_of(recipe, data.read(data_folder)))
+    return plan, memory()["resident"]
 
 
 def read_exported(recipe: Recipe, tokens: DataFolder, folder: Path) -> dict[str, Any]:
