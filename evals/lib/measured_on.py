@@ -24,6 +24,7 @@ OTHERS = {
     "mfu_tpu": RANDOM,
     "prefix_replay": "no model",
     "recall": TRAINED,
+    "rehearsal": TRAINED,
     "remat": RANDOM,
     "sampling": f"{REAL}, {SYNTHETIC}",
     "sink_tables": TRAINED,

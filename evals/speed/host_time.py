@@ -1,0 +1,120 @@
+"""Host time of the engine: how much longer its steps take than their programs, by function.
+
+Sixteen sequences decode. Steps of the engine alternate with as many calls of its decode program,
+which do not wait for each other. The engine dispatches a step before it delivers the one before, so
+host and device overlap, and the difference is the host time that does not. On a CPU the two also
+share the cores. A profile then lists the Python functions by their time; the profiler itself slows
+those that are called often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import models
+from jaxkv.engine import Engine, Request
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.text import passage
+from jaxkv.evals.lib.timing import Variant, bar, time_rounds, timed
+from jaxkv.models.llm import Llm
+from jaxkv.models.serving import make_engine
+
+POLICY = "streaming:sinks=4,window=252"
+BATCH, PROMPT = 16, 64  # sequences, and tokens of their prompts
+NEW = 2**20  # tokens of an answer: none ends here
+STEPS = 32  # of a measurement
+MODELS = {"default model": ((), 0.10), "SmolLM2-135M": (("smollm2-135m",), 0.03)}  # largest share
+FUNCTIONS = 12  # the longest of the profile
+
+
+class Ignore:
+    """A listener that does nothing."""
+
+    def prompt(self, scored: object) -> None:
+        """Receive the prompt."""
+
+    def token(self, scored: object) -> bool:
+        """Receive a token."""
+        return False
+
+    def done(self, outcome: object) -> None:
+        """Receive the outcome."""
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.speed.host_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    ask.add_argument("--rounds", type=int, default=15)
+    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    given = ask.parse_args()
+    loaded = {name: models.load(*MODELS[name][0], dtype="float32") for name in given.only}
+    files = [file for llm in loaded.values() for file in llm.files]
+    record = Record("host_time", files, quick=given.quick)
+    found = {name: measure(llm, given.rounds, name) for name, llm in loaded.items()}
+    bars = [
+        bar(f"engine of 16 sequences, share of a step outside XLA, {name}", one["share"], "<=",
+            MODELS[name][1]) for name, one in found.items()
+    ]  # fmt: skip
+    record.finish({"policy": POLICY, "batch": BATCH, "models": found, "bars": bars})
+
+
+def measure(llm: Llm, rounds: int, name: str) -> dict[str, Any]:
+    """Steps against their programs, and the profile of the steps."""
+    engine = make_engine(llm, POLICY, max_batch=BATCH)
+    text = passage(llm, BATCH * PROMPT)
+    for start in range(0, BATCH * PROMPT, PROMPT):
+        engine.submit(Request(tuple(text[start : start + PROMPT]), NEW, seed=start), Ignore())
+    while engine.running < BATCH or engine.waiting or engine._prefills:
+        engine.step()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            engine.step()
+
+    seconds = time_rounds({"engine": timed(steps), "programs": programs(engine)}, rounds, name)
+    alone, whole = (np.array(seconds[key]) for key in ("programs", "engine"))
+    return {
+        "milliseconds": {key: spread(1e3 / STEPS * np.array(s)) for key, s in seconds.items()},
+        "share": spread(1 - alone / whole),
+        "functions": profile(steps),
+    }
+
+
+def programs(engine: Engine) -> Variant:
+    """Calls of the decode program for the sequences of an engine."""
+    batch, active = engine._running, np.ones(BATCH, bool)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            batch._batch, output = engine._programs.decode(batch._batch, active, scored=False)
+        jax.block_until_ready((batch._batch, output))
+
+    return timed(run)
+
+
+def profile(steps: Callable[[], None]) -> dict[str, float]:
+    """Shares of the time of steps by function, the longest first."""
+    profiler = cProfile.Profile()
+    profiler.runcall(steps)
+    stats = pstats.Stats(profiler).stats
+    total, own = sum(row[2] for row in stats.values()), Counter[str]()
+    for (file, _, function), row in stats.items():
+        own[f"{Path(file).stem}.{function}"] += row[2] / total
+    return dict(own.most_common(FUNCTIONS))
+
+
+if __name__ == "__main__":
+    main()
